@@ -1,0 +1,223 @@
+"""The configuration: TOML in, validated pydantic models out. Imports without torch.
+
+Every field carries its documentation below it. Unknown keys are errors that suggest the nearest name. A bad value raises
+`UserError` with one line: the field, the value, the rule and the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from megatron_rl.errors import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+
+class Architecture(_Section):
+    """Widths of a model made from scratch (Qwen3 architecture). Multiples of 128 keep every FP8 block whole."""
+
+    vocab_size: int = Field(384, ge=259)
+    """Rows of the embedding; the project's byte-level tokenizer needs 259."""
+    hidden_size: int = Field(256, ge=128, multiple_of=128)
+    intermediate_size: int = Field(512, ge=128, multiple_of=128)
+    num_hidden_layers: int = Field(2, ge=1)
+    num_attention_heads: int = Field(2, ge=1)
+    num_key_value_heads: int = Field(2, ge=1)
+    head_dim: int = Field(128, ge=128, multiple_of=128)
+    max_position_embeddings: int = Field(1024, ge=16)
+    rope_theta: float = Field(10000.0, gt=0)
+    tie_word_embeddings: bool = False
+    initializer_range: float = Field(0.02, gt=0)
+
+    @model_validator(mode="after")
+    def _heads(self) -> Architecture:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})")
+        return self
+
+
+class WarmStart(_Section):
+    """Supervised training on the task's worked examples, with the same trainer, before RL starts. 0 steps: random weights."""
+
+    steps: int = Field(0, ge=0)
+    batch_size: int = Field(64, ge=1)
+    """Examples per optimizer step."""
+    learning_rate: float = Field(1e-3, gt=0)
+    seed: int = 0
+
+
+class Model(_Section):
+    """The policy to train."""
+
+    path: Path
+    """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
+    create: Architecture | None = None
+    """Make the checkpoint at `path` with these widths when it is not there yet. Absent: `path` must exist."""
+    warm_start: WarmStart = WarmStart()
+    """How a created model learns the task's format first."""
+
+
+class Precision(_Section):
+    """The precision flow of trainer and engine. See docs/precision.md."""
+
+    mode: Literal["bf16", "fp8_rollout", "int8_rollout", "fp8_unified"] = "fp8_unified"
+    """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL)."""
+    scale_format: Literal["pow2", "fp32"] = "pow2"
+    """Format of block scales. `pow2` is exact on both sides."""
+    backend: Literal["emulated", "transformer_engine", "deep_gemm"] = "emulated"
+    """Who computes the trainer's FP8 products. `emulated` runs on any device and is the reference."""
+    high: Literal["bf16", "fp32"] = "bf16"
+    """The dtype of everything that is not FP8, the same on both sides. `fp32` is the faster one on a CPU."""
+
+
+class TrainLayout(_Section):
+    """How the trainer's ranks share the model. tp * pp * cp * dp is the number of ranks."""
+
+    tp: int = Field(1, ge=1)
+    """Tensor parallel ranks."""
+
+
+class Train(_Section):
+    """The optimizer and how a batch is cut."""
+
+    layout: TrainLayout = TrainLayout()
+    learning_rate: float = Field(1e-6, gt=0)
+    """Peak learning rate of Adam, reached after `warmup_steps`, then constant."""
+    warmup_steps: int = Field(0, ge=0)
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest gradient norm; 0 turns clipping off."""
+    micro_batch_size: int = Field(32, ge=1)
+    """Sequences per forward pass of one rank."""
+    steps: int = Field(30, ge=1)
+    """RL steps (policy versions) of the run."""
+    seed: int = 0
+
+
+class Rollout(_Section):
+    """The rollout engine and how it samples."""
+
+    engine: str = "sglang"
+    """Name of the engine's entry point in the group `megatron_rl.rollout`."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallel ranks of the engine."""
+    prompts_per_step: int = Field(32, ge=1)
+    group_size: int = Field(8, ge=2)
+    """Completions per prompt."""
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(512, ge=1)
+    max_running_requests: int = Field(256, ge=1)
+    """Sequences that the engine decodes at once."""
+    max_total_tokens: int = Field(65536, ge=256)
+    """Tokens that the engine's KV cache holds."""
+    host: str = "127.0.0.1"
+    """Address the engine's HTTP server binds to."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds an engine may take to become healthy."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds one generate call or one sync call may take."""
+
+
+class Algorithm(_Section):
+    """The policy loss: GRPO."""
+
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio's lower bound is 1 - clip_low."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio's upper bound is 1 + clip_high."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 KL estimate against the reference model; 0 runs without a reference model."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps per rollout; the batch is cut into that many parts."""
+
+
+class Data(_Section):
+    """Where problems come from."""
+
+    train: str = "arithmetic"
+    """`arithmetic` (made by the project) or the path of a JSONL file."""
+    eval: str | None = "arithmetic"
+    """Held-out problems: as `train`; absent for no evaluation. Never shares a prompt with `train`."""
+    format: Literal["arithmetic", "gsm8k"] = "arithmetic"
+    """Shape of a JSONL file's rows; ignored for generated data."""
+    prompt_template: str = "{question}"
+    """Text around each question; must hold `{question}`."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer problems are left out, counted and logged."""
+    eval_size: int = Field(128, ge=1)
+    """Held-out problems scored at each evaluation."""
+    eval_every: int = Field(5, ge=1)
+    """RL steps between evaluations; the first (step 0) and the last step are always evaluated."""
+    levels: tuple[int, ...] = (1, 2, 3, 4)
+    """Difficulty levels of generated problems: the number of operations."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _template(self) -> Data:
+        if "{question}" not in self.prompt_template:
+            raise ValueError(f"prompt_template {self.prompt_template!r} must hold {{question}}")
+        return self
+
+
+class RewardConfig(_Section):
+    """How a completion is scored."""
+
+    function: Literal["arithmetic", "math"] = "arithmetic"
+    """`arithmetic`: integer after `#`; `math`: exact integer match first, then math-verify."""
+    workers: int = Field(2, ge=1)
+    """Worker processes."""
+    timeout: float = Field(5.0, gt=0)
+    """Seconds for one completion; then the worker is replaced and the sample scores 0."""
+    memory_mb: int = Field(4096, ge=256)
+    """Address-space limit of one worker in MiB."""
+
+
+class Sync(_Section):
+    """Moving weights from the actor to the engine."""
+
+    transport: Literal["shared_memory"] = "shared_memory"
+    bucket_mb: int = Field(256, ge=1)
+    """Largest extra memory in MiB that a sync uses at a time."""
+
+
+class Checkpoint(_Section):
+    """What a run leaves behind."""
+
+    every: int = Field(0, ge=0)
+    """RL steps between checkpoints; 0 keeps only the last one."""
+
+
+class Log(_Section):
+    """Where a run writes."""
+
+    dir: Path = Path("runs/default")
+    """Parent folder; every run makes a folder of its own in it."""
+    samples: int = Field(8, ge=0)
+    """Completions kept per step for the report."""
+
+
+class Config(_Section):
+    """A whole run."""
+
+    model: Model
+    precision: Precision = Precision()
+    train: Train = Train()
+    rollout: Rollout = Rollout()
+    algorithm: Algorithm = Algorithm()
+    data: Data = Data()
+    reward: RewardConfig = RewardConfig()
+    sync: Sync = Sync()
+    checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()

@@ -1,0 +1,38 @@
+"""The project's exceptions: one family, two exit codes.
+
+`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3).
+Both print as one line without a traceback; every other exception is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+
+class MegatronRLError(Exception):
+    """Base of all expected errors. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UserError(MegatronRLError):
+    """Bad input: names the field, the value, the rule it breaks and the fix, in one line.
+
+    Example: ``UserError("train.layout.tp", 3, "must divide num_key_value_heads (2)", "use 1 or 2")`` prints as
+    ``train.layout.tp = 3: must divide num_key_value_heads (2); use 1 or 2``.
+    """
+
+    exit_code = 2
+
+    def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
+        self.field, self.value, self.rule, self.fix = field, value, rule, fix
+        shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
+        super().__init__(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
+
+
+class RunError(MegatronRLError):
+    """A run that broke after it had started: what was written stays, and `log_tail` shows the failed part's last lines."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, log_tail: str = "") -> None:
+        self.log_tail = log_tail
+        super().__init__(message)
