@@ -1,0 +1,80 @@
+"""Sequences and the padded micro-batches that a forward pass takes. Shape legend: `_T` tokens, `_A` answer tokens, [b, s] batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+_EMPTY = torch.empty(0)
+
+
+@dataclass
+class Sequence:
+    """A prompt with its answer, and what is known of each answer token (float32 [A], empty when not known)."""
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    advantage: float = 0.0
+    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the engine that sampled the answer."""
+    old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the trainer's policy that sampled the answer."""
+    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the frozen reference."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+
+@dataclass
+class MicroBatch:
+    """Right-padded tensors [b, s]; position t predicts token t + 1, so answer tokens are the targets from prompt end - 1 on.
+
+    `mask` is 1.0 where the target is an answer token. Padding comes last, where a causal mask hides it.
+    """
+
+    rows: list[int]
+    """Index of each row in the list of sequences."""
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    old_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor
+
+    def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the sequence, its answer's part [A]) of a tensor [b, s] aligned with `targets`."""
+        for row, index in enumerate(self.rows):
+            start = len(sequences[index].prompt_ids) - 1
+            yield index, values[row, start : start + len(sequences[index].answer_ids)]
+
+
+def micro_batches(sequences: list[Sequence], size: int) -> list[MicroBatch]:
+    """Cuts sequences, the longest first so that neighbours are of like length, into micro-batches of at most `size` rows."""
+    order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length)
+    return [_pad(order[start : start + size], sequences) for start in range(0, len(order), size)]
+
+
+def _pad(rows: list[int], sequences: list[Sequence]) -> MicroBatch:
+    width = max(sequences[index].length for index in rows) - 1
+    shape = (len(rows), width)
+    tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    mask, advantages, old, reference = (torch.zeros(shape) for _ in range(4))
+    for row, index in enumerate(rows):
+        sequence = sequences[index]
+        ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
+        tokens[row, : len(ids) - 1] = ids[:-1]
+        targets[row, : len(ids) - 1] = ids[1:]
+        answer = slice(len(sequence.prompt_ids) - 1, len(ids) - 1)
+        mask[row, answer] = 1.0
+        advantages[row, answer] = sequence.advantage
+        if len(sequence.old_logprobs):
+            old[row, answer] = sequence.old_logprobs
+        if len(sequence.reference_logprobs):
+            reference[row, answer] = sequence.reference_logprobs
+    positions = torch.arange(width).expand(shape).contiguous()
+    return MicroBatch(rows, tokens, targets, positions, mask, advantages, old, reference)

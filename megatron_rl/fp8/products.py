@@ -1,0 +1,26 @@
+"""The emulated FP8 products on any device: quantise, dequantise, multiply in FP32. The reference for every other backend.
+
+With power-of-two scales a dequantised product is exact before accumulation, so this differs from a block-scaled GEMM only in the
+order of FP32 sums. The engine's CPU kernel calls `fprop` too: on the CPU tier both sides run this very function.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.fp8.quantize import round_trip_1x128
+
+
+def fprop(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Q_1x128(x) . W^T. x [..., K] in any float dtype, weight float32 [N, K] (dequantised blocks); returns [..., N] in x's dtype."""
+    return (round_trip_1x128(x, scale_format) @ weight.t()).to(x.dtype)
+
+
+def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Q_1x128(dy) . W, the same blocks as `fprop`. dy [..., N], returns [..., K] in dy's dtype."""
+    return (round_trip_1x128(dy, scale_format) @ weight).to(dy.dtype)
+
+
+def wgrad(dy: torch.Tensor, x: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Q_1x128(dy^T) . Q_128x1(x): both quantised along the tokens. dy [T, N], x [T, K]; returns float32 [N, K]."""
+    return round_trip_1x128(dy.t(), scale_format) @ round_trip_1x128(x.t(), scale_format).t()

@@ -1,0 +1,70 @@
+"""The reference quantiser: E4M3 values with one FP32 scale per 1x128, 128x1 or 128x128 block.
+
+A block with largest magnitude `amax` gets a scale s (stored as `scale_inv` by Transformer Engine and SGLang: value = q * s):
+
+    pow2   s = 2^ceil(log2(amax / 448))           exact in both libraries
+    fp32   s = 1 / fl(448 / amax)                 Transformer Engine's order of operations (recipe_common.cuh)
+
+and q = e4m3(x / s), rounded to nearest even. `amax` is at least `AMAX_EPSILON`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.precision import AMAX_EPSILON, E4M3_MAX
+from parallel.blocks import BLOCK
+
+_MANTISSA_CARRY = 0x1FFFFF  # added to FP32 bits, carries into the exponent exactly when the mantissa exceeds 1.75 (448 = 1.75 * 2^8)
+_EXPONENT_MASK = 0x7F800000
+_EIGHT_BINADES = 8 << 23
+
+
+class Blocks(NamedTuple):
+    """A quantised matrix. `data`: float8_e4m3fn [N, K]; `scale`: float32 [ceil(N/128), ceil(K/128)]; value = data * scale."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+
+def scales_of(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scale, 1/scale) in float32 for block maxima `amax` (float32, any shape)."""
+    amax = amax.clamp_min(AMAX_EPSILON)
+    if scale_format == "pow2":
+        bits = ((amax.view(torch.int32) + _MANTISSA_CARRY) & _EXPONENT_MASK) - _EIGHT_BINADES
+        scale = bits.view(torch.float32)
+        return scale, scale.reciprocal()
+    multiplier = E4M3_MAX / amax
+    return multiplier.reciprocal(), multiplier
+
+
+def quantize_weight(weight: torch.Tensor, scale_format: str) -> Blocks:
+    """Quantises [N, K] in 128x128 blocks; edge blocks may be partial. Raises ValueError where a value is inf or NaN."""
+    rows, cols = weight.shape
+    padded = F.pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+    tiles = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    amax = tiles.abs().amax(dim=(1, 3))
+    if not torch.isfinite(amax).all():
+        raise ValueError("weight holds inf or NaN")
+    scale, inverse = scales_of(amax, scale_format)
+    data = (tiles * inverse[:, None, :, None]).view(padded.shape)[:rows, :cols].to(torch.float8_e4m3fn)
+    return Blocks(data.contiguous(), scale)
+
+
+def dequantize_weight(blocks: Blocks) -> torch.Tensor:
+    """float32 [N, K]: data * scale of its block."""
+    rows, cols = blocks.data.shape
+    scale = blocks.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
+    return blocks.data.float() * scale
+
+
+def round_trip_1x128(x: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """float32 values of Q_1x128(x), groups of 128 along the last dimension (whose length need not be a multiple of 128)."""
+    length = x.shape[-1]
+    groups = F.pad(x.float(), (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))
+    scale, inverse = scales_of(groups.abs().amax(-1, keepdim=True), scale_format)
+    values = (groups * inverse).to(torch.float8_e4m3fn).float() * scale
+    return values.flatten(-2)[..., :length]

@@ -1,0 +1,1 @@
+"""Everything that knows Megatron-Core: the CPU platform, the layers, the model, the optimizer."""

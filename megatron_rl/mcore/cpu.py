@@ -1,0 +1,148 @@
+"""Runs an unmodified Megatron-Core on a machine without CUDA: `install()` once, before a model is built.
+
+Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, and compares tensor
+type strings. Each patch below answers one of these for the CPU and says which Megatron code needs it. On a machine with CUDA
+`install()` does nothing, so the same program runs on both. All patches of Megatron live in this file; `KNOWN_VERSIONS` lists
+the releases they were checked with, any other is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import sys
+import time
+from typing import Any
+
+import torch
+
+from megatron_rl.errors import UserError
+
+KNOWN_VERSIONS = ("0.16.1",)
+_CPU = torch.device("cpu")
+_installed = False
+
+
+class _Stream:
+    """Stands in for torch.cuda.Stream and Event: the CPU runs everything in order, so waiting is free."""
+
+    _time = 0.0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:  # the MoE dispatcher compares current_stream() with its side stream
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def record(self, *_: Any) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: _Stream) -> float:
+        return (end._time - self._time) * 1e3
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        event = event or _Stream()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    wait = wait_stream = wait_event = synchronize = _nothing
+
+
+def check_version() -> None:
+    """Raises UserError unless the installed megatron-core is one this project was checked with."""
+    version = importlib.metadata.version("megatron-core")
+    if version not in KNOWN_VERSIONS:
+        raise UserError("megatron-core", version, f"known versions are {', '.join(KNOWN_VERSIONS)}", f"pip install megatron-core=={KNOWN_VERSIONS[-1]}")
+
+
+def install() -> None:
+    """Applies the patches once per process; does nothing where CUDA is available."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    check_version()
+    _installed = True
+    _patch_device_queries()
+    _patch_device_literals()
+    _patch_tensor_methods()
+    _patch_rng()
+    _patch_moe()
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _patch_device_queries() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
+    cuda.synchronize = cuda.empty_cache = _nothing  # p2p_communication, dist_checkpointing
+    cuda.Stream = cuda.Event = _Stream  # MoE dispatcher's side stream, overlapped DDP
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.stream = lambda _: contextlib.nullcontext()
+
+
+def _patch_device_literals() -> None:
+    # `device="cuda"` in schedules.py, optimizer.py, clip_grads.py and utils.py; rope_utils pins memory unconditionally
+    for name in ("tensor", "zeros", "ones"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    wrapped.__name__ = factory.__name__
+    return wrapped
+
+
+def _patch_tensor_methods() -> None:
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self  # tied embeddings under pipeline parallelism, optimizer reload
+    plain_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # optimizers compare `param.type()` with "torch.cuda.FloatTensor": tell Megatron, and only Megatron, what it expects
+        result = plain_type(self, *args, **kwargs)
+        if not args and not kwargs and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    tensor.type = type_
+
+
+def _patch_rng() -> None:
+    # the RNG tracker (dropout, activation recomputation) keeps the CPU generator's states
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _patch_moe() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
+        moe_utils.te_general_gemm = None
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # the original leaves CPU tensors unconverted, and split sizes must be lists
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu

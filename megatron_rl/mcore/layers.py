@@ -1,0 +1,95 @@
+"""The layers that replace Megatron's local ones: RMSNorm, core attention by torch's SDPA, and the layer spec that names them.
+
+Megatron's own local norm refuses sequence parallelism and its local attention refuses packed input; the spec function hard-codes
+its linear layers. These follow Megatron's ModuleSpec, so nothing is patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from megatron_rl.mcore.linear import FP8ColumnParallelLinear, FP8RowParallelLinear
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that works under sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention over [s, b, heads, d] by F.scaled_dot_product_attention, grouped-query heads included.
+
+    Padding must come after a sequence's tokens: a causal mask then hides it, so no mask is needed. Returns [s, b, heads * d].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+        if config.context_parallel_size > 1:
+            raise NotImplementedError("context parallelism is not supported by this core attention")
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
+        if how.get("packed_seq_params") is not None:
+            raise NotImplementedError("packed sequences are not supported by this core attention")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class FP8SpecProvider(LocalSpecProvider):
+    """Megatron's local building blocks with FP8 linear layers."""
+
+    def column_parallel_linear(self) -> type:
+        return FP8ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return FP8RowParallelLinear
+
+
+def block_spec(config: TransformerConfig, fp8: bool) -> TransformerBlockSubmodules:
+    """The transformer block of a decoder: every layer alike, linear layers in FP8 where `fp8` is set."""
+    backend = FP8SpecProvider() if fp8 else LocalSpecProvider()
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=CoreAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=get_mlp_module_spec_for_backend(backend=backend),
+        mlp_bda=get_bias_dropout_add,
+    )
+    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)

@@ -1,0 +1,144 @@
+"""Weights of a Megatron model told in Hugging Face terms: load a checkpoint into this rank's shards, and look at what a rank holds.
+
+Both use the geometry of `parallel`; no layer names are known here beyond how Megatron numbers layers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from safetensors import SafetensorError, safe_open
+
+from megatron_rl.errors import UserError
+from megatron_rl.fp8.quantize import Blocks
+from megatron_rl.mcore.linear import fp8_layers
+from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
+from parallel.layout import Layout
+from parallel.megatron import megatron_shards
+
+INDEX = "model.safetensors.index.json"
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face checkpoint. Raises UserError when it is missing or no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError("model.path", str(folder), "holds no config.json", "give a Hugging Face checkpoint folder, or add [model.create]")
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError("model.path", str(path), f"is no valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError("model.path", str(path), "must be a JSON object")
+    return config
+
+
+def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
+    """What rank `rank` of `layout` holds. Raises UserError where model and layout do not fit."""
+    try:
+        return megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
+    except GeometryError as error:
+        raise UserError(error.field, error.value, error.rule, error.fix) from None
+
+
+class Checkpoint:
+    """The safetensors files of a Hugging Face checkpoint, read rectangle by rectangle."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / INDEX
+        if index.is_file():
+            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        else:
+            single = folder / "model.safetensors"
+            if not single.is_file():
+                raise UserError("model.path", str(folder), "holds neither model.safetensors nor its index")
+            self._file_of = {name: single for name in self._open(single).keys()}  # noqa: SIM118 - not a dict
+        self._folder = folder
+
+    @staticmethod
+    def _open(path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError("model.path", str(path), f"cannot be read ({error})", "the file is missing, truncated or no safetensors file") from None
+
+    def check(self, shards: list[Shard]) -> None:
+        """Raises UserError, by name, for a tensor that is missing or has another shape than the config says."""
+        for tensor in {piece.tensor.name: piece.tensor for shard in shards for piece in shard.pieces}.values():
+            if tensor.name not in self._file_of:
+                raise UserError("model.path", str(self._folder), f"tensor {tensor.name} is missing")
+            shape = self._open(self._file_of[tensor.name]).get_slice(tensor.name).get_shape()
+            wanted = [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]
+            if shape != wanted:
+                raise UserError("model.path", str(self._folder), f"tensor {tensor.name} has shape {shape}, config.json says {wanted}")
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """The piece's rectangle of its tensor, [rows, cols] (or [rows] for a vector), in the file's dtype."""
+        name, rect = piece.tensor.name, piece.source
+        view = self._open(self._file_of[name]).get_slice(name)
+        if piece.tensor.vector:
+            return view[rect.row : rect.row + rect.rows]
+        return view[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+
+
+def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
+    """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype.
+
+    Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN.
+    """
+    checkpoint = Checkpoint(folder)
+    checkpoint.check(shards)
+    parameters = global_parameters(model)
+    by_name = {shard.name: shard for shard in shards}
+    if parameters.keys() != by_name.keys():
+        raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ by_name.keys())[:4]}")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            for piece in by_name[name].pieces:
+                value = checkpoint.read(piece)
+                if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                    raise UserError("model.path", str(folder), f"tensor {piece.tensor.name} is {value.dtype}", "give a BF16, FP16 or FP32 checkpoint")
+                if not torch.isfinite(value).all():
+                    raise UserError("model.path", str(folder), f"tensor {piece.tensor.name} holds inf or NaN")
+                region(parameter, piece_rect(piece)).copy_(value)
+
+
+def piece_rect(piece: Piece) -> Rect:
+    """Where a piece lies in its shard."""
+    return Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
+
+
+def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
+    """The view of a rectangle; a one-dimensional tensor is N x 1."""
+    if tensor.dim() == 1:
+        return tensor[rect.row : rect.row + rect.rows]
+    return tensor[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+
+
+def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters, layers numbered over the whole model rather than within the pipeline stage."""
+    return {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
+
+
+def global_blocks(model: GPTModel) -> dict[str, Blocks]:
+    """This rank's FP8 blocks by global parameter name, as quantised last."""
+    return {_global_name(model, f"{name}.weight"): layer.blocks for name, layer in fp8_layers(model).items()}
+
+
+def _global_name(model: GPTModel, name: str) -> str:
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+    return ".".join(parts)
+
+
+def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:
+    """`rank_shards` of the calling process."""
+    place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    tp, dp, pp = place
+    return rank_shards(hf_config, layout, tp + layout.tp * (dp + layout.dp * pp))
