@@ -6,19 +6,22 @@ Every field carries its documentation below it. Unknown keys are errors that sug
 
 from __future__ import annotations
 
-import difflib
 import json
+import re
 import tomllib
+import typing
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from megatron_rl.config_errors import as_user_error, section_of
 from megatron_rl.errors import UserError
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
 
 
 class Architecture(_Section):
@@ -51,6 +54,8 @@ class WarmStart(_Section):
     batch_size: int = Field(64, ge=1)
     """Examples per optimizer step."""
     learning_rate: float = Field(1e-3, gt=0)
+    step_by_step_share: float = Field(0.5, ge=0, le=1)
+    """Share of the examples that show the intermediate results; the others state the answer at once."""
     seed: int = 0
 
 
@@ -149,7 +154,7 @@ class Data(_Section):
     train: str = "arithmetic"
     """`arithmetic` (made by the project) or the path of a JSONL file."""
     eval: str | None = "arithmetic"
-    """Held-out problems: as `train`; absent for no evaluation. Never shares a prompt with `train`."""
+    """Held-out problems: as `train`; an empty text for no evaluation. Never shares a prompt with `train`."""
     format: Literal["arithmetic", "gsm8k"] = "arithmetic"
     """Shape of a JSONL file's rows; ignored for generated data."""
     prompt_template: str = "{question}"
@@ -163,6 +168,11 @@ class Data(_Section):
     levels: tuple[int, ...] = (1, 2, 3, 4)
     """Difficulty levels of generated problems: the number of operations."""
     seed: int = 0
+
+    @field_validator("eval")
+    @classmethod
+    def _no_eval(cls, eval: str | None) -> str | None:
+        return eval or None  # TOML has no null
 
     @model_validator(mode="after")
     def _template(self) -> Data:
@@ -221,3 +231,78 @@ class Config(_Section):
     sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `--section.key=value` overrides, validate. Relative paths in it are relative to the working directory.
+
+    Raises UserError: file missing or unreadable, TOML syntax (file and line), unknown key, wrong type or value.
+    """
+    table = apply_overrides(_read_toml(path), overrides)
+    try:  # JSON, as in it a string may become a Path and a list a tuple although the models are strict
+        return Config.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise as_user_error(error, Config) from None
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `table` with `--section.key=value` or `--section.key value` set; the value is TOML, or else a plain string.
+
+    Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "runs/a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "runs/a"}}``.
+    """
+    result = json.loads(json.dumps(table, default=str))
+    for path, text in _pairs(overrides):
+        *sections, key = path.split(".")
+        target = result
+        for depth, section in enumerate(sections, 1):
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UserError(f"--{path}", text, f"{'.'.join(sections[:depth])} is a value, not a section")
+        target[key] = _override_value(path, text)
+    return result
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        at = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+        line = int(at[1]) if at else text.count("\n") + 1  # "at end of document" carries no number
+        raise UserError(f"{path}, line {line}", None, f"not valid TOML: {message[: at.start()] if at else message}") from None
+    except UnicodeDecodeError:
+        raise UserError("CONFIG", str(path), "is not a UTF-8 text file", "give a TOML file such as configs/quickstart.toml") from None
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise UserError("CONFIG", str(path), reason, "give a TOML file such as configs/quickstart.toml") from None
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = iter(overrides)
+    for word in rest:
+        path, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not all(path.split(".")):
+            raise UserError("override", word, "is not of the form --section.key=value")
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise UserError(f"--{path}", None, "has no value", f"write --{path}=VALUE")
+        yield path, value
+
+
+def _override_value(path: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if len(parsed) > 1 or (not isinstance(parsed["value"], str) and _is_text(path)):
+        return text  # the folder --log.dir=2026 is text although it reads as a number
+    return parsed["value"]
+
+
+def _is_text(path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    section = section_of(parent, Config)
+    info = section.model_fields.get(name) if section else None
+    return info is not None and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})

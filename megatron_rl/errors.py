@@ -27,6 +27,9 @@ class UserError(MegatronRLError):
         shown = "" if value is None else f" = {value!r}" if isinstance(value, str) else f" = {value}"
         super().__init__(f"{field}{shown}: {rule}" + (f"; {fix}" if fix else ""))
 
+    def __reduce__(self) -> tuple[object, ...]:  # errors travel between ranks
+        return UserError, (self.field, self.value, self.rule, self.fix)
+
 
 class RunError(MegatronRLError):
     """A run that broke after it had started: what was written stays, and `log_tail` shows the failed part's last lines."""

@@ -1,4 +1,4 @@
-"""Writes Hugging Face checkpoints: config.json, safetensors, tokenizer; a folder is whole or absent."""
+"""Reads and writes Hugging Face checkpoints: config.json, safetensors, tokenizer; a folder is whole or absent."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.config import Architecture
+from megatron_rl.errors import UserError
 
 
 @contextmanager
@@ -85,3 +86,17 @@ def random_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], s
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * config["initializer_range"]
         for name, shape in shapes.items()
     }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face checkpoint. Raises UserError when it is missing or no JSON object."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError("model.path", str(folder), "holds no config.json", "give a Hugging Face checkpoint folder, or add [model.create]")
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError("model.path", str(path), f"is no valid JSON ({error})") from None
+    if not isinstance(config, dict):
+        raise UserError("model.path", str(path), "must be a JSON object")
+    return config

@@ -120,3 +120,35 @@ def _check_blocks(copy: Copy, overlap: Rect, piece: Piece) -> None:
             f"a shard boundary cuts a {BLOCK}x{BLOCK} FP8 block between {copy.source} and {copy.target}",
             "use a smaller tensor-parallel size, or precision.mode = bf16",
         )
+
+
+@dataclass(frozen=True)
+class Move:
+    """A copy of one plane: a named two-dimensional tensor of raw values. An FP8 `Copy` is two moves, its bytes and its scales."""
+
+    source_rank: int
+    source: str
+    source_rect: Rect
+    target_rank: int
+    target: str
+    target_rect: Rect
+    kind: str
+    """`fp8`, `scale` or `high`: decides the bytes per element."""
+
+
+def scale_name(weight: str) -> str:
+    """Name of the scales of an FP8 weight, as in SGLang and in FP8 checkpoints: x.weight -> x.weight_scale_inv."""
+    return weight + "_scale_inv"
+
+
+def moves(plan: Sequence[Copy]) -> list[Move]:
+    """The plan told plane by plane."""
+    found = []
+    for copy in plan:
+        found.append(
+            Move(copy.source_rank, copy.source, copy.source_rect, copy.target_rank, copy.target, copy.target_rect, "fp8" if copy.fp8 else "high")
+        )
+        if copy.fp8:
+            source, target = scale_name(copy.source), scale_name(copy.target)
+            found.append(Move(copy.source_rank, source, blocks(copy.source_rect), copy.target_rank, target, blocks(copy.target_rect), "scale"))
+    return found

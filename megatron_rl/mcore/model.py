@@ -89,7 +89,8 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         gradient_accumulation_fusion=False,  # apex's kernel; the FP8 layers accumulate in place by themselves
-        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
+        variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
     )
     return GPTModel(

@@ -15,27 +15,16 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.quantize import Blocks
+from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.precision import PrecisionContract
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron import megatron_shards
+from parallel.plan import scale_name
+from parallel.regions import region
 
 INDEX = "model.safetensors.index.json"
-
-
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face checkpoint. Raises UserError when it is missing or no JSON object."""
-    path = folder / "config.json"
-    if not path.is_file():
-        raise UserError("model.path", str(folder), "holds no config.json", "give a Hugging Face checkpoint folder, or add [model.create]")
-    try:
-        config = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError("model.path", str(path), f"is no valid JSON ({error})") from None
-    if not isinstance(config, dict):
-        raise UserError("model.path", str(path), "must be a JSON object")
-    return config
 
 
 def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
@@ -113,21 +102,24 @@ def piece_rect(piece: Piece) -> Rect:
     return Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
 
 
-def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
-    """The view of a rectangle; a one-dimensional tensor is N x 1."""
-    if tensor.dim() == 1:
-        return tensor[rect.row : rect.row + rect.rows]
-    return tensor[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-
-
 def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters, layers numbered over the whole model rather than within the pipeline stage."""
     return {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
-def global_blocks(model: GPTModel) -> dict[str, Blocks]:
-    """This rank's FP8 blocks by global parameter name, as quantised last."""
-    return {_global_name(model, f"{name}.weight"): layer.blocks for name, layer in fp8_layers(model).items()}
+def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+    """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 roles E4M3 bytes and scales.
+
+    An FP8 layer gives the very blocks it computes with. Where the trainer is not FP8 but the engine is (`fp8_rollout`), the blocks
+    are made here. Views of live memory where possible: read them again after every optimizer step.
+    """
+    found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
+    computed_with = {_global_name(model, f"{name}.weight"): layer.blocks for name, layer in fp8_layers(model).items()}
+    for shard in shards:
+        if shard.role in contract.fp8_roles():
+            blocks = computed_with.get(shard.name) or quantize_weight(found[shard.name], contract.scale_format)
+            found[shard.name], found[scale_name(shard.name)] = blocks
+    return found
 
 
 def _global_name(model: GPTModel, name: str) -> str:

@@ -1,0 +1,128 @@
+"""The loop, on one page.
+
+    prompts -> engine generates groups -> rewards -> advantages -> actor and reference log-probs -> policy loss -> optimizer steps
+            -> blocks quantised once -> sync + proof -> next policy version
+
+Every rank runs it; what only rank 0 can do (engine, rewards, log) happens inside `on_rank0`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megatron_rl.algorithm.grpo import GRPOLoss, k3
+from megatron_rl.batch import Sequence
+from megatron_rl.config import Config
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.rollout import Rollout, RolloutWorker, rollout_metrics, sample_rows
+from megatron_rl.runlog import RunLog
+from megatron_rl.sync import WeightSync
+
+
+class Loop:
+    """One training run. `worker` and `log` exist on rank 0 only; `reference` is None where algorithm.kl_coef is 0."""
+
+    def __init__(
+        self,
+        config: Config,
+        actor: Actor,
+        reference: Policy | None,
+        sync: WeightSync,
+        worker: RolloutWorker | None,
+        log: RunLog | None,
+        write_checkpoint: Callable[[int], None],
+    ) -> None:
+        self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
+        self._write_checkpoint, self._saved = write_checkpoint, -1
+        self._worker: RolloutWorker = worker  # type: ignore[assignment] - used inside on_rank0 only
+        self._log: RunLog = log  # type: ignore[assignment]
+        self.version = 0
+
+    def run(self) -> None:
+        """All steps, after a first sync that hands the engine the starting policy as version 0."""
+        self._record({"step": 0, "policy_version": 0, **self.sync.run(0).metrics(), **self._evaluate(0)})
+        for step in range(1, self.config.train.steps + 1):
+            start = time.perf_counter()
+            metrics = self._step(step)
+            metrics |= self._evaluate(step)
+            self._record({"step": step, "policy_version": self.version, **metrics, "time/step": time.perf_counter() - start})
+            if step == self.config.train.steps or (self.config.checkpoint.every and step % self.config.checkpoint.every == 0):
+                self.save()
+
+    def save(self) -> None:
+        """Writes a checkpoint of the newest policy, unless it is written already; collective."""
+        if self._saved != self.version:
+            self._write_checkpoint(self.version)
+            self._saved = self.version
+
+    def _step(self, step: int) -> dict[str, float]:
+        rollout = on_rank0(lambda: self._worker.collect(self.version))
+        metrics = rollout_metrics(rollout)
+        sequences = to_sequences(rollout)
+        with timed(metrics, "time/logprobs"):
+            metrics |= self._score(sequences)
+        with timed(metrics, "time/train"):
+            metrics |= self._learn(sequences)
+        self.version += 1
+        report = self.sync.run(self.version)
+        if is_rank0():
+            self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
+        return metrics | report.metrics()
+
+    def _score(self, sequences: list[Sequence]) -> dict[str, float]:
+        """Fills in the log-probs of the actor and of the reference; returns entropy and mismatch."""
+        old, entropy = self.actor.logprobs(sequences)
+        for sequence, logprobs in zip(sequences, old, strict=True):
+            sequence.old_logprobs = logprobs
+        if self.reference is not None:
+            for sequence, logprobs in zip(sequences, self.reference.logprobs(sequences)[0], strict=True):
+                sequence.reference_logprobs = logprobs
+        return {"entropy": entropy, **mismatch(sequences)}
+
+    def _learn(self, sequences: list[Sequence]) -> dict[str, float]:
+        """`updates_per_step` optimizer steps, each on its share of the groups; returns means over them."""
+        parts = self.config.algorithm.updates_per_step
+        share = len(sequences) // parts
+        loss = GRPOLoss(self.config.algorithm)
+        found = [self.actor.update(sequences[part * share : (part + 1) * share], loss) for part in range(parts)]
+        return {name: sum(metrics[name] for metrics in found) / parts for name in found[0] if name != "loss/total"}
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        if step % self.config.data.eval_every and step != self.config.train.steps:
+            return {}
+        return on_rank0(lambda: self._worker.evaluate(self.version))
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        if is_rank0():
+            self._log.step(metrics)
+
+
+def to_sequences(rollout: Rollout) -> list[Sequence]:
+    """The trainer's view of the completions; advantages and the engine's log-probs included."""
+    return [
+        Sequence(completion.prompt_ids_T, completion.output_ids_T, completion.advantage, torch.tensor(completion.logprobs_T))
+        for completion in rollout.completions_B
+    ]
+
+
+def mismatch(sequences: list[Sequence]) -> dict[str, float]:
+    """Differences between trainer and engine for the same tokens under the same weights: |dlogp| and the k3 KL(engine || trainer)."""
+    difference = torch.cat([sequence.old_logprobs - sequence.rollout_logprobs for sequence in sequences])
+    return {
+        "mismatch/abs_mean": float(difference.abs().mean()),
+        "mismatch/abs_max": float(difference.abs().max()),
+        "mismatch/k3_kl": float(k3(difference).mean()),
+    }
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Stores the seconds that the block took under `name`."""
+    start = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - start

@@ -1,0 +1,32 @@
+"""Work that only rank 0 does, with its result or its failure told to every rank, so that none waits for a dead one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from megatron_rl.errors import MegatronRLError
+
+T = TypeVar("T")
+
+
+def is_rank0() -> bool:
+    """True in a world of one process as well."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def on_rank0(call: Callable[[], T]) -> T:
+    """Runs `call` on rank 0 and returns its (picklable) result on every rank; an expected error is raised on every rank."""
+    outcome: list[object] = [None, None]
+    if is_rank0():
+        try:
+            outcome[0] = call()
+        except MegatronRLError as error:
+            outcome[1] = error
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[1], MegatronRLError):
+        raise outcome[1]
+    return outcome[0]  # type: ignore[return-value]

@@ -1,0 +1,121 @@
+"""Rank 0's side of a step: problems -> the engine's completions -> rewards -> advantages; and held-out evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_rl.algorithm import grpo
+from megatron_rl.config import Config
+from megatron_rl.data import ProblemStream
+from megatron_rl.engine import Engine
+from megatron_rl.errors import RunError
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.types import Completion, Problem, Sampling
+
+
+@dataclass
+class Rollout:
+    """One step's completions, the group of each prompt side by side, and the seconds of each phase."""
+
+    completions_B: list[Completion]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutWorker:
+    """Owns what only rank 0 has: the engine, the problems, the tokenizer and the reward workers."""
+
+    def __init__(self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: RewardPool) -> None:
+        self._config, self._engine, self._stream, self._tokenizer, self._rewards = config, engine, stream, tokenizer, rewards
+        self._held_out = held_out[: config.data.eval_size]
+
+    def collect(self, version: int) -> Rollout:
+        """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version."""
+        config = self._config.rollout
+        problems_P = self._stream.next_batch(config.prompts_per_step)
+        rollout = self._sample([problem for problem in problems_P for _ in range(config.group_size)], version)
+        for start in range(0, len(rollout.completions_B), config.group_size):
+            group = rollout.completions_B[start : start + config.group_size]
+            for completion, advantage in zip(group, grpo.advantages([member.reward.value for member in group]), strict=True):
+                completion.advantage = advantage
+        return rollout
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """Accuracy on the held-out problems: one sampled completion each, at the training temperature."""
+        if not self._held_out:
+            return {}
+        start = time.perf_counter()
+        completions = self._sample(self._held_out, version).completions_B
+        return {**accuracies(completions, "eval/accuracy", "eval/level_"), "time/eval": time.perf_counter() - start}
+
+    def _sample(self, problems_B: Sequence[Problem], version: int) -> Rollout:
+        config = self._config.rollout
+        prompts = [self._tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems_B]
+        start = time.perf_counter()
+        answers = self._engine.generate(prompts, Sampling(config.temperature, config.max_new_tokens))
+        generated = time.perf_counter()
+        completions = []
+        for problem, prompt, answer in zip(problems_B, prompts, answers, strict=True):
+            if answer.policy_version != version:
+                raise RunError(f"a completion was sampled by policy version {answer.policy_version}, the trainer holds version {version}")
+            text = self._tokenizer.decode(answer.output_ids_T, skip_special_tokens=True)
+            completions.append(
+                Completion(problem, prompt, answer.output_ids_T, answer.logprobs_T, answer.finish_reason, answer.policy_version, text)
+            )
+        rewards = self._rewards.score([completion.text for completion in completions], list(problems_B))
+        for completion, reward in zip(completions, rewards, strict=True):
+            completion.reward = reward
+        return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
+
+
+def accuracies(completions: Sequence[Completion], overall: str, by_level: str) -> dict[str, float]:
+    """Share of correct completions, overall and for each difficulty level."""
+    levels = sorted({completion.problem.level for completion in completions})
+    found = {overall: sum(completion.reward.correct for completion in completions) / len(completions)}
+    for level in levels if len(levels) > 1 else []:
+        members = [completion.reward.correct for completion in completions if completion.problem.level == level]
+        found[f"{by_level}{level}"] = sum(members) / len(members)
+    return found
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Rewards, accuracy, lengths and throughput of one step."""
+    completions = rollout.completions_B
+    count = len(completions)
+    rewards = [completion.reward.value for completion in completions]
+    lengths = [len(completion.output_ids_T) for completion in completions]
+    mean = sum(rewards) / count
+    return {
+        "reward/mean": mean,
+        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
+        "reward/errors": float(sum(bool(completion.reward.error) for completion in completions)),
+        **accuracies(completions, "accuracy/train", "accuracy/level_"),
+        "length/mean": sum(lengths) / count,
+        "length/max": float(max(lengths)),
+        "length/truncated": sum(completion.finish_reason == "length" for completion in completions) / count,
+        "tokens/generated": float(sum(lengths)),
+        "tokens/per_second": sum(lengths) / rollout.seconds["time/generate"],
+        **rollout.seconds,
+    }
+
+
+def sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
+    """Rows for the report: `count` completions spread evenly over the step's."""
+    stride = max(len(completions) // max(count, 1), 1)
+    return [
+        {
+            "step": step,
+            "level": completion.problem.level,
+            "prompt": completion.problem.prompt,
+            "completion": completion.text,
+            "answer": completion.problem.answer,
+            "reward": completion.reward.value,
+            "correct": completion.reward.correct,
+            "advantage": completion.advantage,
+            "finish_reason": completion.finish_reason,
+            "error": completion.reward.error,
+        }
+        for completion in list(completions)[::stride][:count]
+    ]

@@ -1,0 +1,71 @@
+"""The command `train`: checks everything that can be checked cheaply, brings up trainer and engine, runs the loop, cleans up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_rl import hf
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.sync_plan import SyncPlan
+from parallel.geometry import GeometryError, ModelGeometry
+from parallel.layout import Layout
+
+_BUILT_MODES = ("bf16", "fp8_rollout", "fp8_unified")
+
+
+def run_training(config: Config) -> Path:
+    """Trains as configured; returns the run's folder. Under torchrun every rank calls it.
+
+    Raises UserError before anything heavy starts, RunError when the run breaks; a broken run keeps its log and a last checkpoint.
+    """
+    layout = preflight(config)
+    from megatron_rl.session import run_session  # torch and Megatron, seconds to import
+
+    return run_session(config, layout)
+
+
+def preflight(config: Config) -> Layout:
+    """All checks that need neither torch nor a process: modes, world size, files, model widths, FP8 blocks. Returns the layout."""
+    if config.precision.mode not in _BUILT_MODES:
+        raise UserError("precision.mode", config.precision.mode, "is not built yet", f"use one of {', '.join(_BUILT_MODES)}")
+    if config.precision.backend != "emulated":
+        raise UserError("precision.backend", config.precision.backend, "is not built yet", "use emulated")
+    layout = Layout(tp=config.train.layout.tp)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if layout.world_size != world_size:
+        fix = f"start with torchrun --nproc-per-node {layout.world_size}, or set train.layout.tp = {world_size}"
+        raise UserError("train.layout.tp", layout.tp, f"needs {layout.world_size} ranks, this launch has {world_size}", fix)
+    parts = config.algorithm.updates_per_step
+    if config.rollout.prompts_per_step % parts:
+        raise UserError("algorithm.updates_per_step", parts, f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})")
+    _check_model(config, layout)
+    _check_data_files(config)
+    return layout
+
+
+def _check_model(config: Config, layout: Layout) -> None:
+    folder = config.model.path
+    if (folder / "config.json").is_file() or config.model.create is None:
+        hf_config = hf.read_config(folder)
+    else:
+        if folder.exists():
+            raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
+        hf_config = hf.new_config(config.model.create, 0, config.precision.high)
+    try:
+        geometry = ModelGeometry.from_hf_config(hf_config)
+        SyncPlan.of_config(geometry, layout, config)
+    except GeometryError as error:
+        raise UserError(error.field, error.value, error.rule, error.fix) from None
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    limit = hf_config.get("max_position_embeddings", longest)
+    if longest > limit:
+        rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {limit} positions"
+        raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
+
+
+def _check_data_files(config: Config) -> None:
+    for field, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
+        if value not in (None, "arithmetic") and not Path(str(value)).is_file():
+            raise UserError(field, str(value), "is no file", "give the path of a JSONL file, or `arithmetic`")

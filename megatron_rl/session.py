@@ -1,0 +1,150 @@
+"""Brings a run up and down: process groups, models, engine, reward workers, log. Built in order, ended in reverse order."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl import hf
+from megatron_rl.config import Config
+from megatron_rl.data import load_problems
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.engine import Engine, find_launcher
+from megatron_rl.errors import RunError
+from megatron_rl.export import save_hf
+from megatron_rl.loop import Loop
+from megatron_rl.mcore import checkpoint
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.report import write_report
+from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rollout import RolloutWorker
+from megatron_rl.runlog import RunLog
+from megatron_rl.sync import WeightSync
+from megatron_rl.sync_plan import SyncPlan, check_live_tensors
+from megatron_rl.versions import versions
+from megatron_rl.warm_start import make_checkpoint
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+
+
+class Session:
+    """One run. `folder` is known on every rank; `log`, the engine and the reward workers live on rank 0."""
+
+    def __init__(self, config: Config, layout: Layout, resources: ExitStack) -> None:
+        self.config, self.layout, self._resources = config, layout, resources
+        self.contract = PrecisionContract.of(config.precision)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that the engine is ended
+        start_megatron(layout, config.train.seed)
+        resources.callback(stop_megatron)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
+        self.log: RunLog | None = None
+        self.folder = Path(on_rank0(self._open_log))
+
+    def run(self) -> Path:
+        """Trains and writes checkpoints and report; a run that breaks is marked so and keeps what it had. Returns its folder."""
+        loop = None
+        try:
+            loop = self._bring_up()
+            loop.run()
+        except BaseException as error:
+            if loop is not None and (isinstance(error, RunError) or self.layout.world_size == 1):
+                self._try_checkpoint(loop)  # every rank is here: RunErrors are raised on all of them
+            self._close_log("broken", f"{type(error).__name__}: {error}")
+            raise
+        self._close_log("finished")
+        return self.folder
+
+    def _open_log(self) -> str:
+        self.log = RunLog.create(self.config.log.dir, self.config.model_dump(mode="json"), versions())
+        return str(self.log.dir)
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches; silent on other ranks than 0."""
+        if self.log is not None:
+            self.log.event(text)
+
+    def _bring_up(self) -> Loop:
+        model_path = self.config.model.path
+        if not (model_path / "config.json").is_file():
+            make_checkpoint(self.config, self.layout, self.say)
+            self.say(f"warm start saved to {model_path}")
+        hf_config = hf.read_config(model_path)
+        plan = SyncPlan.of_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
+        shards = this_rank_shards(hf_config, self.layout)
+        model = build_model(hf_config, self.layout, self.contract)
+        load_checkpoint(model, model_path, shards)
+        actor = Actor(model, self.config.train, self.config.rollout.temperature)
+
+        def live() -> dict[str, torch.Tensor]:
+            return planes(model, shards, self.contract)
+
+        save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
+        engine, worker = self._on_rank0_only()
+        sync = WeightSync(plan, engine, f"{os.getpid()}-{secrets.token_hex(4)}", live)
+        self._resources.callback(sync.close)
+        on_rank0(lambda: check_live_tensors(plan, engine.live_tensors()))  # type: ignore[union-attr]
+        sync.prove()
+        self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
+        state = {"hf_config": hf_config, "tokenizer": model_path}
+        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, lambda done: self._checkpoint(done, model, **state))
+
+    def _on_rank0_only(self) -> tuple[Engine | None, RolloutWorker | None]:
+        """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
+        found: list[Any] = [None, None]
+
+        def start() -> None:
+            config = self.config
+            tokenizer = load_tokenizer(config.model.path)
+            stream, held_out = load_problems(config, tokenizer)
+            reward = config.reward
+            pool = self._resources.enter_context(RewardPool(reward.function, reward.workers, reward.timeout, reward.memory_mb))
+            self.say("starting the engine")
+            found[0] = find_launcher(config.rollout.engine)(config, self.folder / "engine_model", self.folder)
+            self._resources.callback(found[0].stop)
+            found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, pool)
+
+        on_rank0(start)
+        return found[0], found[1]
+
+    def _reference(self, hf_config: dict[str, Any]) -> Policy | None:
+        """The frozen starting policy, in the same precision flow; None where no KL term asks for it."""
+        if not self.config.algorithm.kl_coef:
+            return None
+        model = build_model(hf_config, self.layout, self.contract).requires_grad_(False)
+        load_checkpoint(model, self.config.model.path, this_rank_shards(hf_config, self.layout))
+        return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_size)
+
+    def _checkpoint(self, steps_done: int, model: Any, hf_config: dict[str, Any], tokenizer: Path) -> None:
+        folder = self.folder / "checkpoints" / f"step_{steps_done:05d}"
+        state = {"step": steps_done, "policy_version": steps_done, "precision": self.config.precision.model_dump(mode="json")}
+        checkpoint.save(folder, model, hf_config, tokenizer, state)
+        self.say(f"checkpoint {folder}")
+
+    def _try_checkpoint(self, loop: Loop) -> None:
+        try:
+            loop.save()
+        except Exception as error:  # the run's own error is the one to report
+            self.say(f"no last checkpoint: {error}")
+
+    def _close_log(self, status: Any, reason: str = "") -> None:
+        if self.log is not None and is_rank0():
+            self.log.finish(status, reason)
+            self.say(f"run {status}; report: {write_report(self.folder)}")
+
+
+def run_session(config: Config, layout: Layout) -> Path:
+    """One whole run with everything ended afterwards; see `run.run_training`."""
+    with ExitStack() as resources:
+        return Session(config, layout, resources).run()

@@ -1,0 +1,73 @@
+"""What a sync moves: planned once from the model, the layouts and the precision contract. No torch, so a bad layout is refused early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config import Config
+from megatron_rl.engine import LiveTensor
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.precision import PrecisionContract
+from parallel.buckets import Bucket, buckets, planes_of
+from parallel.geometry import GeometryError, ModelGeometry, Shard
+from parallel.layout import Layout
+from parallel.megatron import megatron_shards
+from parallel.plan import Move, moves, reshard
+from parallel.sglang import sglang_shards
+
+_ITEMSIZE = {"bf16": 2, "fp32": 4}
+_TORCH_NAME = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """All that a sync needs to know beforehand; the same on every rank."""
+
+    moves: tuple[Move, ...]
+    buckets: tuple[Bucket, ...]
+    targets: dict[int, list[Shard]]
+    contract: PrecisionContract
+
+    @classmethod
+    def make(cls, model: ModelGeometry, train: Layout, rollout_tp: int, contract: PrecisionContract, bucket_bytes: int) -> SyncPlan:
+        """Plans trainer -> engine. Raises UserError where the layouts do not fit the model or cut FP8 blocks."""
+        roles = contract.fp8_roles()
+        try:
+            sources = {rank: megatron_shards(model, train, train.coordinates(rank)) for rank in range(train.world_size)}
+            targets = {rank: sglang_shards(model, rollout_tp, rank) for rank in range(rollout_tp)}
+            planned = moves(reshard(sources, targets, roles))
+            cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high]), bucket_bytes)
+        except GeometryError as error:
+            raise UserError(error.field, error.value, error.rule, error.fix) from None
+        except ValueError as error:
+            raise UserError("sync.bucket_mb", bucket_bytes >> 20, str(error), "raise it") from None
+        return cls(tuple(planned), tuple(cut), targets, contract)
+
+    @classmethod
+    def of_config(cls, model: ModelGeometry, train: Layout, config: Config) -> SyncPlan:
+        """`make` with the configuration's rollout, precision and bucket size."""
+        return cls.make(model, train, config.rollout.tp, PrecisionContract.of(config.precision), config.sync.bucket_mb << 20)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of the largest bucket."""
+        return max(sum(piece.nbytes for piece in bucket) for bucket in self.buckets)
+
+    def bytes_of(self, move: Move) -> int:
+        return move.target_rect.rows * move.target_rect.cols * {"fp8": 1, "scale": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+
+
+def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> None:
+    """Compares what the engine really holds with what the plan will write: names, shapes and dtypes. Raises RunError by name."""
+    roles = plan.contract.fp8_roles()
+    for rank, shards in plan.targets.items():
+        expected = {}
+        for shard in shards:
+            kind = "float8_e4m3fn" if shard.role in roles else _TORCH_NAME[plan.contract.high]
+            expected[shard.name] = (kind, (shard.rows,) if shard.vector else (shard.rows, shard.cols))
+        for plane in planes_of({rank: shards}, roles, _ITEMSIZE[plan.contract.high]):
+            expected.setdefault(plane.name, ("float32", (plane.rows, plane.cols)))
+        held = {name: (tensor.dtype, tensor.shape) for name, tensor in live[rank].items()}
+        for name in sorted(expected.keys() | held.keys()):
+            if expected.get(name) != held.get(name):
+                raise RunError(f"engine rank {rank}: {name} is {held.get(name, 'absent')}, the precision contract says {expected.get(name, 'absent')}")

@@ -1,0 +1,20 @@
+"""Everything that knows SGLang: engines as processes, their client, what runs inside them, and the plug-ins that make them obey."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_rl.config import Config
+    from megatron_rl.engine import Engine
+
+
+def launch(config: Config, model_path: Path, log_dir: Path) -> Engine:
+    """Entry point `sglang` of the group `megatron_rl.rollout`; see `rollout_sglang.engine.launch`.
+
+    Imported late, because SGLang imports this package at start-up, before its stand-ins are in place.
+    """
+    from rollout_sglang.engine import launch as launch_engine
+
+    return launch_engine(config, model_path, log_dir)

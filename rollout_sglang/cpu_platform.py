@@ -1,0 +1,46 @@
+"""The platform class behind `rollout_sglang.platform` (a module of its own, as it imports SGLang)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class CpuFp8Config(Fp8Config):
+    """SGLang's FP8 configuration, allowing float32 activations: on a CPU they are faster than bf16."""
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Pure-torch CPU platform."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    supported_quantization = ["fp8"]  # noqa: RUF012 - SGLang's own declaration style
+    capabilities = PlatformCapabilities(supports_triton=False, graph_capture=False, piecewise_graph=False)
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_dispatch_key_name(self) -> str:
+        return "native"
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        return False
+
+    def get_compile_backend(self, mode: Any = None) -> str:
+        return "eager"
+
+    def apply_server_args_defaults(self, server_args: Any) -> None: ...
+
+    def get_quantization_config(self, quantization: str) -> Any:
+        return CpuFp8Config if quantization == "fp8" else None

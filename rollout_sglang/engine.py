@@ -1,0 +1,177 @@
+"""A real SGLang engine behind its HTTP server, as the loop sees it (`megatron_rl.engine.Engine`)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from megatron_rl.config import Config
+from megatron_rl.engine import LiveTensor
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.types import Generation, Sampling
+from parallel.buckets import Bucket
+from parallel.geometry import Rect
+from rollout_sglang.live import PREFIX
+from rollout_sglang.platform import NAME as CPU_PLATFORM
+from rollout_sglang.process import EngineProcess
+
+_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
+_POLL_SECONDS = 0.5
+
+
+def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
+    """Entry point of the group `megatron_rl.rollout`: starts an engine on `model_path` and waits until it is healthy.
+
+    Raises RunError, with the log's tail, when the engine dies or is not healthy within `rollout.start_timeout` seconds.
+    """
+    rollout, contract = config.rollout, PrecisionContract.of(config.precision)
+    port, key = _free_port(rollout.host), secrets.token_urlsafe(24)
+    arguments = _server_arguments(config, contract, model_path, port, key)
+    process = EngineProcess(arguments, _environment(rollout.tp), log_dir / "engine.log")
+    engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout)
+    try:
+        engine.wait_until_healthy(rollout.start_timeout)
+    except BaseException:
+        engine.stop()
+        raise
+    return engine
+
+
+def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, key: str) -> list[str]:
+    rollout = config.rollout
+    options: dict[str, Any] = {
+        "model-path": model_path,
+        "host": rollout.host,
+        "port": port,
+        "api-key": key,
+        "dtype": _DTYPE[contract.high],
+        "tp-size": rollout.tp,
+        "max-running-requests": rollout.max_running_requests,
+        "max-total-tokens": rollout.max_total_tokens,
+        "random-seed": config.train.seed,
+        "weight-version": "0",
+        "log-level": "warning",
+    }
+    flags = ["skip-server-warmup", "disable-radix-cache"]
+    if contract.rollout_fp8:
+        options["quantization"] = "fp8"
+    if not torch.cuda.is_available():
+        options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.1}
+        flags.append("disable-overlap-schedule")
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
+
+
+def _environment(tp: int) -> dict[str, str]:
+    if torch.cuda.is_available():
+        return {}
+    return {
+        "SGLANG_PLATFORM": CPU_PLATFORM,
+        "OMP_NUM_THREADS": "1",  # by far the fastest for small models
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise UserError("rollout.host", host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine") from None
+
+
+class SGLangEngine:
+    """Client and owner of one engine process. All calls are bounded by `timeout` seconds."""
+
+    def __init__(self, process: EngineProcess, url: str, key: str, timeout: float) -> None:
+        self.process = process
+        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
+
+    def wait_until_healthy(self, seconds: float) -> None:
+        """Returns when `/health` answers; see `launch`."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.exit_code() is not None:
+                raise RunError(f"the engine did not start (exit code {self.process.exit_code()}); log: {self.process.log}", self.process.log_tail())
+            try:
+                if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
+                    self.process.remember_children()
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(_POLL_SECONDS)
+        raise RunError(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout); log: {self.process.log}", self.process.log_tail())
+
+    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling) -> list[Generation]:
+        """See `Engine.generate`. `sampling.seed` is not supported by the CPU tier's sampler and must be None."""
+        parameters = {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens, "top_p": 1.0}
+        answers = self._post("/generate", {"input_ids": list(prompts_B), "sampling_params": parameters, "return_logprob": True})
+        return [_generation(answer) for answer in answers]
+
+    def live_tensors(self) -> list[dict[str, LiveTensor]]:
+        return [{name: _live_tensor(text) for name, text in rank.items()} for rank in self._live({"verb": "describe"})]
+
+    def begin_sync(self) -> None:
+        self._post("/begin_weight_update", {})
+
+    def write(self, segment: Path, bucket: Bucket) -> None:
+        ranks: dict[str, list[list[Any]]] = {}
+        for piece in bucket:
+            ranks.setdefault(str(piece.plane.rank), []).append([piece.plane.name, piece.row, piece.rows, piece.row_bytes, piece.offset])
+        self._live({"verb": "write", "segment": str(segment), "ranks": ranks})
+
+    def end_sync(self, version: int) -> None:
+        self._post("/end_weight_update", {})
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._post("/flush_cache", None)
+
+    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
+        ranks = {str(rank): [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in rects] for rank, rects in wanted.items()}
+        answers = self._live({"verb": "digest", "ranks": ranks})
+        return {rank: [answers[rank][str(index)] for index in range(len(rects))] for rank, rects in wanted.items()}
+
+    def stop(self) -> None:
+        self._http.close()
+        self.process.stop()
+
+    def _live(self, request: dict[str, Any]) -> list[dict[str, str]]:
+        """Asks the hook in every scheduler process (`rollout_sglang.live`); one mapping per engine rank."""
+        answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)})
+        ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
+        return [rank["checksums"] for rank in ranks]
+
+    def _post(self, path: str, body: dict[str, Any] | None) -> Any:
+        """One bounded request. Raises RunError when the engine is gone, too slow, or answers with an error."""
+        try:
+            response = self._http.post(path, json=body)
+        except httpx.TimeoutException:
+            raise RunError(f"the engine did not answer {path} within {self._http.timeout.read:g} s (rollout.request_timeout)", self.process.log_tail()) from None
+        except httpx.TransportError as error:
+            code = self.process.exit_code()
+            state = "is still running" if code is None else f"ended with exit code {code}"
+            raise RunError(f"the engine does not answer {path} ({type(error).__name__}); its process {state}; log: {self.process.log}", self.process.log_tail()) from None
+        if response.status_code != httpx.codes.OK:
+            raise RunError(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
+        return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
+
+
+def _generation(answer: dict[str, Any]) -> Generation:
+    meta = answer["meta_info"]
+    logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
+    ids = [int(entry[1]) for entry in meta["output_token_logprobs"]]
+    return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]))
+
+
+def _live_tensor(text: str) -> LiveTensor:
+    dtype, *shape = text.split()
+    return LiveTensor(dtype, tuple(map(int, shape)))

@@ -1,0 +1,61 @@
+"""SGLang's general plug-in: the hooks this project needs, on the private names of releases it knows. Nothing of SGLang is edited.
+
+All names of SGLang that are not public stand in `_HOOKS`, with the releases they were checked with. SGLang only logs a hook that
+fails to apply; `verify` turns that into an error, so an engine never serves half hooked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+import torch
+
+KNOWN_VERSIONS = ("0.5.23",)
+
+_LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+_CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.triton_w8a8_block_fp8_linear"
+_CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
+_CPU_PINNING = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+
+
+def check_version() -> None:
+    """Raises RuntimeError for a release of SGLang whose private names were not checked."""
+    version = importlib.metadata.version("sglang")
+    if version not in KNOWN_VERSIONS:
+        raise RuntimeError(f"sglang {version} is not known to work here; known: {', '.join(KNOWN_VERSIONS)}")
+
+
+def _hooks() -> list[tuple[str, Any, str]]:
+    """(target, function, hook type) of every hook for this machine."""
+    from rollout_sglang import kernels, live
+
+    hooks: list[tuple[str, Any, str]] = [(_LIVE, live.handle, "AROUND")]
+    if not torch.cuda.is_available():
+        hooks += [
+            (_CPU_LINEAR, kernels.block_fp8_linear, "REPLACE"),
+            (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
+            (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
+        ]
+    return hooks
+
+
+def register() -> None:
+    """Entry point of the group `sglang.srt.plugins`: registers the hooks in this process."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    check_version()
+    for target, function, kind in _hooks():
+        HookRegistry.register(target, function, HookType[kind])
+
+
+def verify() -> None:
+    """Loads SGLang's plug-ins and raises RuntimeError, by name, for a hook that was not applied."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    check_version()
+    load_plugins()
+    missing = [target for target, _, _ in _hooks() if target not in HookRegistry._patched]
+    if missing:
+        raise RuntimeError(f"SGLang did not apply the hooks on {', '.join(missing)}")

@@ -1,0 +1,66 @@
+"""Starts, watches and ends one engine process with everything below it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+_TAIL_LINES = 25
+_GRACE = 10.0
+
+
+class EngineProcess:
+    """One server process in a session of its own; its output goes to `log`."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+        self.log = log
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "rollout_sglang.server", "--parent", str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self._below: list[psutil.Process] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while the process runs."""
+        return self._process.poll()
+
+    def remember_children(self) -> None:
+        """Notes the processes below, so that they can be ended even when the server dies before them."""
+        with contextlib.suppress(psutil.Error):
+            self._below = psutil.Process(self.pid).children(recursive=True)
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        with contextlib.suppress(OSError):
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        return ""
+
+    def stop(self) -> None:
+        """Ends the server and every process below it: politely first, then by force."""
+        self.remember_children() if self.exit_code() is None else None
+        processes = list(self._below)
+        with contextlib.suppress(psutil.Error):
+            processes.append(psutil.Process(self.pid))
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        _, alive = psutil.wait_procs(processes, timeout=_GRACE)
+        for process in alive:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(alive, timeout=_GRACE)
+        self._process.wait(timeout=_GRACE)

@@ -1,0 +1,58 @@
+"""The engine's process: `python -m rollout_sglang.server --model-path ... --port ...`, SGLang's HTTP server with our hooks verified.
+
+SGLang ends its parent process when a scheduler crashes, so the server runs in a process of its own, never inside the trainer.
+Importing this module installs the stand-ins; the spawned scheduler and detokenizer import it first, because the two functions
+handed to SGLang live here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from typing import Any
+
+from rollout_sglang import standins
+
+standins.install()
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's scheduler process; refuses to start half hooked."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    from rollout_sglang import plugin
+
+    plugin.verify()
+    return run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
+    """SGLang's detokenizer process."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    return run_detokenizer_process(*args, **kwargs)
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to end this process when the trainer ends, however it ends, so that no engine is orphaned."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it was gone before the call
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(arguments: list[str]) -> None:
+    """Serves until it is ended. `--parent PID` first, then SGLang's own arguments."""
+    die_with_parent(int(arguments[1]))
+    from rollout_sglang import plugin
+
+    plugin.verify()
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+
+    launch_server(prepare_server_args(arguments[2:]), run_scheduler_process_func=run_scheduler, run_detokenizer_process_func=run_detokenizer)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
