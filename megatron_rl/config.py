@@ -43,7 +43,9 @@ class Architecture(_Section):
     @model_validator(mode="after")
     def _heads(self) -> Architecture:
         if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})")
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
+            )
         return self
 
 

@@ -1,0 +1,128 @@
+"""The command line: `megatron-rl train | export | report | doctor`.
+
+Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
+line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megatron_rl import __version__
+from megatron_rl.errors import MegatronRLError, UserError
+
+# What a local rank other than 0 waits before it prints its error. Where all ranks fail alike, torchrun ends this process
+# meanwhile and rank 0 alone is heard; a rank that fails alone is heard after the wait.
+_OTHER_RANKS_WAIT_S = 2.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reinforcement learning in one FP8 precision flow: Megatron-Core trains, SGLang samples.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _program(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(f"megatron-rl {__version__}")
+        raise typer.Exit
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file such as configs/quickstart.toml.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+) -> None:
+    """Train the policy that CONFIG describes, in this process or under torchrun."""
+    with _expected_errors():
+        if config.startswith("-"):
+            raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
+        from megatron_rl.config import load_config
+
+        cfg = load_config(Path(config), overrides or [])
+        from megatron_rl.run import run_training
+
+        run_dir = run_training(cfg)
+        if _rank("RANK") == 0:
+            print(f"run folder: {run_dir}")
+            if (page := run_dir / "report.html").exists():
+                print(f"report:     {page}")
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="The new folder for the Hugging Face checkpoint.", show_default=False)],
+    precision: Annotated[Literal["bf16", "fp8"], typer.Option(help="fp8: the very blocks that the engine served.")] = "bf16",
+) -> None:
+    """Write a run's checkpoint as a Hugging Face checkpoint."""
+    with _expected_errors():
+        from megatron_rl.export import export_checkpoint
+
+        export_checkpoint(checkpoint, output, precision)
+        print(f"checkpoint: {output}")
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A folder that `train` wrote.", show_default=False)]) -> None:
+    """Write report.html, one self-contained page, from what a run logged so far."""
+    with _expected_errors():
+        from megatron_rl.report import write_report
+
+        print(f"report: {write_report(run_dir)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed, what each job of a run will use here, and what is missing."""
+    with _expected_errors():
+        from megatron_rl.doctor import print_diagnosis
+
+        print_diagnosis()
+
+
+def main() -> None:
+    """Entry point of the `megatron-rl` script and of `python -m megatron_rl`."""
+    app(prog_name="megatron-rl")
+
+
+@contextmanager
+def _expected_errors() -> Iterator[None]:
+    """Turn expected errors into their line and exit code; every other exception is a bug and keeps its traceback."""
+    try:
+        yield
+    except MegatronRLError as error:
+        if _rank("LOCAL_RANK") > 0:
+            time.sleep(_OTHER_RANKS_WAIT_S)
+        print(error_text(error), file=sys.stderr, flush=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print(f"{_speaker()}: interrupted", file=sys.stderr, flush=True)
+        raise typer.Exit(130) from None
+
+
+def error_text(error: MegatronRLError) -> str:
+    """What the user reads: the failed part's last log lines, where there are any, then one line."""
+    tail = getattr(error, "log_tail", "").rstrip()
+    return (f"{tail}\n" if tail else "") + f"{_speaker()}: {error}"
+
+
+def _speaker() -> str:
+    return f"megatron-rl [rank {rank}]" if (rank := _rank("RANK")) else "megatron-rl"
+
+
+def _rank(variable: str) -> int:
+    """A rank as torchrun gives it; 0 outside of torchrun."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else 0
