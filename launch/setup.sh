@@ -47,9 +47,10 @@ check_disk() {
   [ "$free" -ge "$need" ] || fail "only $free MB free at $root: an installation asks for $need MB; free some, or move the clone"
 }
 
-# Was it made in this folder, and does it run? Otherwise it is made anew.
+# Was it made in this folder (its pyvenv.cfg says how), and does it run? Otherwise it is made anew.
 is_usable_venv() {
-  grep -qsxF "$root" "$venv/.megatron-rl-root" && is_fit "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
+  case "$(sed -n 's/^command = //p' "$venv/pyvenv.cfg" 2>/dev/null)" in *" $venv") ;; *) return 1 ;; esac
+  is_fit "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
 is_done && exit 0
@@ -61,10 +62,7 @@ is_done && exit 0
 python=$(find_python)
 check_disk
 echo "megatron-rl setup: installing into $venv (a few minutes; this happens once)"
-if ! is_usable_venv; then
-  "$python" -m venv --clear "$venv"
-  echo "$root" >"$venv/.megatron-rl-root"
-fi
+is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
 pip() {
   "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@" || fail "pip failed (its message is above); run this again to go on from here"

@@ -250,7 +250,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `table` with `--section.key=value` or `--section.key value` set; the value is TOML, or else a plain string.
 
-    Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "runs/a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "runs/a"}}``.
+    Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "a"}}``.
     """
     result = json.loads(json.dumps(table, default=str))
     for path, text in _pairs(overrides):
