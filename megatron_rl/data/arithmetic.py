@@ -1,0 +1,133 @@
+"""The generated task: a chain of additions and subtractions, easy to verify and graded in difficulty.
+
+A problem of level n starts with a two-digit number and applies n operations, + or - with a digit 1..9, from left to right; every
+intermediate result stays in 0..99. The question of level 2 `57+8-3=` has two worked examples: step by step
+(`57+8=65,65-3=62#62`) and direct (`#62`). What stands after the `#` is the answer.
+
+Train and held-out questions can never meet: a hash of the question's own text says on which side it lies, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+from megatron_rl.errors import UserError
+from megatron_rl.types import Problem
+
+SOURCE = "arithmetic"
+HELD_OUT_ONE_IN = 8
+"""One question in this many is held out."""
+ENUMERATED_LEVELS = 2
+"""Up to this level all questions are listed (about 1,600 and 28,000); above it they are drawn, and there are more than anyone scores."""
+MOST_DRAWN_PER_LEVEL = 10_000
+"""Held-out questions that may be asked for of each level that is drawn; the sparsest, level 3, has about six times as many."""
+MOST_REDRAWS = 1_000
+
+
+def is_held_out(question: str) -> bool:
+    """Whether `question` (without template) belongs to the held-out side; depends on nothing but its text."""
+    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
+
+
+def generate(count: int, levels: Sequence[int], seed: int, split: Literal["train", "eval"]) -> list[Problem]:
+    """`count` problems, taking turns through `levels`; the same arguments give the same list on every machine.
+
+    `train` draws with replacement; `eval` holds distinct questions. A level named twice gets twice the share.
+    Raises UserError for a bad level, and when `eval` asks for more questions than exist.
+    """
+    check_levels(levels)
+    if split == "train":
+        return [train_problem(position, levels, seed) for position in range(count)]
+    turns = [levels[index % len(levels)] for index in range(count)]
+    rng = random.Random(f"{seed}/eval")
+    drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(turns).items())}
+    return [_problem(next(drawn[level]), level) for level in turns]
+
+
+def train_problem(position: int, levels: Sequence[int], seed: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
+    """The problem at `position` of the endless train stream of `seed`: the first draw on the train side that `accept` lets through.
+
+    Raises UserError when `accept` refuses every one of many draws.
+    """
+    level = levels[position % len(levels)]
+    rng = random.Random(f"{seed}/train/{position}")
+    for _ in range(MOST_REDRAWS):
+        question = _draw_question(rng, level)
+        if not is_held_out(question) and accept(problem := _problem(question, level)):
+            return problem
+    rule = f"no train problem of level {level} is left once prompts that are too long or held out are removed"
+    raise UserError("data.levels", list(levels), rule, "raise data.max_prompt_tokens or change the levels")
+
+
+def demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
+    """A worked answer to a generated problem, without end token: step by step with probability `step_by_step_share`, else direct.
+
+    Raises UserError for a problem that this module did not generate: it has no steps to show.
+    """
+    prefix = f"{SOURCE}:"
+    if not problem.id.startswith(prefix):
+        raise UserError("model.warm_start.steps", None, "worked examples exist for generated problems only", "set it to 0")
+    if rng.random() >= step_by_step_share:
+        return f"#{problem.answer}"
+    start, *operations = re.findall(r"^\d+|[+-]\d", problem.id.removeprefix(prefix))
+    steps, value = [], int(start)
+    for operation in operations:
+        result = value + int(operation)
+        steps.append(f"{value}{operation}={result}")
+        value = result
+    return ",".join(steps) + f"#{problem.answer}"
+
+
+def check_levels(levels: Sequence[int]) -> None:
+    if not levels or min(levels) < 1:
+        raise UserError("data.levels", list(levels), "must name at least one level, each 1 or more", "use e.g. [1, 2, 3, 4]")
+
+
+def _problem(question: str, level: int) -> Problem:
+    """The id holds the bare expression: unique, the same in every run, and what `demonstration` reads under any prompt template."""
+    expression = question.removesuffix("=")
+    answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
+    return Problem(f"{SOURCE}:{expression}", question, str(answer), level, SOURCE)
+
+
+def _operations(value: int) -> list[int]:
+    """The signed digits that keep `value` in 0..99."""
+    return [change for change in range(max(-9, -value), min(9, 99 - value) + 1) if change]
+
+
+def _draw_question(rng: random.Random, level: int) -> str:
+    value = rng.randrange(10, 100)
+    text = str(value)
+    for _ in range(level):
+        change = rng.choice(_operations(value))
+        text, value = f"{text}{change:+d}", value + change
+    return text + "="
+
+
+def _all_questions(level: int) -> Iterator[str]:
+    chains = [(str(start), start) for start in range(10, 100)]
+    for _ in range(level):
+        chains = [(f"{text}{change:+d}", value + change) for text, value in chains for change in _operations(value)]
+    return (text + "=" for text, _ in chains)
+
+
+def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
+    """`count` distinct held-out questions of one level in random order."""
+    listed = [question for question in _all_questions(level) if is_held_out(question)] if level <= ENUMERATED_LEVELS else None
+    available = MOST_DRAWN_PER_LEVEL if listed is None else len(listed)
+    if count > available:
+        rule = f"needs {count} held-out problems of level {level}, and there are {available}"
+        raise UserError("data.eval_size", None, rule, "lower it or add levels")
+    if listed is not None:
+        return rng.sample(listed, count)
+    found: dict[str, None] = {}  # a dict keeps the order of the draws
+    while len(found) < count:
+        question = _draw_question(rng, level)
+        if is_held_out(question):
+            found[question] = None
+    return list(found)

@@ -1,0 +1,16 @@
+"""The reward of the generated task: the integer after the last `#` must be the answer, and nothing may follow it."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_rl.types import Problem, Reward
+
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+
+
+def reward(text: str, problem: Problem) -> Reward:
+    """1.0 for an exactly right answer, else 0.0. Example: `57+8=65,65-3=62#62` for the answer 62."""
+    _, found, answer = text.rpartition("#")
+    correct = bool(found) and _INTEGER.fullmatch(answer) is not None and int(answer) == int(problem.answer)
+    return Reward(float(correct), correct)

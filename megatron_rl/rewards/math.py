@@ -1,0 +1,129 @@
+r"""The reward of mathematical word problems: exact comparison of integers first, math-verify for the rest.
+
+Most golds of GSM8K and many of MATH are integers, and most completions state theirs in one of a few ways; comparing those as
+text costs microseconds. Fractions, expressions, sets, units go to math-verify, which parses both sides with SymPy.
+
+Nothing here bounds the time that SymPy takes: `RewardPool` does, by ending the worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+from megatron_rl.types import Problem, Reward
+
+_SEPARATOR = r"(?:,|\{,\}|\\[,!])+"  # 1,000  1{,}000  1\,000  1,\!000
+_INTEGER = rf"[-+]?(?:[0-9]{{1,3}}(?:{_SEPARATOR}[0-9]{{3}})+|[0-9]+)"
+_ONLY_AN_INTEGER = re.compile(rf"[\s*:=]*\$?(?:\\?\$)?\s*({_INTEGER})\s*\$?[\s.*!]*")
+_NUMBER = re.compile(rf"{_INTEGER}(?:\.[0-9]+)?")
+_ANSWER_IS = re.compile(r"answer is", re.IGNORECASE)
+_END_OF_SENTENCE = re.compile(r"\.\s|\n")
+_MAY_STAND_BEFORE = re.compile(r"(?:^|[\s=:>$])$")  # directly before a number that stands for itself
+_OPERATOR_BEFORE = re.compile(r"(?:[-+*/^_×÷·√(\[{,\\0-9]|\\[a-z]+|\b(?:sqrt|log|ln))\s*\$?$")
+_MATH_AFTER = re.compile(r"[-+*/^_×÷·=<>(){}\[\]\\%]|^\w|\b(?:[b-z]|pi|sqrt|percent)\b", re.IGNORECASE)  # "a" is an article
+_TAIL_CHARACTERS = 200
+
+
+def reward(text: str, problem: Problem) -> Reward:
+    """1.0 when the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0.
+
+    Must run in its process's main thread or under a pool: a hostile expression can take for ever.
+    """
+    verdict = compare_integers(text, problem.answer)
+    if verdict is None:
+        gold = _parsed_gold(problem.answer)
+        if not gold:
+            return Reward(0.0, False, error=f"the gold answer {problem.answer[:80]!r} could not be parsed")
+        verdict = _verify(gold, text)
+    return Reward(float(verdict), verdict)
+
+
+def compare_integers(text: str, gold: str) -> bool | None:
+    r"""The fast path: True or False when `gold` is an integer and `text` states its answer plainly; None for math-verify to decide.
+
+    An answer stands in the last `\boxed{}`, else after the last `####`, else after the last "answer is"; any of them decides when
+    it holds one integer and nothing more. Else the text's last number decides when it is right and no part of an expression.
+    """
+    expected = _only_integer(gold)
+    if expected is None:
+        return None
+    stated = _stated_answer(text)
+    if stated is not None:
+        found = _only_integer(stated)
+        return None if found is None else found == expected
+    return True if _last_number(text) == expected else None
+
+
+def _stated_answer(text: str) -> str | None:
+    r"""The text in the last complete `\boxed{}`, after the last `####` or after the last "answer is", in this order."""
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return boxed
+    _, found, rest = text.rpartition("####")
+    if found:
+        return rest.split("\n", 1)[0]
+    places = list(_ANSWER_IS.finditer(text))
+    return _END_OF_SENTENCE.split(text[places[-1].end() :], maxsplit=1)[0] if places else None
+
+
+def _last_boxed(text: str) -> str | None:
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for index in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[index], 0)
+        if depth == 0:
+            return text[start:index]
+    return None
+
+
+def _only_integer(text: str) -> str | None:
+    """The integer that `text` consists of, in one spelling: no separators, plus sign or leading zeros."""
+    match = _ONLY_AN_INTEGER.fullmatch(text)
+    return _canonical(match[1]) if match else None
+
+
+def _canonical(integer: str) -> str:
+    digits = re.sub(r"[^0-9]", "", integer).lstrip("0") or "0"
+    return f"-{digits}" if integer.startswith("-") and digits != "0" else digits
+
+
+def _last_number(text: str) -> str | None:
+    """The last number of the text's end when it is an integer that stands for itself, in `_canonical` spelling."""
+    tail = text[-_TAIL_CHARACTERS:]
+    matches = list(_NUMBER.finditer(tail))
+    if not matches:
+        return None
+    last = matches[-1]
+    before, after = tail[: last.start()], tail[last.end() :]
+    if "." in last[0] or not _MAY_STAND_BEFORE.search(before) or _OPERATOR_BEFORE.search(before) or _MATH_AFTER.search(after):
+        return None
+    return _canonical(last[0])
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_gold(gold: str) -> list[Any]:
+    r"""math-verify's reading of the gold answer. Bare LaTeX would go unseen, so it is wrapped in `\boxed{}`."""
+    math_verify = _math_verify()
+    wrapped = gold if r"\boxed" in gold else rf"\boxed{{{gold}}}"
+    parsed: list[Any] = math_verify.parse(wrapped, parsing_timeout=None)
+    return parsed
+
+
+def _verify(gold: list[Any], text: str) -> bool:
+    math_verify = _math_verify()
+    return bool(math_verify.verify(gold, math_verify.parse(text, parsing_timeout=None), timeout_seconds=None))
+
+
+@functools.cache
+def _math_verify() -> Any:
+    """The library, imported when first needed. Its own timeouts are off (the pool's cover more), and so is its warning about that."""
+    import math_verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify

@@ -1,0 +1,75 @@
+"""One reward worker: `python -m megatron_rl.rewards.worker FD FUNCTION MEMORY_MB PARENT_PID`, started by `RewardPool` only.
+
+It imports the reward function, says ("ready", "") or ("failed", why), then reads lists of (text, Problem) and answers each sample
+with a Reward as soon as it is judged. It ends with its pipe and with its parent, whatever it is busy with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+from megatron_rl.rewards import load_function
+from megatron_rl.types import Problem, Reward, RewardFunction
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int, function_name: str, memory_mb: int, parent_pid: int) -> None:
+    """Serve the pool at the other end of the pipe `fd` until it closes."""
+    _die_with(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    _limit_memory(memory_mb)
+    channel = Connection(fd)
+    try:
+        function = load_function(function_name)
+    except BaseException as error:
+        channel.send(("failed", _describe(error)))
+        return
+    channel.send(("ready", ""))
+    try:
+        while True:
+            for text, problem in channel.recv():
+                channel.send(judge(function, text, problem))
+    except (EOFError, ConnectionError):
+        return
+
+
+def judge(function: RewardFunction, text: str, problem: Problem) -> Reward:
+    """Call the reward function; whatever it raises or wrongly returns becomes a Reward of 0 that names the error."""
+    try:
+        verdict = function(text, problem)
+        if not isinstance(verdict, Reward):
+            raise TypeError(f"the reward function must return a Reward, not {type(verdict).__name__}")
+        if not math.isfinite(verdict.value):
+            raise ValueError(f"the reward function returned {verdict.value}")
+        return verdict
+    except BaseException as error:  # libraries raise SystemExit and BaseExceptions of their own; none may end the worker
+        return Reward(0.0, False, error=_describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:500]
+
+
+def _die_with(parent_pid: int) -> None:
+    """Ask Linux to kill this process when its parent ends, even in the middle of a computation."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it ended before we asked
+            sys.exit(1)
+
+
+def _limit_memory(memory_mb: int) -> None:
+    limit = memory_mb * 1024 * 1024
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,113 @@
+"""The two reward functions on answers right, wrong and hostile, and on GSM8K's real golds."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.data.jsonl import read_jsonl
+from megatron_rl.rewards import arithmetic, load_function
+from megatron_rl.rewards import math as math_reward
+from megatron_rl.types import Problem, Reward
+
+GSM8K_TEST = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+def _problem(answer: str) -> Problem:
+    return Problem("p", "?", answer)
+
+
+@pytest.mark.parametrize("text", ["#62", "57+8=65,65-3=62#62", "#1#62", "#062"])
+def test_arithmetic_accepts_the_integer_after_the_last_hash(text):
+    assert arithmetic.reward(text, _problem("62")) == Reward(1.0, True)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "62", "#", "#63", "#62 ", "#62\n", "#62.", "#62#", "# 62", "#+62", "#٦٢", "#62<|endoftext|>", "#" + "9" * 9999]
+)
+def test_arithmetic_refuses_everything_else(text):
+    assert arithmetic.reward(text, _problem("62")) == Reward(0.0, False)
+
+
+@given(st.text(), st.integers(0, 99), st.integers(0, 99))
+def test_arithmetic_depends_on_the_last_integer_only(text, said, gold):
+    assert arithmetic.reward(f"{text}#{said}", _problem(str(gold))).correct == (said == gold)
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        (r"so \boxed{72}", "72"),
+        (r"\boxed{1} and then \boxed{1,\!080}", "1080"),
+        ("... = 72\n#### 1,080", "1080"),
+        ("The answer is **72**. Then 3 more words.", "72"),
+        (r"Thus the answer is $\$5$.", "5"),
+        ("She sold 48 + 24 = 72 clips in a day.", "72"),
+        ("-0012", "-12"),
+    ],
+)
+def test_the_fast_path_accepts(text, gold):
+    assert math_reward.compare_integers(text, gold) is True
+
+
+@pytest.mark.parametrize(
+    "text, gold", [(r"72 or \boxed{73}", "72"), ("72\n#### 73", "72"), ("the answer is 73. No, 72", "72"), ("#### -5", "5")]
+)
+def test_the_fast_path_refuses_another_stated_answer(text, gold):
+    assert math_reward.compare_integers(text, gold) is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = 3/5", "3 + 5", "it is 5x", "sqrt 5", "5 pi", r"\frac{3}{5}", "the answer is 10 or 5", r"\boxed{2.5 \cdot 2}", "5.5", "2^5"],
+)
+def test_the_fast_path_leaves_expressions_to_math_verify(text):
+    assert math_reward.compare_integers(text, "5") is None
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_the_fast_path_compares_values(said, gold):
+    for text in (rf"\boxed{{{said:,}}}", f"#### {said}", f"The answer is {said}."):
+        assert math_reward.compare_integers(text, str(gold)) == (said == gold)
+
+
+@pytest.mark.parametrize(
+    "text, gold, correct",
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{72.0}", "72", True),
+        (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", True),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", False),
+        ("no idea", r"\frac{1}{2}", False),
+        ("", "72", False),
+        (r"\boxed{", "72", False),
+    ],
+)
+def test_math_verify_decides_the_rest(text, gold, correct):
+    assert math_reward.reward(text, _problem(gold)) == Reward(float(correct), correct)
+
+
+def test_functions_are_found_by_name():
+    assert load_function("arithmetic") is arithmetic.reward
+    assert load_function("math") is math_reward.reward
+    assert load_function("megatron_rl.rewards.math:reward") is math_reward.reward
+
+
+@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
+    problems = read_jsonl(GSM8K_TEST, "gsm8k", "data.eval")
+    texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
+    assert sum(math_reward.reward(text, problem).correct for text, problem in zip(texts, problems, strict=True)) == len(texts) == 1319
+    for text, problem, other in zip(texts, problems, problems[1:] + problems[:1], strict=True):
+        assert math_reward.reward(text, other).correct == (problem.answer == other.answer)
+
+
+@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+def test_real_gsm8k_golds_verify_through_math_verify_too():
+    for problem in read_jsonl(GSM8K_TEST, "gsm8k", "data.eval")[:200]:
+        text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
+        assert math_reward.compare_integers(text, problem.answer) is None
+        assert math_reward.reward(text, problem).correct
