@@ -65,7 +65,7 @@ echo "megatron-rl setup: installing into $venv (a few minutes; this happens once
 is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
 pip() {
-  "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@" || fail "pip failed (its message is above); run this again to go on from here"
+  "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@" || fail "pip failed (its message is above); run this again to go on from here"
 }
 pip install --no-deps -r "$root/launch/requirements-torch.txt"
 pip install --no-deps -r "$root/launch/requirements.txt"

@@ -1,0 +1,147 @@
+"""A config is read as written, and every mistake in it becomes one line that names field, value, rule and fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import apply_overrides, load_config
+from megatron_rl.errors import UserError
+
+MODEL = '[model]\npath = "models/tiny"\n'
+
+
+@pytest.fixture
+def load(tmp_path):
+    def _load(text: str, *overrides: str):
+        file = tmp_path / "run.toml"
+        file.write_text(text)
+        return load_config(file, overrides)
+
+    return _load
+
+
+@pytest.fixture
+def mistake(load):
+    def _mistake(text: str, *overrides: str) -> str:
+        with pytest.raises(UserError) as caught:
+            load(text, *overrides)
+        assert caught.value.exit_code == 2
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return _mistake
+
+
+def test_values_come_from_the_file_and_defaults_fill_the_rest(load):
+    cfg = load(MODEL + "[train]\nsteps = 7\nlearning_rate = 1\n[data]\nlevels = [2, 3]\n")
+    assert cfg.model.path == Path("models/tiny")  # as written: relative to the working directory
+    assert cfg.train.steps == 7
+    assert cfg.train.learning_rate == 1.0
+    assert cfg.data.levels == (2, 3)
+    assert cfg.rollout.group_size == 8
+
+
+def test_shipped_configs_load():
+    files = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+    for file in files:
+        assert load_config(file, []).model.path, file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section", "key", "expected"),
+    [
+        (["--train.steps=3"], "train", "steps", 3),
+        (["--train.steps", "3"], "train", "steps", 3),
+        (["--train.steps=3", "--train.steps=4"], "train", "steps", 4),
+        (["--train.learning_rate=1e-4"], "train", "learning_rate", 1e-4),
+        (["--data.levels=[1, 2]"], "data", "levels", (1, 2)),
+        (["--data.train=a/b.jsonl"], "data", "train", "a/b.jsonl"),
+        (["--data.train='a b=c.jsonl'"], "data", "train", "a b=c.jsonl"),
+        (["--log.dir=2026"], "log", "dir", Path("2026")),  # text stays text, whatever it looks like
+        (["--data.eval="], "data", "eval", None),
+        (["--model.create={hidden_size = 512}"], "model", "create", None),
+    ],
+)
+def test_overrides(load, overrides, section, key, expected):
+    value = getattr(getattr(load(MODEL + "[train]\nsteps = 7\n", *overrides), section), key)
+    assert (value.hidden_size == 512) if key == "create" else (value == expected)
+
+
+def test_overrides_leave_the_given_table_alone():
+    table = {"train": {"steps": 7}}
+    assert apply_overrides(table, ["--train.seed=1"]) == {"train": {"steps": 7, "seed": 1}}
+    assert table == {"train": {"steps": 7}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[train]\nleraning_rate = 1", "train.leraning_rate = 1: unknown key; did you mean train.learning_rate?"),
+        ("[trian]\nsteps = 1", "trian: unknown key; did you mean train?"),
+        ("[train]\ngroup_size = 4", "train.group_size = 4: unknown key; did you mean rollout.group_size?"),
+        ("[model.create]\nhiden_size = 256", "model.create.hiden_size = 256: unknown key; did you mean model.create.hidden_size?"),
+        ("[sync]\nzzz = 0", "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb"),
+        ("[train]\nsteps = '3'", "train.steps = '3': must be a valid integer; write it without quotes"),
+        ("[train]\nsteps = 1.5", "train.steps = 1.5: must be a valid integer; the default is 30"),
+        ("[train]\nsteps = 0", "train.steps = 0: must be greater than or equal to 1; the default is 30"),
+        ("[train]\nlearning_rate = inf", "train.learning_rate = inf: must be a finite number; the default is 1e-06"),
+        ("[log]\ndir = 3", "log.dir = 3: must be a valid string; put it in quotes"),
+        ("[data]\nlevels = ['x']", "data.levels.0 = 'x': must be a valid integer"),
+        ("[model.create]\nhidden_size = 100", "model.create.hidden_size = 100: must be a multiple of 128; the default is 256"),
+        (
+            "[precision]\nbackend = 'emulate'",
+            "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",
+        ),
+        (
+            "[model.create]\nnum_attention_heads = 3\nnum_key_value_heads = 2",
+            "model.create: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
+        ),
+        (
+            "[train]\nsteps = 0\nseed = 'a'",
+            "train.steps = 0: must be greater than or equal to 1; the default is 30 (1 more error after this one)",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(mistake, text, line):
+    assert mistake(MODEL + text) == line
+
+
+def test_missing_required_keys(mistake):
+    assert mistake("") == "model: is required; add a table [model] with path"
+    assert mistake("[model]\n") == "model.path: is required; add `path = ...` under [model]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["--train.stepz=1"], "train.stepz = 1: unknown key; did you mean train.steps?"),
+        (["--steps=1"], "steps = 1: unknown key; did you mean train.steps?"),
+        (["--train.steps"], "--train.steps: has no value; write --train.steps=VALUE"),
+        (["--train.steps", "--train.seed=1"], "--train.steps: has no value; write --train.steps=VALUE"),
+        (["train.steps=1"], "override = 'train.steps=1': is not of the form --section.key=value"),
+        (["--train..steps=1"], "override = '--train..steps=1': is not of the form --section.key=value"),
+        (["--train.steps=many"], "train.steps = 'many': must be a valid integer; the default is 30"),
+        (["--train=1"], "train = 1: must be a table"),
+        (["--train.seed=1", "--train.seed.x=1"], "--train.seed.x = '1': train.seed is a value, not a section"),
+    ],
+)
+def test_a_mistake_in_an_override_is_one_line(mistake, overrides, line):
+    assert mistake(MODEL, *overrides) == line
+
+
+def test_toml_syntax_errors_name_file_and_line(mistake, tmp_path):
+    assert mistake("[model]\npath = \n") == f"{tmp_path}/run.toml, line 2: not valid TOML: Invalid value"
+    assert mistake("[model]\npath = 'a'\npath = 'b'\n").startswith(f"{tmp_path}/run.toml, line 3: not valid TOML: ")
+    assert mistake("[model]\nx = [1,").startswith(f"{tmp_path}/run.toml, line 2: not valid TOML: ")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "absent.toml", [])
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path, [])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a UTF-8 text file"):
+        load_config(tmp_path / "binary.toml", [])

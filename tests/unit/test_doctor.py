@@ -1,0 +1,78 @@
+"""The doctor sees what is there, warns of untested versions, and ends with 2 where the CPU tier cannot run."""
+
+from __future__ import annotations
+
+import re
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl import doctor
+from megatron_rl.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def pins() -> dict[str, str]:
+    text = "".join((ROOT / "launch" / name).read_text() for name in ("requirements-torch.txt", "requirements.txt"))
+    return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
+
+
+def test_tested_versions_are_the_installed_ones():
+    assert {name: pins()[name] for name in doctor.TESTED} == doctor.TESTED
+    assert set(doctor._NEEDED) <= set(pins())
+
+
+def test_pythons_agree_with_the_packaging():
+    (low, high) = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    assert [(3, minor) for minor in range(int(low), int(high))] == list(doctor.PYTHONS)
+
+
+def test_this_machine_is_described(monkeypatch):
+    console = Console(record=True, width=160)
+    doctor.print_diagnosis(console)  # these tests run in the CPU tier, so it must be whole
+    text = console.export_text()
+    for name in (*doctor._NEEDED, "Python", "cores", "memory", "GPU", "transformer-engine", "apex", "trainer's FP8 linears"):
+        assert f"│ {name} " in text
+    assert "The CPU tier can run" in text
+
+
+def test_a_missing_package_ends_with_2(monkeypatch):
+    real = doctor.first_version
+    monkeypatch.setattr(doctor, "first_version", lambda names: None if names == ("sglang",) else real(names))
+    with pytest.raises(UserError) as caught:
+        doctor.print_diagnosis(Console(quiet=True))
+    assert str(caught.value) == "doctor: the CPU tier cannot run: sglang (not installed); bash launch/setup.sh"
+
+
+def test_another_version_is_a_warning(monkeypatch):
+    monkeypatch.setattr(doctor, "first_version", lambda names: "0.5.99")
+    assert doctor.needed_package("sglang") == doctor.Fact("sglang", "0.5.99", "warn", "tested with 0.5.23: bash launch/setup.sh")
+
+
+def test_local_build_tags_do_not_matter(monkeypatch):
+    monkeypatch.setattr(doctor, "first_version", lambda names: "2.13.0+cu130")
+    assert doctor.needed_package("torch").status == "ok"
+
+
+@pytest.mark.parametrize(("part", "status", "found"), [("optimizers", "ok", "NVIDIA's"), ("models.py", "warn", "PyPI's web toolkit")])
+def test_apex_and_its_namesake_are_told_apart(monkeypatch, tmp_path, part, status, found):
+    (tmp_path / part).mkdir()
+    spec = ModuleSpec("apex", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    assert doctor.apex().status == status
+    assert doctor.apex().found.startswith(found)
+
+
+def test_the_jobs_follow_the_machine(monkeypatch):
+    def engine() -> str:
+        return next(job.found for job in doctor.job_facts() if job.name == "engine's kernels")
+
+    monkeypatch.setattr(doctor, "gpu", lambda: None)
+    assert "CPU device" in engine()
+    monkeypatch.setattr(doctor, "gpu", lambda: "NVIDIA H200, 141 GB")
+    monkeypatch.setattr(doctor, "cuda_build", lambda: "13.0")
+    assert "CUDA kernels" in engine()
