@@ -1,0 +1,95 @@
+"""What a person sees while a run goes on: one line per step, and on a terminal a bar below that moves.
+
+The line is built once, as a rich `Text`; a terminal gets its colours, a log file gets its plain characters. So both say the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+PHASES = ("generate", "reward", "logprobs", "train", "sync", "proof", "eval")
+"""The parts of a step, in their order; `time/<phase>` in the metrics. They do not overlap: sync is without the proof."""
+
+Number = float | int | None
+
+
+def proof_verdict(metrics: Mapping[str, Number]) -> tuple[str, bool]:
+    """What one row says about its sync, and whether all is well: ("28/28 tensors, proof ok", True). ("", True) for no sync."""
+    tensors, proved = metrics.get("sync/tensors"), metrics.get("sync/proved")
+    if tensors is None:
+        return "", True
+    if proved is None:
+        return f"{tensors:.0f} tensors, NOT PROVED", False
+    equal = proved == tensors
+    return f"{proved:.0f}/{tensors:.0f} tensors, " + ("proof ok" if equal else "PROOF FAILED"), equal
+
+
+def progress_line(metrics: Mapping[str, Number], total_steps: int) -> Text:
+    """One step in one line. Only what was measured is shown; a value that is not finite (None) is shown as such."""
+    parts: list[tuple[str, str]] = [(f"step {metrics['step']}/{total_steps or '?'}", "bold")]
+
+    def add(key: str, form: str, style: str = "") -> None:
+        if key in metrics:
+            value = metrics[key]
+            parts.append((form.format(value), style) if value is not None else (f"{key} NOT FINITE", "bold red"))
+
+    add("reward/mean", "reward {:.3f}")
+    add("accuracy/train", "train {:.1%}")
+    add("eval/accuracy", "held-out {:.1%}", "bold green")
+    add("mismatch/abs_mean", "mismatch mean {:.1e}", "cyan")
+    add("mismatch/abs_max", "max {:.1e}", "cyan")
+    add("tokens/per_second", "{:,.0f} tokens/s")
+    times = {phase: metrics.get(f"time/{phase}") for phase in PHASES}
+    seconds = ", ".join(f"{phase} {spent:.1f}" for phase, spent in times.items() if spent is not None)
+    add("time/step", "{:.1f} s" + (f" ({seconds})" if seconds else ""), "dim")
+    add("sync/bytes", f"sync {_megabytes(metrics.get('sync/bytes'))}")
+    verdict, good = proof_verdict(metrics)
+    parts += [(verdict, "green" if good else "bold red")] if verdict else []
+    return Text("  ").join(Text(text, style) for text, style in parts)
+
+
+def _megabytes(size: Number) -> str:
+    return f"{(size or 0) / 1e6:.1f} MB"
+
+
+class Screen:
+    """Prints lines. On a terminal a bar stays below them: what is being done now, steps, time elapsed and left."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._console = Console(highlight=False, markup=False, emoji=False)
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            words = TextColumn("{task.description}", markup=False)
+            columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            # Output of others (engine, libraries) goes past rich untouched: a bar that swallows it would hide errors.
+            self._bar = Progress(*columns, console=self._console, redirect_stdout=False, redirect_stderr=False, transient=True)
+            self._task = self._bar.add_task("starting", total=total_steps or None)
+            self._bar.start()
+            atexit.register(self.close)  # gives the cursor back however the program ends
+
+    def line(self, text: Text | str) -> None:
+        """Prints one line; never broken at 80 columns where the output is a file."""
+        self._console.print(text, soft_wrap=True)
+        self._console.file.flush()
+
+    def now(self, phase: str) -> None:
+        """Says on the bar what is being done; nothing where there is no terminal."""
+        if self._bar:
+            self._bar.update(self._task, description=phase)
+
+    def completed(self, step: int) -> None:
+        """Moves the bar to `step`."""
+        if self._bar:
+            self._bar.update(self._task, completed=step)
+
+    def close(self) -> None:
+        """Removes the bar. May be called twice."""
+        if self._bar:
+            self._bar.stop()
+            self._bar = None
+            atexit.unregister(self.close)

@@ -1,0 +1,105 @@
+"""The words and numbers of the report: what each metric means, and how its value is written for a person."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from megatron_rl.progress import Number
+
+_MEANING = {
+    "policy_version": ("optimizer steps behind the policy", "count"),
+    "reward/mean": ("mean reward of the sampled completions", "number"),
+    "reward/std": ("standard deviation of the rewards", "number"),
+    "reward/errors": ("completions that no verdict could be had for (scored 0)", "count"),
+    "accuracy/train": ("share of sampled completions that are correct", "share"),
+    "eval/accuracy": ("share of held-out problems answered correctly", "share"),
+    "mismatch/abs_mean": ("mean |log p trainer - log p engine| over the sampled tokens, in nats", "small"),
+    "mismatch/abs_max": ("largest |log p trainer - log p engine| of a token, in nats", "small"),
+    "mismatch/k3_kl": ("k3 estimate of KL(rollout || trainer) per token, in nats", "small"),
+    "loss/policy": ("policy loss", "small"),
+    "loss/kl": ("KL term against the reference model", "small"),
+    "clip/positive": ("share of tokens clipped, advantage above 0", "share"),
+    "clip/negative": ("share of tokens clipped, advantage below 0", "share"),
+    "entropy": ("mean entropy of the policy per token, in nats", "number"),
+    "grad_norm": ("norm of the gradient before clipping", "number"),
+    "learning_rate": ("learning rate", "small"),
+    "length/mean": ("mean length of a completion, in tokens", "number"),
+    "length/max": ("longest completion, in tokens", "count"),
+    "length/truncated": ("share of completions cut at the length limit", "share"),
+    "tokens/generated": ("tokens generated", "count"),
+    "tokens/per_second": ("tokens generated per second of generation", "count"),
+    "sync/bytes": ("bytes moved from trainer to engine", "bytes"),
+    "sync/tensors": ("tensors moved", "count"),
+    "sync/blocks": ("FP8 blocks moved", "count"),
+    "sync/proved": ("tensors whose hashes were equal on both sides", "count"),
+    "time/step": ("the whole step", "seconds"),
+}
+_PATTERNS = (
+    (re.compile(r"accuracy/level_(\d+)"), "share of correct completions, level {}", "share"),
+    (re.compile(r"eval/level_(\d+)"), "held-out accuracy, level {}", "share"),
+    (re.compile(r"time/(\w+)"), "the phase “{}”", "seconds"),
+)
+_UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+HIDDEN = ("step", "unix_time")
+"""Keys of a row that are no measurement."""
+
+
+def meaning(key: str) -> tuple[str, str]:
+    """What a metric is, and the name of its format; ("", "number") for a metric that this file does not know."""
+    if key in _MEANING:
+        return _MEANING[key]
+    for pattern, words, form in _PATTERNS:
+        if match := pattern.fullmatch(key):
+            return words.format(match[1]), form
+    return "", "number"
+
+
+def write(value: Number, form: str) -> str:
+    """A value as text. `form`: share (0.5 is "50.0 %"), count, bytes, seconds, small (scientific where needed) or number."""
+    if value is None:
+        return "not finite"
+    if form == "share":
+        return f"{100 * value:.1f} %"
+    if form == "count":
+        return f"{value:,.0f}"
+    if form == "bytes":
+        return byte_text(value)
+    if form == "seconds":
+        return f"{value:.2f} s" if value < 100 else duration(value)
+    return f"{value:.2e}" if value and abs(value) < (1e-2 if form == "small" else 1e-3) else f"{value:.4g}"
+
+
+def byte_text(size: float) -> str:
+    """Bytes with a decimal unit: 3_200_000 is "3.20 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as "45 s", "7 min 12 s" or "3 h 05 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def toml_text(config: dict[str, object], prefix: str = "") -> str:
+    """A configuration as TOML sections; what was not set is a comment. For reading; values are written as JSON writes them."""
+
+    def line(key: str, value: object) -> str:
+        return f"# {key} is not set" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}"
+
+    lines = [line(key, value) for key, value in config.items() if not isinstance(value, dict)]
+    text = "\n".join(([f"[{prefix}]"] if prefix and lines else []) + lines)
+    parts = [text] if text else []
+    parts += [toml_text(value, f"{prefix}.{key}" if prefix else key) for key, value in config.items() if isinstance(value, dict)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def visible(text: str) -> str:
+    """The same text with control characters and unpaired surrogates as escapes such as \\x07, so that any completion can be shown."""
+    return _UNSHOWABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
