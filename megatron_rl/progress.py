@@ -73,7 +73,9 @@ class Screen:
             atexit.register(self.close)  # gives the cursor back however the program ends
 
     def line(self, text: Text | str) -> None:
-        """Prints one line; never broken at 80 columns where the output is a file."""
+        """Prints one line; never broken at 80 columns where the output is a file. What the console cannot write is escaped."""
+        if isinstance(text, str):
+            text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
 

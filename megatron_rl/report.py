@@ -92,7 +92,7 @@ def _state(run: dict[str, Any], rows: list[Row]) -> dict[str, str]:
         return {"status": "running", "word": "… not finished", "prefix": f"Not finished, {reached}. ", "sentence": sentence}
     if planned and done < planned:
         sentence = f"run.json says finished, but the last row is {reached}."
-        return {"status": "running", "word": "! finished early", "prefix": f"Ended early, {reached}. ", "sentence": sentence}
+        return {"status": "running", "word": "! ended early", "prefix": f"Ended early, {reached}. ", "sentence": sentence}
     return {"status": "finished", "word": "✓ finished", "prefix": "", "sentence": f"The run finished at {reached}."}
 
 

@@ -168,6 +168,7 @@ def _for_page(text: str, title: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', text, count=1)
     text = re.sub(r"font: (\S+) [^;\"]*", r"font-size: \1", text)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     for stand_in, css in _CSS.items():
         text = text.replace(stand_in, css)
     return text.replace("#000000", "var(--ink)")
@@ -178,7 +179,7 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
         Plot(
             "Accuracy",
-            "Held-out accuracy should rise with the training accuracy; a gap that widens means that the policy learns its problems by heart.",
+            "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart.",
             (Panel("correct", (("eval/accuracy", "held-out"), ("accuracy/train", "training, as sampled")), "share"),),
         ),
         Plot(

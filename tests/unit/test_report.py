@@ -1,0 +1,197 @@
+"""The report: one page that loads nothing, escapes everything, and never shows an unfinished run as finished."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.errors import UserError
+from megatron_rl.report import headline, write_report
+from megatron_rl.report_plots import SECTIONS, svg
+from megatron_rl.report_words import byte_text, duration, toml_text, visible
+
+HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
+STEP = {
+    "reward/mean": 0.5, "reward/std": 0.5, "accuracy/train": 0.5, "mismatch/abs_mean": 1e-7, "mismatch/abs_max": 1e-5,
+    "mismatch/k3_kl": 0.0, "loss/policy": 0.01, "loss/kl": 0.0, "clip/positive": 0.01, "clip/negative": 0.02, "entropy": 0.4,
+    "grad_norm": 1.0, "length/mean": 9.0, "length/max": 16.0, "length/truncated": 0.1, "time/generate": 2.0, "time/train": 1.0,
+    "time/sync": 0.2, "time/proof": 0.1, "time/step": 3.5, "tokens/generated": 900.0, "tokens/per_second": 450.0,
+    "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0,
+}  # fmt: skip
+
+
+def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:
+    run = {"status": status, "reason": reason, "started": "2026-01-02T03:04:05+00:00", "ended": "2026-01-02T03:05:05+00:00", "host": "node"}
+    run |= {"argv": ["megatron-rl", "train"], "versions": {"torch": "2.13"}, "config": {"train": {"steps": 2, "layout": {"tp": 1}}}}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples or []))
+    return folder
+
+
+def full_rows() -> list[dict]:
+    evals = [
+        {"eval/accuracy": 0.4, "eval/level_1": 0.6, "eval/level_2": 0.2},
+        {},
+        {"eval/accuracy": 0.8, "eval/level_1": 1.0, "eval/level_2": 0.6},
+    ]
+    return [{"step": step, **(STEP if step else {}), **measured} for step, measured in enumerate(evals)]
+
+
+def sample(step: int, text: str = "#2", correct: bool = True) -> dict:
+    return {
+        "step": step,
+        "level": 1,
+        "prompt": text,
+        "completion": text,
+        "answer": text,
+        "reward": 1.0,
+        "correct": correct,
+        "advantage": -0.5,
+    } | {
+        "finish_reason": "length",
+        "error": text,
+    }
+
+
+class Page(HTMLParser):
+    """Collects the tags, the attributes that load something, the h1 and the text."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.loads: list[str] = []
+        self.handlers: list[str] = []
+        self.text = ""
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data", "action", "srcset")]
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_whole_page(tmp_path: Path):
+    samples = [sample(step, correct=step > 1) for step in (1, 2)]
+    path = write_report(make_run(tmp_path, full_rows(), samples=samples))
+    page = Page(path)
+    assert path == tmp_path / "report.html"
+    assert "Held-out accuracy rose from 40.0 % to 80.0 % over 2 steps." in page.text
+    assert "✓ finished" in page.text
+    assert "✓ all equal" in page.text and "2 syncs, 8 tensors compared, 4 MB moved" in page.text
+    for plots in SECTIONS.values():
+        for plot in plots:
+            assert plot.title in page.text and plot.caption in page.text
+    assert page.tags.count("svg") == sum(map(len, SECTIONS.values()))
+    assert "✗ wrong" in page.text and "✓ correct" in page.text
+    assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text
+
+
+def test_page_loads_nothing(tmp_path: Path):
+    page = Page(write_report(make_run(tmp_path, full_rows(), samples=[sample(1, HOSTILE)])))
+    assert all(target.startswith("#") for target in page.loads), page.loads
+    assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form", "image"} & set(page.tags)
+    assert "@import" not in page.source and "url(http" not in page.source
+    assert "default-src 'none'" in page.source
+
+
+def test_hostile_text_is_shown_not_obeyed(tmp_path: Path):
+    run = make_run(tmp_path, full_rows(), "broken", HOSTILE, [sample(1, HOSTILE)])
+    (run / "run.log").write_text(HOSTILE, errors="replace")
+    page = Page(write_report(run))
+    assert "script" not in page.tags and not page.handlers
+    shown = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \\x1b[2J"
+    assert page.text.count(shown) == 6  # reason, run.log, prompt, completion, answer, error
+    assert " \\xd800 &amp;" in page.text
+
+
+def test_broken_run_is_shown_as_broken(tmp_path: Path):
+    page = Page(write_report(make_run(tmp_path, full_rows()[:2], "broken", "engine died: signal 9")))
+    assert "The run broke after step 1 of 2: engine died: signal 9" in page.text
+    assert "Broken after step 1 of 2. Held-out accuracy was 40.0 % at step 0" in page.text
+    assert "finished" not in page.text[page.text.index("✗ broken", page.text.index("@media print")) :]
+
+
+@pytest.mark.parametrize(
+    "status, rows, word", [("running", 3, "… not finished"), ("finished", 2, "! ended early"), ("broken", 3, "✗ broken")]
+)
+def test_only_a_whole_run_looks_finished(tmp_path: Path, status: str, rows: int, word: str):
+    page = Page(write_report(make_run(tmp_path, full_rows()[:rows], status)))
+    assert word in page.text and "✓ finished" not in page.text
+    assert 'class="state finished"' not in page.source
+
+
+@pytest.mark.parametrize(
+    "rows", [[], [{"step": 0, "eval/accuracy": 0.4, "sync/tensors": 4, "sync/proved": 4, "sync/bytes": 0.0, "time/sync": 0.1}]]
+)
+def test_few_rows(tmp_path: Path, rows: list[dict]):
+    page = Page(write_report(make_run(tmp_path, rows, "running")))
+    assert headline(rows) in page.text and "Not measured so far" in page.text
+    assert page.tags.count("svg") == (3 if rows else 0)
+
+
+@pytest.mark.parametrize("proved, verdict", [(3.0, "✗ failed"), (None, "✗ missing")])
+def test_a_sync_without_full_proof_is_not_called_equal(tmp_path: Path, proved: float | None, verdict: str):
+    rows = full_rows()
+    rows[1].pop("sync/proved")
+    rows[1] |= {} if proved is None else {"sync/proved": proved}
+    page = Page(write_report(make_run(tmp_path, rows)))
+    assert verdict in page.text and "step 1: " in page.text and "all equal" not in page.text
+
+
+def test_not_finite_and_torn_lines_are_said(tmp_path: Path):
+    rows = full_rows()
+    rows[1]["loss/policy"] = None
+    run = make_run(tmp_path, rows)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "rew')
+    page = Page(write_report(run))
+    assert "loss/policy was not finite at step 1" in page.text
+    assert "the last line (line 4) is torn" in page.text
+
+
+def test_headlines():
+    rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 4, "eval/accuracy": 0.25}]
+    assert headline(rows) == "Held-out accuracy fell from 50.0 % to 25.0 % over 4 steps."
+    assert headline([rows[0], {**rows[0], "step": 1}]) == "Held-out accuracy stayed at 50.0 % over 1 step."
+    assert headline([{"step": 3}]) == "No held-out accuracy was measured in 3 steps."
+
+
+def test_bad_folders(tmp_path: Path):
+    with pytest.raises(UserError, match="RUN_DIR"):
+        write_report(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"RUN_DIR.*run\.json"):
+        write_report(tmp_path)
+    with pytest.raises(UserError, match="row 1 has no whole number"):
+        write_report(make_run(tmp_path, [{"reward/mean": 1.0}]))
+    assert not list(tmp_path.glob("report.html*"))
+
+
+def test_plots_have_no_colour_of_their_own():
+    drawable = [{**row, "sync/megabytes": 2.0} for row in full_rows()]
+    for plots in SECTIONS.values():
+        for plot in plots:
+            picture = svg(plot, drawable)
+            assert picture.startswith("<svg viewBox=") and "var(--ink)" in picture
+            assert "#00000" not in picture and "DejaVu" not in picture
+
+
+def test_long_runs_stay_small():
+    rows = [{"step": step, "reward/mean": math.sin(step), "time/generate": 1.0 + step % 3, "time/train": 2.0} for step in range(2000)]
+    pictures = {plot.title: svg(plot, rows) for plots in SECTIONS.values() for plot in plots}
+    assert 0 < len(pictures["Reward"]) < 300_000 and 0 < len(pictures["Time by phase"]) < 500_000
+
+
+def test_words():
+    assert [byte_text(size) for size in (999, 3_213_312, 2.5e12)] == ["999 B", "3.21 MB", "2.5 TB"]
+    assert [duration(seconds) for seconds in (59.4, 61, 3725)] == ["59 s", "1 min 01 s", "1 h 02 min"]
+    assert toml_text({"a": {"b": None, "c": "x", "d": {"e": [1, 2]}}}) == '[a]\n# b is not set\nc = "x"\n\n[a.d]\ne = [1, 2]'
+    assert visible("a\tb\n\x00\x9f\udc80é") == "a\tb\n\\x00\\x9f\\xdc80é"

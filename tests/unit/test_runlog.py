@@ -1,0 +1,160 @@
+"""The run folder: what is written can be read back, also after a crash, and a run is finished only when it says so."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_rl.errors import UserError
+from megatron_rl.progress import progress_line, proof_verdict
+from megatron_rl.runlog import RunLog, read_metrics, read_run, read_samples
+
+CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}}
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    log = RunLog.create(tmp_path / "runs", CONFIG, {"torch": "2.0"})
+    yield log
+    log.finish("finished")
+
+
+def test_round_trip(log: RunLog):
+    log.step({"step": 0, "policy_version": 0, "eval/accuracy": 0.5})
+    log.step({"step": 1, "policy_version": 1, "reward/mean": np.float32(0.25)})
+    log.samples(1, [{"prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}])
+    # read before the run ends: each row is on the disk when step() returns
+    rows = read_metrics(log.dir)
+    assert [(row["step"], row.get("eval/accuracy"), row.get("reward/mean")) for row in rows] == [(0, 0.5, None), (1, None, 0.25)]
+    assert read_samples(log.dir) == [{"step": 1, "prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}]
+    assert read_run(log.dir)["status"] == "running"
+    log.finish("finished")
+    run = read_run(log.dir)
+    assert run["status"] == "finished" and run["versions"] == {"torch": "2.0"}
+    assert run["config"] == {"train": {"steps": 3}, "model": {"path": "models/tiny"}}
+
+
+def test_tensorboard_has_the_scalars(log: RunLog):
+    for step in range(3):
+        log.step({"step": step, "reward/mean": step / 2})
+    log.finish("finished")
+    events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+
+
+def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
+    log.step({"step": 1, "loss/policy": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
+    log.samples(1, [{"advantage": math.nan}])
+    for line in [*(log.dir / "metrics.jsonl").open(), *(log.dir / "samples.jsonl").open()]:
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    row = read_metrics(log.dir)[0]
+    assert (row["loss/policy"], row["grad_norm"], row["reward/mean"]) == (None, None, 0.5)
+    assert "step 1: not finite: loss/policy, grad_norm" in capsys.readouterr().out
+
+
+def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
+    log.step({"step": 0})
+    log.step({"step": 1})
+    path = log.dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    assert [row["step"] for row in read_metrics(log.dir)] == [0]
+    assert "metrics.jsonl: the last line (line 2) is torn and was left out" in capsys.readouterr().err
+    with path.open("ab") as file:
+        file.write(b'\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 2 is no JSON object"):
+        read_metrics(log.dir)
+
+
+def test_two_runs_in_one_second_and_latest(tmp_path: Path):
+    logs = [RunLog.create(tmp_path, CONFIG, {}) for _ in range(3)]
+    assert len({log.dir for log in logs}) == 3
+    assert (tmp_path / "latest").resolve() == logs[-1].dir.resolve()
+    assert not list(tmp_path.glob(".latest*"))
+    for log in logs:
+        log.finish("finished")
+
+
+def test_a_folder_named_latest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "latest").mkdir()
+    RunLog.create(tmp_path, CONFIG, {}).finish("finished")
+    assert not (tmp_path / "latest").is_symlink()
+    assert "no link" in capsys.readouterr().out
+
+
+def break_run(parent: Path, error: BaseException, finished: bool = False) -> RunLog:
+    """A run that meets `error` after its first step, or after it had called itself finished."""
+    log = RunLog.create(parent, CONFIG, {})
+    if finished:
+        log.finish("finished")
+    else:
+        log.step({"step": 0})
+    with pytest.raises(type(error)):
+        with log:
+            raise error
+    return log
+
+
+def test_an_exception_breaks_the_run_and_it_stays_broken(tmp_path: Path):
+    log = break_run(tmp_path, RuntimeError("engine died\nsignal 9"))
+    log.finish("finished")
+    run = read_run(log.dir)
+    assert (run["status"], run["reason"]) == ("broken", "engine died\nsignal 9")
+    assert "run broken: engine died | signal 9" in (log.dir / "run.log").read_text()
+    assert not (log.dir / "run.json.tmp").exists()
+
+
+def test_a_failure_after_finish_breaks_the_run(tmp_path: Path):
+    assert read_run(break_run(tmp_path, RuntimeError("checkpoint not written"), finished=True).dir)["status"] == "broken"
+
+
+def test_an_interrupt_and_a_silent_error_have_a_reason(tmp_path: Path):
+    assert read_run(break_run(tmp_path, KeyboardInterrupt()).dir)["reason"] == "interrupted"
+    assert read_run(break_run(tmp_path, ZeroDivisionError()).dir)["reason"] == "ZeroDivisionError"
+
+
+def test_events_are_one_line_and_never_markup(log: RunLog, capsys: pytest.CaptureFixture[str]):
+    log.event("a [/bold] bracket \ud800\nsecond")
+    assert "a [/bold] bracket" in (text := capsys.readouterr().out)
+    assert text.endswith(" | second\n")
+    assert "a [/bold] bracket \\ud800 | second" in (log.dir / "run.log").read_text()
+
+
+def test_no_folder_can_be_made(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"log\.dir"):
+        RunLog.create(tmp_path / "file", CONFIG, {})
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"status": "great"}'])
+def test_no_run_folder(tmp_path: Path, content: str | None):
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(UserError, match="RUN_DIR"):
+        read_run(tmp_path)
+
+
+def test_progress_line_says_what_was_measured():
+    row = {"step": 7, "reward/mean": 0.5, "mismatch/abs_mean": None, "time/step": 3.0, "time/generate": 2.0, "time/train": 0.75}
+    assert progress_line(row, 30).plain == (
+        "step 7/30  reward 0.500  mismatch/abs_mean NOT FINITE  3.0 s (generate 2.0, train 0.8)"
+    )  # fmt: skip
+    sync = {"step": 0, "eval/accuracy": 0.421, "sync/bytes": 2.5e6, "sync/tensors": 4, "sync/proved": 4}
+    assert progress_line(sync, 30).plain == "step 0/30  held-out 42.1%  sync 2.5 MB  4/4 tensors, proof ok"
+
+
+def test_proof_verdict():
+    assert proof_verdict({"sync/tensors": 4, "sync/proved": 3}) == ("3/4 tensors, PROOF FAILED", False)
+    assert proof_verdict({"sync/tensors": 4}) == ("4 tensors, NOT PROVED", False)
+    assert proof_verdict({}) == ("", True)
+
+
+def test_long_lines_are_not_broken_in_a_log_file(log: RunLog, capsys: pytest.CaptureFixture[str]):
+    log.step(
+        {"step": 1, **{f"time/{phase}": 1.0 for phase in ("generate", "reward", "logprobs", "train", "sync", "proof", "eval", "step")}}
+    )
+    assert len(capsys.readouterr().out.splitlines()[-1]) > 80
