@@ -24,7 +24,9 @@ from parallel.regions import region
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def gather_tensors(planes: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], high: str) -> dict[str, torch.Tensor]:
+def gather_tensors(
+    planes: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], high: str
+) -> dict[str, torch.Tensor]:
     """Collects the checkpoint's tensors on rank 0 (elsewhere: an empty dict); collective. FP8 roles come as bytes and scales.
 
     `planes` is this rank's `mcore.weights.planes`; what is not FP8 is cast to `high` ("bf16" or "fp32").
@@ -55,7 +57,9 @@ def _as_bytes(value: torch.Tensor) -> torch.Tensor:
     return value.view(torch.uint8)  # gloo and pickling know uint8, not float8
 
 
-def save_hf(folder: Path, planes: dict[str, torch.Tensor], hf_config: dict[str, Any], layout: Layout, contract: PrecisionContract, tokenizer: Path) -> None:
+def save_hf(
+    folder: Path, planes: dict[str, torch.Tensor], hf_config: dict[str, Any], layout: Layout, contract: PrecisionContract, tokenizer: Path
+) -> None:
     """Writes a whole Hugging Face checkpoint folder from all ranks' planes; collective, rank 0 writes.
 
     FP8 where `contract.rollout_fp8` (with `quantization_config`), else every tensor in `contract.high`.

@@ -27,7 +27,9 @@ class Rollout:
 class RolloutWorker:
     """Owns what only rank 0 has: the engine, the problems, the tokenizer and the reward workers."""
 
-    def __init__(self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: RewardPool) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: RewardPool
+    ) -> None:
         self._config, self._engine, self._stream, self._tokenizer, self._rewards = config, engine, stream, tokenizer, rewards
         self._held_out = held_out[: config.data.eval_size]
 

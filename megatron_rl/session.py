@@ -98,7 +98,9 @@ class Session:
         sync.prove()
         self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
         state = {"hf_config": hf_config, "tokenizer": model_path}
-        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, lambda done: self._checkpoint(done, model, **state))
+        return Loop(
+            self.config, actor, self._reference(hf_config), sync, worker, self.log, lambda done: self._checkpoint(done, model, **state)
+        )
 
     def _on_rank0_only(self) -> tuple[Engine | None, RolloutWorker | None]:
         """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
@@ -141,7 +143,7 @@ class Session:
     def _close_log(self, status: Any, reason: str = "") -> None:
         if self.log is not None and is_rank0():
             self.log.finish(status, reason)
-            self.say(f"run {status}; report: {write_report(self.folder)}")
+            write_report(self.folder)
 
 
 def run_session(config: Config, layout: Layout) -> Path:

@@ -21,18 +21,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl.engine import Engine, LiveTensor
+from megatron_rl.engine import Engine
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import on_rank0
 from parallel.blocks import BLOCK
-from parallel.buckets import Bucket, Slice, buckets, part_of, planes_of
-from parallel.geometry import GeometryError, ModelGeometry, Rect, Shard
-from parallel.layout import Layout
-from parallel.megatron import megatron_shards
-from parallel.plan import Move, moves, reshard
+from parallel.buckets import Bucket, Slice, part_of
+from parallel.geometry import Rect
+from parallel.plan import Move
 from parallel.regions import digest, region
-from parallel.sglang import sglang_shards
 
 _SHARED_MEMORY = Path("/dev/shm")
 _HEADROOM = 16 << 20
@@ -42,7 +38,7 @@ _HEADROOM = 16 << 20
 class SyncReport:
     """What one sync did: bytes and FP8 blocks moved, engine tensors (scales count) written, seconds in all and of the proof.
 
-    Every one of the `proved` rectangles had equal digests on both sides, or the sync would have raised.
+    All rectangles of the `proved` tensors had equal digests on both sides, or the sync would have raised.
     """
 
     bytes: int
@@ -55,7 +51,10 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """By the names of the run log."""
         counts = {"sync/bytes": self.bytes, "sync/blocks": self.blocks, "sync/tensors": self.tensors, "sync/proved": self.proved}
-        return {name: float(value) for name, value in counts.items()} | {"time/sync": self.seconds - self.proof_seconds, "time/proof": self.proof_seconds}
+        return {name: float(value) for name, value in counts.items()} | {
+            "time/sync": self.seconds - self.proof_seconds,
+            "time/proof": self.proof_seconds,
+        }
 
 
 class WeightSync:
@@ -88,12 +87,12 @@ class WeightSync:
             on_rank0(partial(self._write_to_engine, bucket))
         on_rank0(lambda: self._engine.end_sync(version))
         moved = time.perf_counter()
-        self.prove(planes)
+        proved = self.prove(planes)
         end = time.perf_counter()
         plan = self.plan
         blocks = sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale")
         tensors = len({(move.target_rank, move.target) for move in plan.moves})
-        return SyncReport(sum(map(plan.bytes_of, plan.moves)), blocks, tensors, len(plan.moves), end - start, end - moved)
+        return SyncReport(sum(map(plan.bytes_of, plan.moves)), blocks, tensors, proved, end - start, end - moved)
 
     def _write_to_engine(self, bucket: Bucket) -> None:
         self._engine.write(self._segment, bucket)
@@ -111,10 +110,17 @@ class WeightSync:
                         _write_part(planes[move.source], move, piece, flat)
             del flat  # the map cannot be closed while an array looks into it
 
-    def prove(self, planes: dict[str, torch.Tensor] | None = None) -> None:
-        """Compares the digests of every move at its source and at its target. Raises RunError at the first difference."""
+    def prove(self, planes: dict[str, torch.Tensor] | None = None) -> int:
+        """Compares the digests of every move at its source and at its target; returns the number of engine tensors proved.
+
+        Raises RunError at the first difference, naming parameter, rank and first block.
+        """
         planes = planes or self._read_planes()
-        mine = {index: digest(planes[move.source], move.source_rect) for index, move in enumerate(self.plan.moves) if move.source_rank == self._rank}
+        mine = {
+            index: digest(planes[move.source], move.source_rect)
+            for index, move in enumerate(self.plan.moves)
+            if move.source_rank == self._rank
+        }
         gathered: list[dict[int, str] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, mine)
         sent = {index: value for part in gathered if part for index, value in part.items()}
@@ -122,6 +128,7 @@ class WeightSync:
         for index, move in enumerate(self.plan.moves):
             if sent[index] != arrived[index]:
                 self._raise_difference(planes, move)
+        return len({(move.target_rank, move.target) for move in self.plan.moves})
 
     def _raise_difference(self, planes: dict[str, torch.Tensor], move: Move) -> None:
         """Finds the first block of a move that differs, by hashing its blocks one by one on both sides."""
@@ -183,7 +190,9 @@ def _tiles(move: Move) -> list[Rect]:
     step = 1 if move.kind == "scale" else BLOCK
     rect = move.target_rect
     return [
-        Rect(row, col, min(step, rect.rows - row), min(step, rect.cols - col)) for row in range(0, rect.rows, step) for col in range(0, rect.cols, step)
+        Rect(row, col, min(step, rect.rows - row), min(step, rect.cols - col))
+        for row in range(0, rect.rows, step)
+        for col in range(0, rect.cols, step)
     ]
 
 

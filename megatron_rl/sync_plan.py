@@ -70,4 +70,6 @@ def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> Non
         held = {name: (tensor.dtype, tensor.shape) for name, tensor in live[rank].items()}
         for name in sorted(expected.keys() | held.keys()):
             if expected.get(name) != held.get(name):
-                raise RunError(f"engine rank {rank}: {name} is {held.get(name, 'absent')}, the precision contract says {expected.get(name, 'absent')}")
+                raise RunError(
+                    f"engine rank {rank}: {name} is {held.get(name, 'absent')}, the precision contract says {expected.get(name, 'absent')}"
+                )

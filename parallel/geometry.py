@@ -98,7 +98,9 @@ def cols_of(tensor: Tensor, part: int, parts: int) -> Piece:
 
 def _divide(tensor: Tensor, what: str, length: int, parts: int) -> int:
     if length % parts:
-        raise GeometryError("layout.tp", parts, f"must divide the {length} {what} of {tensor.name}", "choose a smaller tensor-parallel size")
+        raise GeometryError(
+            "layout.tp", parts, f"must divide the {length} {what} of {tensor.name}", "choose a smaller tensor-parallel size"
+        )
     return length // parts
 
 

@@ -16,7 +16,9 @@ def megatron_shards(model: ModelGeometry, layout: Layout, place: Coordinates) ->
     Raises GeometryError where tensor or pipeline sizes do not divide the model.
     """
     if model.kv_heads % layout.tp:
-        raise GeometryError("layout.tp", layout.tp, f"must divide num_key_value_heads ({model.kv_heads})", f"use a divisor of {model.kv_heads}")
+        raise GeometryError(
+            "layout.tp", layout.tp, f"must divide num_key_value_heads ({model.kv_heads})", f"use a divisor of {model.kv_heads}"
+        )
     if model.layers % layout.pp:
         raise GeometryError("layout.pp", layout.pp, f"must divide num_hidden_layers ({model.layers})", f"use a divisor of {model.layers}")
     tensors = model.tensors()

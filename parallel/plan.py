@@ -66,7 +66,14 @@ def _holders(sources: Mapping[int, Sequence[Shard]]) -> dict[str, dict[Rect, lis
     return found
 
 
-def _fill(piece: Piece, shard: Shard, rank: int, holders: Mapping[str, Mapping[Rect, list[_Holder]]], load: dict[int, int], fp8_roles: frozenset[str]) -> list[Copy]:
+def _fill(
+    piece: Piece,
+    shard: Shard,
+    rank: int,
+    holders: Mapping[str, Mapping[Rect, list[_Holder]]],
+    load: dict[int, int],
+    fp8_roles: frozenset[str],
+) -> list[Copy]:
     """The copies for one target piece: its overlaps with the rectangles that the sources hold, which never overlap each other."""
     fp8 = piece.tensor.role in fp8_roles
     copies, missing = [], piece.source.rows * piece.source.cols
@@ -146,9 +153,19 @@ def moves(plan: Sequence[Copy]) -> list[Move]:
     found = []
     for copy in plan:
         found.append(
-            Move(copy.source_rank, copy.source, copy.source_rect, copy.target_rank, copy.target, copy.target_rect, "fp8" if copy.fp8 else "high")
+            Move(
+                copy.source_rank,
+                copy.source,
+                copy.source_rect,
+                copy.target_rank,
+                copy.target,
+                copy.target_rect,
+                "fp8" if copy.fp8 else "high",
+            )
         )
         if copy.fp8:
             source, target = scale_name(copy.source), scale_name(copy.target)
-            found.append(Move(copy.source_rank, source, blocks(copy.source_rect), copy.target_rank, target, blocks(copy.target_rect), "scale"))
+            found.append(
+                Move(copy.source_rank, source, blocks(copy.source_rect), copy.target_rank, target, blocks(copy.target_rect), "scale")
+            )
     return found

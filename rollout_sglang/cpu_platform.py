@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
-
-
-class CpuFp8Config(Fp8Config):
-    """SGLang's FP8 configuration, allowing float32 activations: on a CPU they are faster than bf16."""
-
-    @classmethod
-    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16, torch.float32]
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -43,4 +35,18 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None: ...
 
     def get_quantization_config(self, quantization: str) -> Any:
-        return CpuFp8Config if quantization == "fp8" else None
+        return _fp8_config() if quantization == "fp8" else None
+
+
+@functools.cache
+def _fp8_config() -> type:
+    """SGLang's FP8 configuration, allowing float32 activations: on a CPU they are faster than bf16. Made late: importing it asks for
+    the platform."""
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
+
+    class CpuFp8Config(Fp8Config):
+        @classmethod
+        def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+            return [torch.bfloat16, torch.float16, torch.float32]
+
+    return CpuFp8Config

@@ -102,7 +102,9 @@ class SGLangEngine:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.exit_code() is not None:
-                raise RunError(f"the engine did not start (exit code {self.process.exit_code()}); log: {self.process.log}", self.process.log_tail())
+                raise RunError(
+                    f"the engine did not start (exit code {self.process.exit_code()}); log: {self.process.log}", self.process.log_tail()
+                )
             try:
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     self.process.remember_children()
@@ -110,7 +112,9 @@ class SGLangEngine:
             except httpx.TransportError:
                 pass
             time.sleep(_POLL_SECONDS)
-        raise RunError(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout); log: {self.process.log}", self.process.log_tail())
+        raise RunError(
+            f"the engine was not healthy after {seconds:g} s (rollout.start_timeout); log: {self.process.log}", self.process.log_tail()
+        )
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling) -> list[Generation]:
         """See `Engine.generate`. `sampling.seed` is not supported by the CPU tier's sampler and must be None."""
@@ -155,11 +159,16 @@ class SGLangEngine:
         try:
             response = self._http.post(path, json=body)
         except httpx.TimeoutException:
-            raise RunError(f"the engine did not answer {path} within {self._http.timeout.read:g} s (rollout.request_timeout)", self.process.log_tail()) from None
+            raise RunError(
+                f"the engine did not answer {path} within {self._http.timeout.read:g} s (rollout.request_timeout)", self.process.log_tail()
+            ) from None
         except httpx.TransportError as error:
             code = self.process.exit_code()
             state = "is still running" if code is None else f"ended with exit code {code}"
-            raise RunError(f"the engine does not answer {path} ({type(error).__name__}); its process {state}; log: {self.process.log}", self.process.log_tail()) from None
+            raise RunError(
+                f"the engine does not answer {path} ({type(error).__name__}); its process {state}; log: {self.process.log}",
+                self.process.log_tail(),
+            ) from None
         if response.status_code != httpx.codes.OK:
             raise RunError(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text

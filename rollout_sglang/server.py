@@ -51,7 +51,9 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
-    launch_server(prepare_server_args(arguments[2:]), run_scheduler_process_func=run_scheduler, run_detokenizer_process_func=run_detokenizer)
+    launch_server(
+        prepare_server_args(arguments[2:]), run_scheduler_process_func=run_scheduler, run_detokenizer_process_func=run_detokenizer
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.fp8.quantize import round_trip_1x128
+from megatron_rl.fp8.quantize import round_trip_1x128, round_trip_128x1
 
 
 def fprop(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
@@ -23,4 +23,4 @@ def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Te
 
 def wgrad(dy: torch.Tensor, x: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Q_1x128(dy^T) . Q_128x1(x): both quantised along the tokens. dy [T, N], x [T, K]; returns float32 [N, K]."""
-    return round_trip_1x128(dy.t(), scale_format) @ round_trip_1x128(x.t(), scale_format).t()
+    return round_trip_128x1(dy, scale_format).t() @ round_trip_128x1(x, scale_format)

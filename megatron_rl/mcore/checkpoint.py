@@ -1,9 +1,9 @@
 """A run's checkpoints: Megatron's distributed checkpoint of the FP32 masters, with the model's config and tokenizer beside it.
 
-    step_00030/
-      mcore/      torch_dist, loads into any layout
-      hf/         config.json and tokenizer
-      state.json  step, policy version, precision; written last, so a folder without it is no checkpoint
+step_00030/
+  mcore/      torch_dist, loads into any layout
+  hf/         config.json and tokenizer
+  state.json  step, policy version, precision; written last, so a folder without it is no checkpoint
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ def check_version() -> None:
     """Raises UserError unless the installed megatron-core is one this project was checked with."""
     version = importlib.metadata.version("megatron-core")
     if version not in KNOWN_VERSIONS:
-        raise UserError("megatron-core", version, f"known versions are {', '.join(KNOWN_VERSIONS)}", f"pip install megatron-core=={KNOWN_VERSIONS[-1]}")
+        raise UserError(
+            "megatron-core", version, f"known versions are {', '.join(KNOWN_VERSIONS)}", f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
+        )
 
 
 def install() -> None:

@@ -30,7 +30,9 @@ class _FP8Product(torch.autograd.Function):
     """The three products with Megatron's tensor- and sequence-parallel communication around them."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group = layer, sum_dgrad, sequence_parallel, group
         inputs = _gather_sequence(x, group) if sequence_parallel else x

@@ -54,7 +54,9 @@ class Checkpoint:
         try:
             return safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise UserError("model.path", str(path), f"cannot be read ({error})", "the file is missing, truncated or no safetensors file") from None
+            raise UserError(
+                "model.path", str(path), f"cannot be read ({error})", "the file is missing, truncated or no safetensors file"
+            ) from None
 
     def check(self, shards: list[Shard]) -> None:
         """Raises UserError, by name, for a tensor that is missing or has another shape than the config says."""
@@ -91,7 +93,9 @@ def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
             for piece in by_name[name].pieces:
                 value = checkpoint.read(piece)
                 if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                    raise UserError("model.path", str(folder), f"tensor {piece.tensor.name} is {value.dtype}", "give a BF16, FP16 or FP32 checkpoint")
+                    raise UserError(
+                        "model.path", str(folder), f"tensor {piece.tensor.name} is {value.dtype}", "give a BF16, FP16 or FP32 checkpoint"
+                    )
                 if not torch.isfinite(value).all():
                     raise UserError("model.path", str(folder), f"tensor {piece.tensor.name} holds inf or NaN")
                 region(parameter, piece_rect(piece)).copy_(value)
@@ -131,6 +135,10 @@ def _global_name(model: GPTModel, name: str) -> str:
 
 def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:
     """`rank_shards` of the calling process."""
-    place = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    place = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
     tp, dp, pp = place
     return rank_shards(hf_config, layout, tp + layout.tp * (dp + layout.dp * pp))
