@@ -9,11 +9,12 @@ Train and held-out questions can never meet: a hash of the question's own text s
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from megatron_rl.errors import UserError
@@ -109,16 +110,18 @@ def _draw_question(rng: random.Random, level: int) -> str:
     return text + "="
 
 
-def _all_questions(level: int) -> Iterator[str]:
+@functools.cache
+def _listed_held_out(level: int) -> tuple[str, ...]:
+    """Every held-out question of one level in a fixed order."""
     chains = [(str(start), start) for start in range(10, 100)]
     for _ in range(level):
         chains = [(f"{text}{change:+d}", value + change) for text, value in chains for change in _operations(value)]
-    return (text + "=" for text, _ in chains)
+    return tuple(question for text, _ in chains if is_held_out(question := text + "="))
 
 
 def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
     """`count` distinct held-out questions of one level in random order."""
-    listed = [question for question in _all_questions(level) if is_held_out(question)] if level <= ENUMERATED_LEVELS else None
+    listed = _listed_held_out(level) if level <= ENUMERATED_LEVELS else None
     available = MOST_DRAWN_PER_LEVEL if listed is None else len(listed)
     if count > available:
         rule = f"needs {count} held-out problems of level {level}, and there are {available}"

@@ -18,7 +18,7 @@ MARKERS = {"gsm8k": "####", "arithmetic": "#"}
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 
 
-class _BadLine(ValueError):
+class _LineError(ValueError):
     """What is wrong with a line; becomes a UserError once the file and line number are known."""
 
 
@@ -33,7 +33,7 @@ def read_jsonl(path: Path, data_format: Literal["gsm8k", "arithmetic"], field: s
         try:
             if text := _decode(line).strip():
                 problems.append(_problem(text, path, number, MARKERS[data_format]))
-        except _BadLine as wrong:
+        except _LineError as wrong:
             raise UserError(field, f"{path}:{number}", str(wrong), "correct or remove this line") from None
     if not problems:
         raise UserError(field, str(path), "holds no problems", "give a JSONL file with question and answer on every line")
@@ -52,37 +52,37 @@ def _decode(line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _BadLine(f"is not UTF-8 (byte {error.start + 1} of the line)") from None
+        raise _LineError(f"is not UTF-8 (byte {error.start + 1} of the line)") from None
 
 
 def _problem(text: str, path: Path, number: int, marker: str) -> Problem:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _BadLine(f"is not JSON ({error})") from None
+        raise _LineError(f"is not JSON ({error})") from None
     if not isinstance(row, dict):
-        raise _BadLine(f"must be a JSON object, not {type(row).__name__}")
+        raise _LineError(f"must be a JSON object, not {type(row).__name__}")
     question, solution = _text_field(row, "question"), _text_field(row, "answer")
     _, found, gold = solution.rpartition(marker)
     if not found:
-        raise _BadLine(f"the field answer has no {marker} before the gold answer")
+        raise _LineError(f"the field answer has no {marker} before the gold answer")
     gold = _without_thousands_separators(gold.strip())
     if not gold:
-        raise _BadLine(f"the gold answer after {marker} is empty")
+        raise _LineError(f"the gold answer after {marker} is empty")
     source = f"{path.absolute().parent.name}/{path.stem}"
     return Problem(f"{source}:{number}", question, gold, source=source)
 
 
 def _text_field(row: dict[str, object], name: str) -> str:
     if name not in row:
-        raise _BadLine(f"the field {name} is missing")
+        raise _LineError(f"the field {name} is missing")
     value = row[name]
     if not isinstance(value, str):
-        raise _BadLine(f"the field {name} must be a string, not {type(value).__name__}")
+        raise _LineError(f"the field {name} must be a string, not {type(value).__name__}")
     if not value.strip():
-        raise _BadLine(f"the field {name} is empty")
+        raise _LineError(f"the field {name} is empty")
     if any("\ud800" <= character <= "\udfff" for character in value):  # JSON can escape what no tokenizer can encode
-        raise _BadLine(f"the field {name} holds a lone surrogate")
+        raise _LineError(f"the field {name} holds a lone surrogate")
     return value
 
 

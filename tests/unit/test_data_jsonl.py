@@ -73,7 +73,7 @@ def test_a_file_without_problems_is_refused(tmp_path):
         read_jsonl(_write(tmp_path, b"\n \n"), "gsm8k", "data.train")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary() | st.text().map(str.encode) | st.dictionaries(st.text(), st.text()).map(json.dumps).map(str.encode))
 def test_no_content_escapes_as_another_error(tmp_path, content):
     with pytest.raises(UserError):  # no such content has both fields, so it is always refused, and always politely
