@@ -1,0 +1,86 @@
+"""E4M3 and its block scales once more, slowly, from their definitions: numpy and exact fractions, nothing of the project's code."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+LARGEST, SMALLEST_AMAX = 448, np.float32(1e-10)
+BLOCK = 128
+
+
+def _value_of(code: int) -> float:
+    """OCP E4M3: 4 exponent bits with bias 7, 3 mantissa bits, exponent 0 for subnormals; code 127 would be NaN."""
+    exponent, mantissa = code >> 3, code & 7
+    return mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+
+
+VALUES = np.array([_value_of(code) for code in range(127)])
+"""float64 [127]: every non-negative finite E4M3 number, in order; the index is the byte."""
+
+
+def to_codes(values: np.ndarray) -> np.ndarray:
+    """The E4M3 bytes nearest to `values`, ties to the even byte, saturating; the sign of a zero is kept."""
+    size = np.abs(values.astype(np.float64))
+    above = np.searchsorted(VALUES, size).clip(1, 126)
+    below = above - 1
+    gap_down, gap_up = size - VALUES[below], VALUES[above] - size
+    code = np.where(gap_up < gap_down, above, np.where(gap_down < gap_up, below, np.where(above % 2, below, above)))
+    return (code | np.where(np.signbit(values), 128, 0)).astype(np.uint8)
+
+
+def from_codes(codes: np.ndarray) -> np.ndarray:
+    """float64 values of E4M3 bytes."""
+    return np.where(codes & 128, -1.0, 1.0) * VALUES[codes & 127]
+
+
+def scale_exponent(amax: float) -> int:
+    """The smallest e with amax <= 448 * 2^e, by exact comparison: ceil(log2(amax / 448))."""
+    exponent = int(np.floor(np.log2(amax / LARGEST))) - 1  # certainly too small
+    while Fraction(amax) > LARGEST * Fraction(2) ** exponent:
+        exponent += 1
+    return exponent
+
+
+def scale_of(amax: float, scale_format: str) -> tuple[np.float32, np.float32]:
+    """(scale, multiplier) of a block as float32."""
+    amax = np.float32(max(np.float32(amax), SMALLEST_AMAX))
+    if scale_format == "pow2":
+        exponent = scale_exponent(float(amax))
+        return np.float32(2.0**exponent), np.float32(2.0**-exponent)
+    multiplier = np.float32(LARGEST) / amax  # Transformer Engine: fl(448 / amax) first, then its reciprocal
+    return np.float32(1) / multiplier, multiplier
+
+
+def quantize(block: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.float32]:
+    """(bytes, scale) of one float32 block of any shape."""
+    scale, multiplier = scale_of(np.abs(block).max(), scale_format)
+    return to_codes(block.astype(np.float32) * multiplier), scale
+
+
+def round_trip(block: np.ndarray, scale_format: str) -> np.ndarray:
+    """The float32 values that a block's bytes and scale stand for."""
+    codes, scale = quantize(block, scale_format)
+    return from_codes(codes).astype(np.float32) * scale
+
+
+def round_trip_rows(x: np.ndarray, scale_format: str) -> np.ndarray:
+    """Q_1x128 of a matrix [M, K]: runs of 128 along each row."""
+    result = np.empty(x.shape, np.float32)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], BLOCK):
+            group = np.s_[row, start : start + BLOCK]
+            result[group] = round_trip(x[group], scale_format)
+    return result
+
+
+def quantize_matrix(weight: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
+    """(bytes [N, K], scales [ceil(N/128), ceil(K/128)]) of a weight, block by block."""
+    codes = np.empty(weight.shape, np.uint8)
+    scales = np.empty((-(-weight.shape[0] // BLOCK), -(-weight.shape[1] // BLOCK)), np.float32)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            tile = np.s_[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
+            codes[tile], scales[i, j] = quantize(weight[tile], scale_format)
+    return codes, scales

@@ -1,0 +1,71 @@
+"""The three products of a linear layer against the contract's equations, computed slowly in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from golden import slow_fp8
+from test_fp8_quantize import FORMATS, uneven
+
+from megatron_rl.fp8.products import dgrad, fprop, wgrad
+from megatron_rl.fp8.quantize import dequantize_weight, quantize_weight
+
+TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose
+
+
+@pytest.fixture(params=["pow2", "fp32"])
+def case(request):
+    scale_format = request.param
+    x, dy, weight = uneven(TOKENS, K, 1), uneven(TOKENS, N, 2), uneven(N, K, 3)
+    codes, scales = slow_fp8.quantize_matrix(weight.numpy(), scale_format)
+    values = slow_fp8.from_codes(codes) * np.kron(scales.astype(np.float64), np.ones((128, 128)))[:N, :K]
+    return scale_format, x, dy, dequantize_weight(quantize_weight(weight, scale_format)), values
+
+
+def assert_product(got: torch.Tensor, left: np.ndarray, right: np.ndarray) -> None:
+    """`got` is left @ right but for the rounding of FP32 sums: an error far below one FP8 step of any single term."""
+    left, right = left.astype(np.float64), right.astype(np.float64)
+    error = np.abs(got.double().numpy() - left @ right)
+    assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"largest error {error.max()}"
+
+
+def test_fprop_multiplies_rows_of_activations_with_weight_blocks(case):
+    scale_format, x, _, weight, values = case
+    y = fprop(x, weight, scale_format)
+    assert y.dtype == torch.float32 and y.shape == (TOKENS, N)
+    assert_product(y, slow_fp8.round_trip_rows(x.numpy(), scale_format), values.T)
+
+
+def test_dgrad_uses_the_same_blocks_transposed(case):
+    scale_format, _, dy, weight, values = case
+    dx = dgrad(dy, weight, scale_format)
+    assert dx.dtype == torch.float32 and dx.shape == (TOKENS, K)
+    assert_product(dx, slow_fp8.round_trip_rows(dy.numpy(), scale_format), values)
+
+
+def test_wgrad_quantises_both_along_the_tokens(case):
+    scale_format, x, dy, _, _ = case
+    dw = wgrad(dy, x, scale_format)
+    assert dw.dtype == torch.float32 and dw.shape == (N, K)
+    x_values = slow_fp8.round_trip_rows(np.ascontiguousarray(x.numpy().T), scale_format).T
+    assert_product(dw, slow_fp8.round_trip_rows(np.ascontiguousarray(dy.numpy().T), scale_format), x_values)
+
+
+@FORMATS
+def test_bf16_comes_back_as_bf16_rounded_once(scale_format):
+    x, dy = uneven(5, 256).bfloat16(), uneven(5, 128).bfloat16()
+    weight = dequantize_weight(quantize_weight(uneven(128, 256), scale_format))
+    for product, operand in ((fprop, x), (dgrad, dy)):
+        got = product(operand, weight, scale_format)
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, product(operand.float(), weight, scale_format).bfloat16())
+    assert wgrad(dy, x, scale_format).dtype == torch.float32  # accumulated in FP32
+
+
+@FORMATS
+def test_leading_dimensions_are_kept(scale_format):
+    x, weight = uneven(6, 256).view(2, 3, 256), dequantize_weight(quantize_weight(uneven(128, 256), scale_format))
+    assert fprop(x, weight, scale_format).shape == (2, 3, 128)
+    assert torch.allclose(fprop(x, weight, scale_format).view(6, 128), fprop(x.view(6, 256), weight, scale_format), rtol=1e-5, atol=1e-5)
+    assert dgrad(x[..., :128], weight, scale_format).shape == (2, 3, 256)

@@ -1,0 +1,142 @@
+"""The reference quantisers against slow loops over blocks, with edge blocks cut short."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from golden import slow_fp8
+
+from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
+
+FORMATS = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+
+
+def uneven(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    """float32 values whose size differs a lot from row to row and column to column, so that a wrong block shows; some are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, cols, generator=generator)
+    values *= torch.exp(torch.randn(rows, 1, generator=generator)) * torch.exp(torch.randn(cols, generator=generator) * 2)
+    return values * (torch.rand(rows, cols, generator=generator) > 0.05)
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (1, 1), (127, 257), (300, 5)])
+def test_weights_are_quantised_block_by_block(scale_format, shape):
+    weight = uneven(*shape)
+    blocks = quantize_weight(weight, scale_format)
+    codes, scales = slow_fp8.quantize_matrix(weight.numpy(), scale_format)
+    assert blocks.data.dtype == torch.float8_e4m3fn and blocks.scale.dtype == torch.float32
+    assert np.array_equal(blocks.data.view(torch.uint8).numpy(), codes)
+    assert np.array_equal(blocks.scale.numpy(), scales)
+
+
+@FORMATS
+def test_bf16_weights_are_quantised_as_their_values(scale_format):
+    weight = uneven(130, 140).bfloat16()
+    for got, expected in zip(quantize_weight(weight, scale_format), quantize_weight(weight.float(), scale_format), strict=True):
+        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_zero_blocks_have_zero_bytes():
+    weight = torch.zeros(128, 256)
+    weight[:, 128:] = 3.0
+    blocks = quantize_weight(weight, "pow2")
+    assert blocks.scale.tolist() == [[2.0**-42, 2.0**-7]]
+    assert (blocks.data.view(torch.uint8)[:, :128] == 0).all()
+
+
+@FORMATS
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [(0, 0), (129, 140)])
+def test_inf_and_nan_are_refused(scale_format, value, place):
+    weight = torch.ones(130, 141)
+    weight[place] = value
+    with pytest.raises(ValueError, match="inf or NaN"):
+        quantize_weight(weight, scale_format)
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(256, 256), (130, 200)])
+def test_dequantising_gives_each_blocks_round_trip(scale_format, shape):
+    weight = uneven(*shape)
+    expected = np.empty(shape, np.float32)
+    for i in range(0, shape[0], 128):
+        for j in range(0, shape[1], 128):
+            expected[i : i + 128, j : j + 128] = slow_fp8.round_trip(weight.numpy()[i : i + 128, j : j + 128], scale_format)
+    got = dequantize_weight(quantize_weight(weight, scale_format))
+    assert got.dtype == torch.float32 and np.array_equal(got.numpy(), expected)
+
+
+def test_quantising_dequantised_pow2_blocks_changes_no_value():
+    weight = uneven(130, 200)
+    once = dequantize_weight(quantize_weight(weight, "pow2"))
+    assert torch.equal(dequantize_weight(quantize_weight(once, "pow2")), once)
+
+
+def test_dequantising_uses_the_scale_of_the_own_block():
+    blocks = Blocks(torch.ones(200, 300).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
+    values = dequantize_weight(blocks)
+    assert [values[row, col].item() for row in (127, 128) for col in (127, 128, 256)] == [1, 2, 3, 4, 5, 6]
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(3, 128), (2, 256), (4, 130), (3, 5), (2, 383)])
+def test_activations_in_runs_along_the_last_dimension(scale_format, shape):
+    x = uneven(*shape)
+    expected = slow_fp8.round_trip_rows(x.numpy(), scale_format)
+    assert np.array_equal(round_trip_1x128(x, scale_format).numpy(), expected)
+    assert np.array_equal(round_trip_1x128(x.view(shape[0], 1, shape[1]), scale_format).numpy()[:, 0], expected)  # leading dimensions
+    assert np.array_equal(round_trip_1x128(x[0], scale_format).numpy(), expected[0])
+
+
+@FORMATS
+@pytest.mark.parametrize("shape", [(128, 3), (256, 2), (130, 4), (5, 3), (383, 2)])
+def test_activations_in_runs_along_the_tokens(scale_format, shape):
+    x = uneven(*shape)
+    assert np.array_equal(round_trip_128x1(x, scale_format).numpy(), slow_fp8.round_trip_rows(x.numpy().T, scale_format).T)
+
+
+@FORMATS
+def test_round_trips_leave_their_input_alone(scale_format):
+    x = uneven(130, 130)
+    before = x.clone()
+    round_trip_1x128(x, scale_format)
+    round_trip_128x1(x, scale_format)
+    quantize_weight(x, scale_format)
+    assert torch.equal(x, before)
+
+
+def _cast_there_and_back(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.float8_e4m3fn).float()
+
+
+def test_rounding_equals_the_cast_on_every_bf16_in_range():
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    values = values[values.abs() <= 448]  # leaves inf and NaN out
+    assert len(values) == 2 * (0x43E0 + 1)
+    assert torch.equal(round_to_e4m3(values), _cast_there_and_back(values))
+
+
+def test_rounding_equals_the_cast_and_the_definition_on_dense_samples():
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.exp2(torch.rand(200_000, generator=generator) * 30 - 21).clamp(max=448)
+    values = torch.cat([sizes, -sizes, torch.linspace(-448, 448, 100_001), torch.linspace(-(2**-6), 2**-6, 100_001)])
+    got = round_to_e4m3(values)
+    assert torch.equal(got, _cast_there_and_back(values))
+    assert np.array_equal(got.numpy(), slow_fp8.from_codes(slow_fp8.to_codes(values.numpy())))
+
+
+def test_rounding_takes_ties_to_even_and_their_neighbours_to_the_nearest():
+    """Midpoints of all neighbouring E4M3 numbers, subnormals too, with the FP32 numbers on either side of them."""
+    low, high = slow_fp8.VALUES[:-1], slow_fp8.VALUES[1:]
+    ties = ((low + high) / 2).astype(np.float32)
+    even = np.where(np.arange(126) % 2, high, low)
+    below, above = np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(1e9))
+    for values, expected in ((ties, even), (below, low), (above, high), (slow_fp8.VALUES.astype(np.float32), slow_fp8.VALUES)):
+        assert np.array_equal(round_to_e4m3(torch.from_numpy(values)).numpy(), expected)
+        assert np.array_equal(round_to_e4m3(torch.from_numpy(-values)).numpy(), -expected)
+
+
+def test_rounding_of_fp32_subnormals_is_zero():
+    assert round_to_e4m3(torch.tensor([1e-45, -1e-45, 1.17e-38, 0.0])).tolist() == [0, 0, 0, 0]

@@ -1,0 +1,172 @@
+"""How trainer and engine cut a model, against the same cuts made with numpy; and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from golden import slow_cut
+
+from megatron_rl import hf
+from megatron_rl.config import Architecture
+from parallel.geometry import GeometryError, ModelGeometry, Shard
+from parallel.layout import Layout
+from parallel.megatron import megatron_shards
+from parallel.sglang import sglang_shards
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
+QKV = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
+
+
+def model(**changes: object) -> ModelGeometry:
+    widths = {
+        "layers": 2,
+        "hidden": HIDDEN,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "ffn": FFN,
+        "vocab": VOCAB,
+        "tied": False,
+    }
+    return ModelGeometry(**{**widths, **changes})
+
+
+def trainer(geometry: ModelGeometry, layout: Layout) -> list[list[Shard]]:
+    return [megatron_shards(geometry, layout, layout.coordinates(rank)) for rank in range(layout.world_size)]
+
+
+def names(shards: list[Shard]) -> set[str]:
+    return {shard.name for shard in shards}
+
+
+def test_the_geometry_is_read_from_the_projects_own_config_json():
+    architecture = Architecture(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    geometry = ModelGeometry.from_hf_config(hf.new_config(architecture, 0, "fp32"))
+    assert geometry == ModelGeometry(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, ffn=512, vocab=384, tied=True)
+
+
+def test_tensors_have_the_shapes_of_transformers_qwen3():
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**hf.new_config(Architecture(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
+    with torch.device("meta"):
+        reference = {name: tuple(parameter.shape) for name, parameter in Qwen3ForCausalLM(config).named_parameters()}
+    geometry = ModelGeometry.from_hf_config(config.to_dict())
+    ours = {name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for name, tensor in geometry.tensors().items()}
+    assert ours == reference
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_megatron_interleaves_q_k_v_by_group_and_splits_gate_up_per_rank(tp):
+    source = slow_cut.checkpoint(model())
+    q, k, v = (source[name].reshape(KV_HEADS, -1, HIDDEN) for name in QKV)
+    qkv = np.concatenate([q, k, v], axis=1).reshape(tp, -1, HIDDEN)
+    gate, up = (source[f"model.layers.1.mlp.{part}_proj.weight"].reshape(tp, -1, HIDDEN) for part in ("gate", "up"))
+    proj = np.split(source["model.layers.1.self_attn.o_proj.weight"], tp, axis=1)
+    down = np.split(source["model.layers.1.mlp.down_proj.weight"], tp, axis=1)
+    embedding = np.split(source["model.embed_tokens.weight"], tp)
+    for rank, shards in enumerate(trainer(model(), Layout(tp=tp))):
+        held = slow_cut.cut(shards, source)
+        layer = "decoder.layers.1."
+        assert np.array_equal(held[layer + "self_attention.linear_qkv.weight"], qkv[rank])
+        assert np.array_equal(held[layer + "mlp.linear_fc1.weight"], np.concatenate([gate[rank], up[rank]]))
+        assert np.array_equal(held[layer + "self_attention.linear_proj.weight"], proj[rank])
+        assert np.array_equal(held[layer + "mlp.linear_fc2.weight"], down[rank])
+        assert np.array_equal(held["embedding.word_embeddings.weight"], embedding[rank])
+        assert np.array_equal(held["decoder.final_layernorm.weight"], source["model.norm.weight"])
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_sglang_stacks_q_k_v_per_rank_and_replicates_kv_heads(tp):
+    source = slow_cut.checkpoint(model())
+    q, k, v = (np.split(source[QKV[0]], tp), *(np.split(source[name], KV_HEADS) for name in QKV[1:]))
+    gate, up = (np.split(source[f"model.layers.1.mlp.{part}_proj.weight"], tp) for part in ("gate", "up"))
+    for rank in range(tp):
+        held = slow_cut.cut(sglang_shards(model(), tp, rank), source)
+        heads = range(KV_HEADS)[rank * KV_HEADS // tp :][: max(KV_HEADS // tp, 1)]
+        expected = np.concatenate([q[rank], *(k[head] for head in heads), *(v[head] for head in heads)])
+        assert np.array_equal(held["model.layers.1.self_attn.qkv_proj.weight"], expected)
+        assert np.array_equal(held["model.layers.1.mlp.gate_up_proj.weight"], np.concatenate([gate[rank], up[rank]]))
+
+
+@pytest.mark.parametrize("tp, per_rank", [(1, 320), (2, 160), (4, 80), (8, 40)])
+def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp, per_rank):
+    wide = model(kv_heads=8)
+    shards = [next(shard for shard in sglang_shards(wide, tp, rank) if shard.role == "embedding") for rank in range(tp)]
+    assert [shard.rows for shard in shards] == [per_rank] * tp
+    rows = [row for shard in shards for row in range(shard.pieces[0].source.row, shard.pieces[0].source.row + shard.pieces[0].source.rows)]
+    assert rows == list(range(VOCAB))
+
+
+def test_a_rank_of_nothing_but_vocabulary_padding_is_legal():
+    shard = sglang_shards(model(vocab=5, kv_heads=8), 8, 7)[0]
+    assert (shard.rows, shard.pieces[0].source.rows) == (8, 0)
+
+
+def test_pipeline_stages_hold_their_layers_with_global_numbers():
+    first, second = trainer(model(), Layout(pp=2))
+    assert {name.split(".")[2] for name in names(first) if "layers" in name} == {"0"}
+    assert {name.split(".")[2] for name in names(second) if "layers" in name} == {"1"}
+    assert "embedding.word_embeddings.weight" in names(first) - names(second)
+    assert {"decoder.final_layernorm.weight", "output_layer.weight"} <= names(second) - names(first)
+
+
+@pytest.mark.parametrize("pp, holds", [(1, set()), (2, {"output_layer.weight"})])
+def test_only_another_stage_keeps_a_copy_of_a_tied_embedding(pp, holds):
+    last = trainer(model(tied=True), Layout(pp=pp))[-1]
+    assert names(last) & {"output_layer.weight"} == holds
+    assert {shard.pieces[0].tensor.name for shard in last if shard.name in holds} == ({"model.embed_tokens.weight"} if holds else set())
+    assert "lm_head.weight" not in names(sglang_shards(model(tied=True), 1, 0))
+
+
+def test_data_parallel_ranks_hold_the_same():
+    layout = Layout(tp=2, pp=2, dp=2)
+    shards = trainer(model(), layout)
+    for rank in range(layout.world_size):
+        place = layout.coordinates(rank)
+        assert rank == place.tp + layout.tp * (place.dp + layout.dp * place.pp)
+        assert shards[rank] == shards[place.tp + layout.tp * layout.dp * place.pp]
+
+
+@pytest.mark.parametrize("rank", [-1, 8])
+def test_a_rank_outside_of_the_layout_is_refused(rank):
+    with pytest.raises(ValueError, match=r"rank -?\d is outside tp\(2\) \* dp\(2\) \* pp\(2\) = 8"):
+        Layout(tp=2, pp=2, dp=2).coordinates(rank)
+
+
+def hf_config(**changes: object) -> dict[str, object]:
+    return {**hf.new_config(Architecture(), 0, "fp32"), **changes}
+
+
+@pytest.mark.parametrize(
+    "refused, words",
+    [
+        (lambda: ModelGeometry.from_hf_config(hf_config(model_type="llama")), ["model_type = llama", "qwen3"]),
+        (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
+        (lambda: trainer(model(), Layout(tp=3)), ["layout.tp = 3", "num_key_value_heads (4)", "divisor of 4"]),
+        (lambda: trainer(model(), Layout(tp=8)), ["layout.tp = 8", "num_key_value_heads (4)", "divisor of 4"]),
+        (lambda: trainer(model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
+        (lambda: trainer(model(vocab=301), Layout(tp=2)), ["layout.tp = 2", "301 rows of model.embed_tokens.weight", "smaller"]),
+        (lambda: trainer(model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"]),
+        (lambda: sglang_shards(model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+        (lambda: sglang_shards(model(heads=12, kv_heads=4), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, words):
+    with pytest.raises(GeometryError) as caught:
+        refused()
+    for word in words:
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_a_missing_field_of_config_json_is_named(field):
+    config = hf_config()
+    del config[field]
+    with pytest.raises(GeometryError, match=f"config.json = {field}: field is missing"):
+        ModelGeometry.from_hf_config(config)
