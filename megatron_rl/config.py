@@ -167,7 +167,7 @@ class Data(_Section):
     """Held-out problems scored at each evaluation."""
     eval_every: int = Field(5, ge=1)
     """RL steps between evaluations; the first (step 0) and the last step are always evaluated."""
-    levels: tuple[int, ...] = (1, 2, 3, 4)
+    levels: tuple[int, ...] = (2, 3, 4, 5)
     """Difficulty levels of generated problems: the number of operations."""
     seed: int = 0
 

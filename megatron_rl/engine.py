@@ -32,6 +32,9 @@ class Engine(Protocol):
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
         """Per engine rank, every weight it serves from."""
 
+    def activation_scale_formats(self) -> dict[str, str]:
+        """For every FP8 linear layer that is live, the format ("pow2" or "fp32") of the scales it quantises activations with."""
+
     def begin_sync(self) -> None:
         """Opens a weight update; no request may be running."""
 

@@ -31,7 +31,7 @@ from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog
 from megatron_rl.sync import WeightSync
-from megatron_rl.sync_plan import SyncPlan, check_live_tensors
+from megatron_rl.sync_plan import SyncPlan, check_live_engine
 from megatron_rl.versions import versions
 from megatron_rl.warm_start import make_checkpoint
 from parallel.geometry import ModelGeometry
@@ -94,7 +94,7 @@ class Session:
         engine, worker = self._on_rank0_only()
         sync = WeightSync(plan, engine, f"{os.getpid()}-{secrets.token_hex(4)}", live)
         self._resources.callback(sync.close)
-        on_rank0(lambda: check_live_tensors(plan, engine.live_tensors()))  # type: ignore[union-attr]
+        on_rank0(lambda: check_live_engine(plan, engine))  # type: ignore[union-attr]
         sync.prove()
         self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
         state = {"hf_config": hf_config, "tokenizer": model_path}

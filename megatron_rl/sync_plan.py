@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config import Config
-from megatron_rl.engine import LiveTensor
+from megatron_rl.engine import Engine, LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
 from parallel.buckets import Bucket, buckets, planes_of
@@ -55,6 +55,17 @@ class SyncPlan:
 
     def bytes_of(self, move: Move) -> int:
         return move.target_rect.rows * move.target_rect.cols * {"fp8": 1, "scale": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+
+
+def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
+    """Refuses, by RunError, an engine that does not follow the precision contract: its weights, or how it quantises activations."""
+    check_live_tensors(plan, engine.live_tensors())
+    if plan.contract.rollout_fp8:
+        formats = engine.activation_scale_formats()
+        wrong = [name for name, used in formats.items() if used != plan.contract.scale_format]
+        if wrong or not formats:
+            what = f"{wrong[0]} quantises activations with {formats[wrong[0]]} scales" if wrong else "no FP8 linear layer is live"
+            raise RunError(f"the engine breaks the precision contract: {what}; precision.scale_format is {plan.contract.scale_format}")
 
 
 def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> None:

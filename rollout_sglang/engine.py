@@ -125,6 +125,9 @@ class SGLangEngine:
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
         return [{name: _live_tensor(text) for name, text in rank.items()} for rank in self._live({"verb": "describe"})]
 
+    def activation_scale_formats(self) -> dict[str, str]:
+        return self._live({"verb": "scale_formats"})[0]
+
     def begin_sync(self) -> None:
         self._post("/begin_weight_update", {})
 

@@ -5,6 +5,8 @@ The linear layer calls the very function the trainer's forward pass calls, `mega
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +24,12 @@ _values: dict[int, torch.Tensor] = {}
 def forget_values() -> None:
     """Drops all cached values; the next forward pass makes them from the live bytes again."""
     _values.clear()
+
+
+def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
+    """Stands in for SGLang's `dispatch_w8a8_block_fp8_linear`, which drops `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs
+    them: the engine would then quantise activations with fp32 scales although its checkpoint says pow2."""
+    return functools.partial(block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
 
 
 def block_fp8_linear(

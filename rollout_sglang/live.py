@@ -4,6 +4,7 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
 `PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. No pickles, no code in requests.
 
     {"verb": "describe"}                                              name -> "dtype rows cols"
+    {"verb": "scale_formats"}                                         module -> format of its activation scales, FP8 modules only
     {"verb": "write", "segment": PATH, "ranks": {"0": [[name, row, rows, row_bytes, offset], ...]}}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
 """
@@ -34,6 +35,8 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
     mine = request.get("ranks", {}).get(str(rank), [])
     if request["verb"] == "describe":
         answers = {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors.items()}
+    elif request["verb"] == "scale_formats":
+        answers = activation_scale_formats(checker._get_model())
     elif request["verb"] == "write":
         answers = {"written": str(write(tensors, request["segment"], mine))}
     elif request["verb"] == "digest":
@@ -49,6 +52,16 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights a model serves from, by name. Shared parameters appear once."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
+    """What the live FP8 linear layers will really quantise activations with: "pow2" or "fp32", read from the callable they run."""
+    found = {}
+    for name, module in model.named_modules():
+        linear = getattr(getattr(module, "quant_method", None), "w8a8_block_fp8_linear", None)
+        if linear is not None:
+            found[name] = "pow2" if getattr(linear, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"
+    return found
 
 
 def write(tensors: dict[str, torch.Tensor], segment: str, slices: list[list[Any]]) -> int:

@@ -14,7 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
-_CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.triton_w8a8_block_fp8_linear"
+_CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
 _CPU_PINNING = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
@@ -33,7 +33,7 @@ def _hooks() -> list[tuple[str, Any, str]]:
     hooks: list[tuple[str, Any, str]] = [(_LIVE, live.handle, "AROUND")]
     if not torch.cuda.is_available():
         hooks += [
-            (_CPU_LINEAR, kernels.block_fp8_linear, "REPLACE"),
+            (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
             (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
         ]

@@ -1,8 +1,10 @@
 """The generated task: a chain of additions and subtractions, easy to verify and graded in difficulty.
 
-A problem of level n starts with a two-digit number and applies n operations, + or - with a digit 1..9, from left to right; every
-intermediate result stays in 0..99. The question of level 2 `57+8-3=` has two worked examples: step by step
-(`57+8=65,65-3=62#62`) and direct (`#62`). What stands after the `#` is the answer.
+A problem of level n starts with a digit and applies n operations, + or - with a digit 1..9, from left to right; every intermediate
+result is a digit again. The question of level 2 `5+3-6      =` has two worked examples: step by step, every intermediate result
+(`8,2#2`), and direct (`#2`). What stands after the `#` is the answer. Questions are padded to one width, and a step takes as many
+characters in the answer as in the question: so each step stands at a fixed distance from its operation, which a model of two layers
+learns to read within a minute on a CPU.
 
 Train and held-out questions can never meet: a hash of the question's own text says on which side it lies, whatever the seed.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import random
 import re
 from collections import Counter
@@ -23,10 +26,12 @@ from megatron_rl.types import Problem
 SOURCE = "arithmetic"
 HELD_OUT_ONE_IN = 8
 """One question in this many is held out."""
-ENUMERATED_LEVELS = 2
-"""Up to this level all questions are listed (about 1,600 and 28,000); above it they are drawn, and there are more than anyone scores."""
-MOST_DRAWN_PER_LEVEL = 10_000
-"""Held-out questions that may be asked for of each level that is drawn; the sparsest, level 3, has about six times as many."""
+ENUMERATED_LEVELS = 3
+"""Up to this level all questions are listed (90, 810 and 7,290); above it they are drawn, and there are more than anyone scores."""
+MOST_DRAWN_PER_LEVEL = 4_000
+"""Held-out questions that may be asked for of each level that is drawn; the sparsest, level 4, has about twice as many."""
+WIDTH = 11
+"""Characters of a question before its `=`, padding included: enough for level 5; longer questions are not padded."""
 MOST_REDRAWS = 1_000
 
 
@@ -75,13 +80,9 @@ def demonstration(problem: Problem, rng: random.Random, step_by_step_share: floa
         raise UserError("model.warm_start.steps", None, "worked examples exist for generated problems only", "set it to 0")
     if rng.random() >= step_by_step_share:
         return f"#{problem.answer}"
-    start, *operations = re.findall(r"^\d+|[+-]\d", problem.id.removeprefix(prefix))
-    steps, value = [], int(start)
-    for operation in operations:
-        result = value + int(operation)
-        steps.append(f"{value}{operation}={result}")
-        value = result
-    return ",".join(steps) + f"#{problem.answer}"
+    start, *changes = re.findall(r"^\d|[+-]\d", problem.id.removeprefix(prefix))
+    results = list(itertools.accumulate(map(int, changes), initial=int(start)))[1:]
+    return ",".join(map(str, results)) + f"#{problem.answer}"
 
 
 def check_levels(levels: Sequence[int]) -> None:
@@ -91,32 +92,36 @@ def check_levels(levels: Sequence[int]) -> None:
 
 def _problem(question: str, level: int) -> Problem:
     """The id holds the bare expression: unique, the same in every run, and what `demonstration` reads under any prompt template."""
-    expression = question.removesuffix("=")
+    expression = question.rstrip("= ")
     answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
     return Problem(f"{SOURCE}:{expression}", question, str(answer), level, SOURCE)
 
 
 def _operations(value: int) -> list[int]:
-    """The signed digits that keep `value` in 0..99."""
-    return [change for change in range(max(-9, -value), min(9, 99 - value) + 1) if change]
+    """The signed digits that keep `value` in 0..9."""
+    return [change for change in range(-value, 10 - value) if change]
+
+
+def _question(expression: str) -> str:
+    return expression.ljust(WIDTH) + "="
 
 
 def _draw_question(rng: random.Random, level: int) -> str:
-    value = rng.randrange(10, 100)
+    value = rng.randrange(10)
     text = str(value)
     for _ in range(level):
         change = rng.choice(_operations(value))
         text, value = f"{text}{change:+d}", value + change
-    return text + "="
+    return _question(text)
 
 
 @functools.cache
 def _listed_held_out(level: int) -> tuple[str, ...]:
     """Every held-out question of one level in a fixed order."""
-    chains = [(str(start), start) for start in range(10, 100)]
+    chains = [(str(start), start) for start in range(10)]
     for _ in range(level):
         chains = [(f"{text}{change:+d}", value + change) for text, value in chains for change in _operations(value)]
-    return tuple(question for text, _ in chains if is_held_out(question := text + "="))
+    return tuple(question for text, _ in chains if is_held_out(question := _question(text)))
 
 
 def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:

@@ -42,7 +42,7 @@ def test_generated_problems_carry_the_template_and_stay_apart(load):
     assert len({problem.prompt for problem in held_out}) == 100
     assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
     assert all(p.prompt.startswith("Q: ") and p.prompt.endswith("= {braces}\n") for p in train + held_out)
-    assert {problem.level for problem in train} == {1, 2, 3, 4}
+    assert {problem.level for problem in train} == {2, 3, 4, 5}
 
 
 @pytest.mark.parametrize("eval_source", [None, "arithmetic"])
@@ -112,8 +112,8 @@ def test_nothing_left_is_refused(load, jsonl):
         load(train=train, eval=None, format="gsm8k", max_prompt_tokens=3)
     with pytest.raises(UserError, match="data.max_prompt_tokens = 3: all 128 prompts of data.eval"):
         load(max_prompt_tokens=3)
-    with pytest.raises(UserError, match="data.levels = .*level 2"):
-        load(eval=None, levels=(1, 2), max_prompt_tokens=6)
+    with pytest.raises(UserError, match="data.levels = .*level 6"):
+        load(eval=None, levels=(5, 6), max_prompt_tokens=12)
     with pytest.raises(UserError, match="data.train = .*also in data.eval"):
         load(train=train, eval=train, format="gsm8k")
 

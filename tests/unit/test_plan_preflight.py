@@ -1,0 +1,116 @@
+"""Before anything heavy starts, `train` refuses what cannot work: one line that names field, value, rule and fix, exit code 2."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl import hf
+from megatron_rl.cli import app
+from megatron_rl.config import Architecture, load_config
+from megatron_rl.run import preflight
+from parallel.layout import Layout
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with a good checkpoint config and a good run.toml, and no launcher's environment."""
+    monkeypatch.chdir(tmp_path)
+    for variable in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(hf.new_config(Architecture(), 0, "fp32")))
+    (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[data]\nmax_prompt_tokens = 512\n[rollout]\nmax_new_tokens = 512\n')
+    return tmp_path
+
+
+def write_config(workplace, **changes: object) -> None:
+    config = {**hf.new_config(Architecture(), 0, "fp32"), **changes}
+    (workplace / "model" / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+
+def refused(*overrides: str) -> str:
+    """The line that `train` prints; checks that it is one, and exit code 2."""
+    result = CliRunner().invoke(app, ["train", "run.toml", *overrides])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("megatron-rl: ") and result.stderr.count("\n") == 1 and result.stdout == ""
+    return result.stderr.removeprefix("megatron-rl: ").rstrip()
+
+
+def test_a_good_configuration_passes(workplace, monkeypatch):
+    assert preflight(load_config(workplace / "run.toml")) == Layout()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert preflight(load_config(workplace / "run.toml", ["--train.layout.tp=2"])) == Layout(tp=2)
+
+
+def test_a_model_to_be_created_needs_no_folder_yet(workplace):
+    created = ["--model.path=new", "--model.create.hidden_size=128"]
+    assert preflight(load_config(workplace / "run.toml", created)) == Layout()
+    assert not (workplace / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (["--precision.mode=int8_rollout"], "precision.mode = 'int8_rollout': is not built yet; use one of bf16, fp8_rollout, fp8_unified"),
+        (["--precision.backend=deep_gemm"], "precision.backend = 'deep_gemm': is not built yet; use emulated"),
+        (
+            ["--train.layout.tp=2"],
+            "train.layout.tp = 2: needs 2 ranks, this launch has 1; start with torchrun --nproc-per-node 2, or set train.layout.tp = 1",
+        ),
+        (
+            ["--model.path=nowhere"],
+            "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder, or add [model.create]",
+        ),
+        (["--data.train=no.jsonl"], "data.train = 'no.jsonl': is no file; give the path of a JSONL file, or `arithmetic`"),
+        (["--data.eval=no.jsonl"], "data.eval = 'no.jsonl': is no file; give the path of a JSONL file, or `arithmetic`"),
+        (["--data.train=model"], "data.train = 'model': is no file; give the path of a JSONL file, or `arithmetic`"),
+        (
+            ["--rollout.max_new_tokens=513"],
+            "rollout.max_new_tokens = 513: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
+        ),
+    ],
+)
+def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
+    assert refused(*overrides) == line
+
+
+def test_more_ranks_than_the_layout_needs(workplace, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert refused().startswith("train.layout.tp = 1: needs 1 ranks, this launch has 4; start with torchrun --nproc-per-node 1, or set")
+
+
+@pytest.mark.parametrize("ranks, overrides", [("2", ["--train.layout.tp=2"]), ("1", ["--rollout.tp=2"])])
+def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides):
+    write_config(workplace, intermediate_size=384)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    line = refused(*overrides)
+    assert line.startswith("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block")
+    assert line.endswith("; use a smaller tensor-parallel size, or precision.mode = bf16")
+    preflight(load_config(workplace / "run.toml", [*overrides, "--precision.mode=bf16"]))
+
+
+@pytest.mark.parametrize(
+    "changes, start",
+    [
+        ({"model_type": "llama"}, "model_type = 'llama': the architectures known so far are: qwen3"),
+        ({"head_dim": "absent"}, "config.json = 'head_dim': field is missing"),
+    ],
+)
+def test_a_checkpoint_of_another_kind(workplace, changes, start):
+    write_config(workplace, **changes)
+    assert refused().startswith(start)
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_overwritten(workplace):
+    (workplace / "notes").mkdir()
+    line = refused("--model.path=notes", "--model.create.hidden_size=128")
+    assert line == "model.path = 'notes': exists but holds no config.json; remove it, or name another folder"
+
+
+def test_updates_per_step_that_do_not_divide_the_prompts(workplace):
+    line = refused("--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3")
+    assert line.startswith("algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (8)")

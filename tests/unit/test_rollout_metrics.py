@@ -1,0 +1,129 @@
+"""What a rollout reports of its completions: accuracies, lengths, sample rows; and how groups get their advantages."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_rl.config import Config
+from megatron_rl.data import ProblemStream
+from megatron_rl.errors import RunError
+from megatron_rl.rollout import Rollout, RolloutWorker, accuracies, rollout_metrics, sample_rows
+from megatron_rl.types import Completion, Generation, Problem, Reward
+
+
+def completion(level: int, correct: bool, length: int = 3, finish: str = "stop", error: str = "", value: float | None = None) -> Completion:
+    reward = Reward(float(correct) if value is None else value, correct, error)
+    problem = Problem(f"id-{level}", f"prompt {level}", "42", level=level)
+    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward, 0.25)
+
+
+def test_accuracy_overall_and_by_level():
+    completions = [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)]
+    assert accuracies(completions, "all", "level_") == {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5}
+
+
+def test_a_single_level_is_not_told_twice():
+    assert accuracies([completion(0, True), completion(0, False)], "all", "level_") == {"all": 0.5}
+
+
+def test_metrics_of_a_step():
+    completions = [
+        completion(1, True, length=2),
+        completion(1, False, length=7, finish="length", value=0.5),
+        completion(2, False, length=3, error="timed out"),
+        completion(2, True, length=8, finish="length"),
+    ]
+    metrics = rollout_metrics(Rollout(completions, {"time/generate": 4.0, "time/reward": 1.0}))
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 0.625,
+            "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5,
+            "reward/errors": 1,
+            "accuracy/train": 0.5,
+            "accuracy/level_1": 0.5,
+            "accuracy/level_2": 0.5,
+            "length/mean": 5,
+            "length/max": 8,
+            "length/truncated": 0.5,
+            "tokens/generated": 20,
+            "tokens/per_second": 5,
+            "time/generate": 4,
+            "time/reward": 1,
+        }
+    )
+
+
+def test_a_sample_row_tells_all_of_a_completion_and_is_json():
+    (row,) = sample_rows(7, [completion(3, False, finish="length", error="timed out", value=0.125)], 8)
+    assert json.loads(json.dumps(row)) == {
+        "step": 7, "level": 3, "prompt": "prompt 3", "completion": "text 3", "answer": "42", "reward": 0.125, "correct": False,
+        "advantage": 0.25, "finish_reason": "length", "error": "timed out",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("held, count, rows", [(8, 0, 0), (3, 8, 3), (8, 8, 8), (256, 8, 8), (0, 8, 0)])
+def test_as_many_sample_rows_as_asked_or_all(held, count, rows):
+    assert len(sample_rows(0, [completion(index, True) for index in range(held)], count)) == rows
+
+
+@pytest.mark.parametrize("held, count", [(256, 8), (15, 8), (10, 4), (9, 5), (7, 2)])
+def test_sample_rows_are_spread_evenly(held, count):
+    levels = [row["level"] for row in sample_rows(0, [completion(index, True) for index in range(held)], count)]
+    gaps = [after - before for before, after in zip([-1, *levels], [*levels, held], strict=True)]
+    assert max(gaps) <= -(-held // count) + 1, f"rows {levels} leave a part of {held} completions out"
+
+
+class FakeTokenizer:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(map(chr, ids))
+
+
+class FakeEngine:
+    """Answers with the member's number within all prompts, as one letter."""
+
+    version = 5
+
+    def generate(self, prompts_B, sampling):
+        self.prompts, self.sampling = prompts_B, sampling
+        return [Generation([ord("a") + index], [-1.0], "stop", self.version) for index in range(len(prompts_B))]
+
+
+class FakeRewards:
+    """Earns only the first completion of each group of four."""
+
+    def score(self, texts, problems):
+        assert len(texts) == len(problems)
+        return [Reward(float(text in "ae"), text in "ae") for text in texts]
+
+
+@pytest.fixture
+def worker():
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"prompts_per_step": 2, "group_size": 4}}, strict=False)
+    stream = ProblemStream(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint")
+    held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
+    return RolloutWorker(config, FakeEngine(), stream, held_out, FakeTokenizer(), FakeRewards())
+
+
+def test_groups_lie_side_by_side_with_advantages_of_their_own(worker):
+    completions = worker.collect(5).completions_B
+    assert [member.problem.id for member in completions] == ["0"] * 4 + ["1"] * 4
+    assert [member.text for member in completions] == list("abcdefgh")
+    assert [member.advantage for member in completions] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3] * 2, rel=1e-5)
+    assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
+
+
+def test_a_completion_of_another_policy_version_breaks_the_run(worker):
+    with pytest.raises(RunError, match="sampled by policy version 5, the trainer holds version 6"):
+        worker.collect(6)
+
+
+def test_evaluation_scores_each_held_out_problem_once(worker):
+    found = worker.evaluate(5)
+    assert found.pop("time/eval") >= 0
+    assert found == {"eval/accuracy": 0.5, "eval/level_1": 1.0, "eval/level_2": 0.0}

@@ -1,0 +1,117 @@
+"""What a sync plans beforehand, and the check that the live engine holds what the plan writes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_geometry import model
+
+from megatron_rl.config import Precision
+from megatron_rl.engine import LiveTensor
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.sync_plan import SyncPlan, check_live_tensors
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+FP8 = "('float8_e4m3fn', (1024, 256))"
+
+
+def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = None, rollout_tp: int = 2, **widths: object) -> SyncPlan:
+    contract = PrecisionContract.of(Precision(mode=mode, high=high))
+    return SyncPlan.make(model(**widths), train or Layout(), rollout_tp, contract, 1 << 20)
+
+
+def live_engine(high: str = "bfloat16") -> list[dict[str, LiveTensor]]:
+    """What SGLang holds of `model()` at tp = 2, by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 300 -> 320."""
+    layer = {
+        "input_layernorm.weight": (high, (256,)),
+        "self_attn.qkv_proj.weight": ("float8_e4m3fn", (1024, 256)),
+        "self_attn.qkv_proj.weight_scale_inv": ("float32", (8, 2)),
+        "self_attn.q_norm.weight": (high, (128,)),
+        "self_attn.k_norm.weight": (high, (128,)),
+        "self_attn.o_proj.weight": ("float8_e4m3fn", (256, 512)),
+        "self_attn.o_proj.weight_scale_inv": ("float32", (2, 4)),
+        "post_attention_layernorm.weight": (high, (256,)),
+        "mlp.gate_up_proj.weight": ("float8_e4m3fn", (1024, 256)),
+        "mlp.gate_up_proj.weight_scale_inv": ("float32", (8, 2)),
+        "mlp.down_proj.weight": ("float8_e4m3fn", (256, 512)),
+        "mlp.down_proj.weight_scale_inv": ("float32", (2, 4)),
+    }
+    held = {"model.embed_tokens.weight": (high, (160, 256)), "model.norm.weight": (high, (256,)), "lm_head.weight": (high, (160, 256))}
+    held |= {f"model.layers.{index}.{name}": tensor for index in range(2) for name, tensor in layer.items()}
+    return [{name: LiveTensor(*tensor) for name, tensor in held.items()} for _ in range(2)]
+
+
+def test_an_engine_that_holds_what_the_contract_says_passes():
+    check_live_tensors(make(), live_engine())
+    check_live_tensors(make(high="fp32"), live_engine("float32"))
+
+
+@pytest.mark.parametrize(
+    "name, tensor, held, expected",
+    [
+        (QKV, None, "absent", FP8),
+        (QKV + "_scale_inv", None, "absent", "('float32', (8, 2))"),
+        ("model.layers.0.self_attn.qkv_proj.bias", LiveTensor("bfloat16", (1024,)), "('bfloat16', (1024,))", "absent"),
+        (QKV, LiveTensor("float8_e4m3fn", (512, 256)), "('float8_e4m3fn', (512, 256))", FP8),
+        (QKV, LiveTensor("bfloat16", (1024, 256)), "('bfloat16', (1024, 256))", FP8),
+        (QKV + "_scale_inv", LiveTensor("bfloat16", (8, 2)), "('bfloat16', (8, 2))", "('float32', (8, 2))"),
+        ("model.norm.weight", LiveTensor("float32", (256,)), "('float32', (256,))", "('bfloat16', (256,))"),
+        ("model.norm.weight", LiveTensor("bfloat16", (256, 1)), "('bfloat16', (256, 1))", "('bfloat16', (256,))"),
+        ("lm_head.weight", LiveTensor("float8_e4m3fn", (160, 256)), "('float8_e4m3fn', (160, 256))", "('bfloat16', (160, 256))"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_live_tensor_that_differs_is_named(rank, name, tensor, held, expected):
+    live = live_engine()
+    if tensor is None:
+        del live[rank][name]
+    else:
+        live[rank][name] = tensor
+    with pytest.raises(RunError) as caught:
+        check_live_tensors(make(), live)
+    assert str(caught.value) == f"engine rank {rank}: {name} is {held}, the precision contract says {expected}"
+
+
+def test_an_unquantised_engine_is_refused_in_fp8_and_right_in_bf16():
+    plain = [
+        {name: dataclasses.replace(tensor, dtype="bfloat16") for name, tensor in rank.items() if not name.endswith("_scale_inv")}
+        for rank in live_engine()
+    ]
+    check_live_tensors(make("bf16"), plain)
+    with pytest.raises(RunError, match="engine rank 0: model.layers.0.mlp.down_proj.weight is "):
+        check_live_tensors(make(), plain)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
+@pytest.mark.parametrize("high, itemsize", [("bf16", 2), ("fp32", 4)])
+def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize):
+    plan = make(mode, high, Layout(tp=2))
+    fp8 = 2 * (2 * 1024 * 256 + 2 * 512 * 256) * 2  # ranks, matrices of qkv and gate_up and of o and down, layers
+    norms, vocabulary = 2 * (256 * 5 + 128 * 4), 2 * 300 * 256
+    weights = fp8 * itemsize if mode == "bf16" else fp8 + fp8 // 128**2 * 4
+    assert sum(map(plan.bytes_of, plan.moves)) == weights + (norms + vocabulary) * itemsize
+    assert 0 < plan.bucket_bytes <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"ffn": 384, "train": Layout(tp=2)}, ["mlp.gate_proj.weight", "rows 0..192", "cuts a 128x128 FP8 block", "precision.mode = bf16"]),
+        ({"rollout_tp": 3}, ["rollout.tp = 3", "num_attention_heads (8)", "use a divisor of 8"]),
+        ({"train": Layout(tp=8)}, ["layout.tp = 8", "num_key_value_heads (4)", "use a divisor of 4"]),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):
+    with pytest.raises(UserError) as caught:
+        make(**arguments)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_bucket_smaller_than_a_row_is_refused():
+    wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
+    with pytest.raises(UserError, match=r"sync.bucket_mb = 1: one row of .* is \d+ bytes, a bucket holds 1048576; raise it"):
+        SyncPlan.make(wide, Layout(), 1, PrecisionContract.of(Precision()), 1 << 20)
