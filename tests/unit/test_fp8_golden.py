@@ -73,14 +73,14 @@ def test_the_golden_inputs_are_not_trivial():
 
 @pytest.mark.parametrize("place", [(0, 0), (130, 199)])
 def test_one_flipped_bit_is_told_by_name_and_place(place):
-    with np.load(FILE) as golden:
-        changed = dict(golden)
-    changed["pow2.weight"] = changed["pow2.weight"].copy()
-    before = changed["pow2.weight"][place]
-    changed["pow2.weight"][place] ^= 1
+    with np.load(FILE) as file:
+        golden = dict(file)
+    data = golden["pow2.weight"]
+    flipped = data.copy()
+    flipped[place] ^= 1
     block = tuple(index // 128 for index in place)
-    assert differences(changed, results()) == [
-        f"pow2.weight: 1 of 28000 elements differ, first at {place}, block {block}: {before ^ 1:#x} became {before:#x}"
+    assert differences(golden, {**golden, "pow2.weight": flipped}) == [
+        f"pow2.weight: 1 of 28000 elements differ, first at {place}, block {block}: {data[place]:#x} became {data[place] ^ 1:#x}"
     ]
 
 
