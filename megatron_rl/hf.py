@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def new_config(architecture: Architecture, eos_token_id: int, high: str) -> dict
     }
 
 
-def random_tensors(config: dict[str, Any], shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+def random_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     """Fresh float32 weights: norms are one, everything else is N(0, initializer_range)."""
     generator = torch.Generator().manual_seed(seed)
     return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 
@@ -39,8 +40,8 @@ class Loop:
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
         self._write_checkpoint, self._saved = write_checkpoint, -1
-        self._worker: RolloutWorker = worker  # type: ignore[assignment] - used inside on_rank0 only
-        self._log: RunLog = log  # type: ignore[assignment]
+        self._worker = cast(RolloutWorker, worker)  # these two are used inside on_rank0 and after is_rank0 only
+        self._log = cast(RunLog, log)
         self.version = 0
 
     def run(self) -> None:

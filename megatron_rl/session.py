@@ -7,8 +7,9 @@ import secrets
 import signal
 import sys
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -94,13 +95,11 @@ class Session:
         engine, worker = self._on_rank0_only()
         sync = WeightSync(plan, engine, f"{os.getpid()}-{secrets.token_hex(4)}", live)
         self._resources.callback(sync.close)
-        on_rank0(lambda: check_live_engine(plan, engine))  # type: ignore[union-attr]
+        on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
         sync.prove()
         self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
-        state = {"hf_config": hf_config, "tokenizer": model_path}
-        return Loop(
-            self.config, actor, self._reference(hf_config), sync, worker, self.log, lambda done: self._checkpoint(done, model, **state)
-        )
+        write_checkpoint = partial(self._checkpoint, model, hf_config)
+        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, write_checkpoint)
 
     def _on_rank0_only(self) -> tuple[Engine | None, RolloutWorker | None]:
         """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
@@ -128,10 +127,10 @@ class Session:
         load_checkpoint(model, self.config.model.path, this_rank_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_size)
 
-    def _checkpoint(self, steps_done: int, model: Any, hf_config: dict[str, Any], tokenizer: Path) -> None:
+    def _checkpoint(self, model: Any, hf_config: dict[str, Any], steps_done: int) -> None:
         folder = self.folder / "checkpoints" / f"step_{steps_done:05d}"
         state = {"step": steps_done, "policy_version": steps_done, "precision": self.config.precision.model_dump(mode="json")}
-        checkpoint.save(folder, model, hf_config, tokenizer, state)
+        checkpoint.save(folder, model, hf_config, self.config.model.path, state)
         self.say(f"checkpoint {folder}")
 
     def _try_checkpoint(self, loop: Loop) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from megatron_rl.engine import Engine
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.ranks import on_rank0
+from megatron_rl.sync_plan import SyncPlan
 from parallel.blocks import BLOCK
 from parallel.buckets import Bucket, Slice, part_of
 from parallel.geometry import Rect
@@ -63,7 +65,7 @@ class WeightSync:
     def __init__(self, plan: SyncPlan, engine: Engine | None, run_id: str, read_planes: Callable[[], dict[str, torch.Tensor]]) -> None:
         """`read_planes` gives this rank's live tensors (`mcore.weights.planes`), as the last optimizer step left them."""
         self.plan, self._read_planes = plan, read_planes
-        self._engine: Engine = engine  # type: ignore[assignment] - used inside on_rank0 only
+        self._engine = cast(Engine, engine)  # used inside on_rank0 only
         self._rank = dist.get_rank()
         self._segment = _SHARED_MEMORY / f"megatron-rl-{run_id}"
         on_rank0(lambda: _make_segment(self._segment, plan.bucket_bytes))
@@ -146,7 +148,8 @@ class WeightSync:
         tile = _shift(on_rank0(first_difference), move.target_rect)
         raise RunError(
             f"the sync is not proved: {move.target} of engine rank {move.target_rank} differs from {move.source} of trainer rank "
-            f"{move.source_rank}; first in rows {tile.row}..{tile.row + tile.rows - 1}, columns {tile.col}..{tile.col + tile.cols - 1} ({move.kind})"
+            f"{move.source_rank}; first in rows {tile.row}..{tile.row + tile.rows - 1}, "
+            f"columns {tile.col}..{tile.col + tile.cols - 1} ({move.kind})"
         )
 
 

@@ -32,7 +32,10 @@ class Rect:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of the checkpoint. `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, embedding, lm_head."""
+    """A tensor of the checkpoint.
+
+    `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, embedding or lm_head.
+    """
 
     name: str
     rows: int

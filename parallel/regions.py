@@ -23,4 +23,4 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 def digest(tensor: torch.Tensor, rect: Rect) -> str:
     """128-bit XXH3 of a rectangle's raw bytes in row order, as 32 hex digits. Detects corruption; it is no cryptographic hash."""
-    return xxhash.xxh3_128_hexdigest(raw_bytes(region(tensor, rect)))
+    return xxhash.xxh3_128_hexdigest(raw_bytes(region(tensor, rect)).data)

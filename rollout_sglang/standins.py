@@ -104,5 +104,5 @@ def install() -> tuple[str, ...]:
     """Installs the finder for the packages that are missing; returns their names."""
     missing = tuple(name for name in _NAMES if name not in sys.modules and importlib.util.find_spec(name) is None)
     if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder(missing))  # type: ignore[arg-type]
+        sys.meta_path.append(_Finder(missing))
     return missing

@@ -61,7 +61,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], Precision]:
 
 def load_alone(folder: Path) -> tuple[Any, list[Shard], Precision, dict[str, Any]]:
     """(model, its shards, precision, HF config) of a checkpoint, loaded whole into this one process."""
-    state, precision = read_state(folder)
+    _, precision = read_state(folder)
     from megatron.core import dist_checkpointing
 
     from megatron_rl.mcore.linear import quantize_model

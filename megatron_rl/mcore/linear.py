@@ -39,7 +39,7 @@ class _FP8Product(torch.autograd.Function):
         return products.fprop(inputs, layer.block_values, layer.scale_format)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         layer, group = ctx.layer, ctx.group
         dx = products.dgrad(dy, layer.block_values, layer.scale_format)
@@ -56,12 +56,12 @@ class _FP8Product(torch.autograd.Function):
         return dx, _accumulate(weight, dw), None, None, None, None
 
 
-def _accumulate(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
+def _accumulate(weight: Any, dw: torch.Tensor) -> torch.Tensor:
     """Adds the FP32 weight gradient to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
     if not hasattr(weight, "main_grad"):
         return dw
     weight.main_grad.add_(dw)
-    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    weight.grad_added_to_main_grad = True
     return torch.empty_like(dw)  # never read: DDP's hook sees the flag and drops it
 
 

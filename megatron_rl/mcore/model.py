@@ -40,12 +40,11 @@ def start_megatron(layout: Layout, seed: int) -> None:
     cpu.install()
     adam.install()
     if not dist.is_initialized():
-        alone = "RANK" not in os.environ
-        dist.init_process_group(
-            "nccl" if torch.cuda.is_available() else "gloo",
-            timeout=_COLLECTIVE_TIMEOUT,
-            **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}),
-        )
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+        else:
+            dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
     model_parallel_cuda_manual_seed(seed)
 
