@@ -196,6 +196,11 @@ def test_heads_of_64_are_refused_in_fp8_and_moved_in_bf16():
     assert planned(Case(geometry, Layout(tp=1), 1), frozenset())
 
 
+def test_a_tensor_that_would_start_inside_a_block_of_its_shard_is_refused():
+    """ffn = 200: gate and up are whole on either side, but up lies below gate from row 200 on."""
+    assert refusal(model(ffn=200), Layout(), 1).startswith("model.layers.0.mlp.up_proj.weight = rows 0..200, columns 0..256: ")
+
+
 def test_an_edge_block_at_a_tensors_end_is_no_cut():
     """hidden = 200: the last block of every row is short in trainer, engine and checkpoint alike."""
     case = Case(model(hidden=200), Layout(tp=2), 4)
