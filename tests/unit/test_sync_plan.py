@@ -11,7 +11,7 @@ from megatron_rl.config import Precision
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.sync_plan import SyncPlan, check_live_tensors
+from megatron_rl.sync_plan import SyncPlan, check_live_engine, check_live_tensors
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
@@ -84,6 +84,32 @@ def test_an_unquantised_engine_is_refused_in_fp8_and_right_in_bf16():
     check_live_tensors(make("bf16"), plain)
     with pytest.raises(RunError, match="engine rank 0: model.layers.0.mlp.down_proj.weight is "):
         check_live_tensors(make(), plain)
+
+
+class FakeEngine:
+    """An engine with the right weights, that quantises activations as told."""
+
+    def __init__(self, formats: dict[str, str]) -> None:
+        self._formats = formats
+
+    def live_tensors(self) -> list[dict[str, LiveTensor]]:
+        return live_engine()
+
+    def activation_scale_formats(self) -> dict[str, str]:
+        return self._formats
+
+
+@pytest.mark.parametrize(
+    "formats, told",
+    [
+        ({"a": "pow2", "b": "fp32"}, "b quantises activations with fp32 scales; precision.scale_format is pow2"),
+        ({}, "no FP8 linear layer is live"),
+    ],
+)
+def test_an_engine_that_quantises_activations_otherwise_is_refused(formats, told):
+    check_live_engine(make(), FakeEngine({"a": "pow2", "b": "pow2"}))
+    with pytest.raises(RunError, match=told):
+        check_live_engine(make(), FakeEngine(formats))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
