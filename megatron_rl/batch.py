@@ -55,6 +55,8 @@ class MicroBatch:
 
 def micro_batches(sequences: list[Sequence], size: int) -> list[MicroBatch]:
     """Cuts sequences, the longest first so that neighbours are of like length, into micro-batches of at most `size` rows."""
+    if any(not sequence.prompt_ids for sequence in sequences):
+        raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
     order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length)
     return [_pad(order[start : start + size], sequences) for start in range(0, len(order), size)]
 

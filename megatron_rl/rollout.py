@@ -105,7 +105,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 def sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
     """Rows for the report: `count` completions spread evenly over the step's."""
-    stride = max(len(completions) // max(count, 1), 1)
+    count = min(count, len(completions))
+    chosen = [completions[index * len(completions) // count] for index in range(count)]
     return [
         {
             "step": step,
@@ -119,5 +120,5 @@ def sample_rows(step: int, completions: Sequence[Completion], count: int) -> lis
             "finish_reason": completion.finish_reason,
             "error": completion.reward.error,
         }
-        for completion in list(completions)[::stride][:count]
+        for completion in chosen
     ]

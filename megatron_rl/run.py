@@ -39,7 +39,8 @@ def preflight(config: Config) -> Layout:
         raise UserError("train.layout.tp", layout.tp, f"needs {layout.world_size} ranks, this launch has {world_size}", fix)
     parts = config.algorithm.updates_per_step
     if config.rollout.prompts_per_step % parts:
-        raise UserError("algorithm.updates_per_step", parts, f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})")
+        rule = f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})"
+        raise UserError("algorithm.updates_per_step", parts, rule, "change one of them")
     _check_model(config, layout)
     _check_data_files(config)
     return layout

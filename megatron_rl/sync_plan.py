@@ -71,6 +71,8 @@ def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
 def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> None:
     """Compares what the engine really holds with what the plan will write: names, shapes and dtypes. Raises RunError by name."""
     roles = plan.contract.fp8_roles()
+    if len(live) != len(plan.targets):
+        raise RunError(f"the engine answers with {len(live)} ranks, the plan has {len(plan.targets)}")
     for rank, shards in plan.targets.items():
         expected = {}
         for shard in shards:

@@ -44,12 +44,12 @@ Bucket = tuple[Slice, ...]
 
 
 def planes_of(shards: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str], high_itemsize: int) -> list[Plane]:
-    """Every plane of every rank; an FP8 shard has two, its bytes and its FP32 scales."""
+    """Every plane of every rank, without padding rows; an FP8 shard has two planes, its bytes and its FP32 scales."""
     found = []
     for rank, held in shards.items():
         for shard in held:
             fp8 = shard.role in fp8_roles
-            found.append(Plane(rank, shard.name, shard.rows, shard.cols, 1 if fp8 else high_itemsize))
+            found.append(Plane(rank, shard.name, shard.filled_rows, shard.cols, 1 if fp8 else high_itemsize))
             if fp8:
                 found.append(Plane(rank, scale_name(shard.name), blocks_in(shard.rows), blocks_in(shard.cols), 4))
     return found

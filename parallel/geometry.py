@@ -65,6 +65,11 @@ class Shard:
     pieces: tuple[Piece, ...]
 
     @property
+    def filled_rows(self) -> int:
+        """Rows that hold pieces; what lies below is padding."""
+        return max(piece.row + piece.source.rows for piece in self.pieces)
+
+    @property
     def role(self) -> str:
         return self.pieces[0].tensor.role
 
@@ -126,20 +131,12 @@ class ModelGeometry:
         """Reads a config.json. Raises GeometryError for an architecture this project does not know, or a missing field."""
         kind = config.get("model_type")
         if kind != "qwen3":
-            raise GeometryError("model_type", kind, "the architectures known so far are: qwen3")
-        try:
-            return cls(
-                layers=config["num_hidden_layers"],
-                hidden=config["hidden_size"],
-                heads=config["num_attention_heads"],
-                kv_heads=config["num_key_value_heads"],
-                head_dim=config["head_dim"],
-                ffn=config["intermediate_size"],
-                vocab=config["vocab_size"],
-                tied=bool(config.get("tie_word_embeddings", False)),
-            )
-        except KeyError as missing:
-            raise GeometryError("config.json", missing.args[0], "field is missing") from None
+            raise GeometryError("model_type", kind, "is not known", "use a model of one of these architectures: qwen3")
+        widths = {name: _positive(config, field) for name, field in _FIELDS.items()}
+        if widths["heads"] % widths["kv_heads"]:
+            rule = f"must be a multiple of num_key_value_heads ({widths['kv_heads']})"
+            raise GeometryError("num_attention_heads", widths["heads"], rule, "correct the model's config.json")
+        return cls(**widths, tied=bool(config.get("tie_word_embeddings", False)))
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor of the checkpoint by its Hugging Face name."""
@@ -170,6 +167,26 @@ class ModelGeometry:
     def checkpoint_shards(self) -> list[Shard]:
         """The checkpoint itself as shards: every tensor whole."""
         return [Shard(tensor.name, tensor.rows, tensor.cols, (whole(tensor),)) for tensor in self.tensors().values()]
+
+
+_FIELDS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+}
+
+
+def _positive(config: Mapping[str, Any], field: str) -> int:
+    if field not in config:
+        raise GeometryError(field, None, "is missing from the model's config.json", "add it")
+    value = config[field]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise GeometryError(field, value, "must be a positive integer", "correct the model's config.json")
+    return value
 
 
 def _norm(name: str, length: int) -> Tensor:

@@ -41,7 +41,7 @@ def reshard(sources: Mapping[int, Sequence[Shard]], targets: Mapping[int, Sequen
     """The copies that fill every target piece exactly once, ordered by target rank and parameter.
 
     `sources` and `targets` map a rank to its shards. Where several ranks hold the same source, the one that has moved the fewest
-    bytes so far is taken, the target's own rank first. Raises GeometryError when a piece has no source or would cut a block.
+    elements so far is taken, the target's own rank first. Raises GeometryError when a piece has no source or would cut a block.
     """
     holders = _holders(sources)
     load: dict[int, int] = defaultdict(int)

@@ -16,7 +16,9 @@ def sglang_shards(model: ModelGeometry, tp: int, rank: int) -> list[Shard]:
     if model.heads % tp:
         raise GeometryError("rollout.tp", tp, f"must divide num_attention_heads ({model.heads})", f"use a divisor of {model.heads}")
     if max(model.kv_heads, tp) % min(model.kv_heads, tp):
-        raise GeometryError("rollout.tp", tp, f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it")
+        raise GeometryError(
+            "rollout.tp", tp, f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it", "use a power of two"
+        )
     tensors = model.tensors()
     shards = [_vocabulary(tensors["model.embed_tokens.weight"], tp, rank)]
     for layer in range(model.layers):

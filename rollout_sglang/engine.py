@@ -61,7 +61,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         "weight-version": "0",
         "log-level": "warning",
     }
-    flags = ["skip-server-warmup", "disable-radix-cache"]
+    flags = ["skip-server-warmup", "disable-radix-cache", "sleep-on-idle"]  # the trainer needs the cores while the engine waits
     if contract.rollout_fp8:
         options["quantization"] = "fp8"
     if not torch.cuda.is_available():

@@ -35,6 +35,7 @@ class GRPOLoss:
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(sum of token losses, sums of metrics). `logprobs` float32 [b, s], with gradient, aligned with `batch.targets`."""
         mask, advantage = batch.mask, batch.advantages
+        logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
         ratio = torch.exp(logprobs - batch.old_logprobs)
         clipped = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
         policy = -torch.minimum(ratio * advantage, clipped * advantage)

@@ -38,7 +38,7 @@ def scales_of(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torc
         bits = ((amax.view(torch.int32) + _MANTISSA_CARRY) & _EXPONENT_MASK) - _EIGHT_BINADES
         scale = bits.view(torch.float32)
         return scale, scale.reciprocal()
-    multiplier = E4M3_MAX / amax
+    multiplier = torch.full_like(amax, E4M3_MAX) / amax  # `448 / tensor` would multiply by a reciprocal and round twice
     return multiplier.reciprocal(), multiplier
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -111,13 +112,21 @@ class Actor(Policy):
         self._run(batches, normalised, forward_only=False)
         if not torch.isfinite(torch.tensor(sums["loss/total"])):
             raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {sums['loss/total']}")
+        self._refuse_bad_gradients()
         learning_rate = self._set_learning_rate()
         _, grad_norm, _ = self.optimizer.step()
-        if not torch.isfinite(torch.tensor(float(grad_norm))):
-            raise RunError(f"the gradient norm of optimizer step {self.steps_done + 1} is {grad_norm}")
         self.steps_done += 1
         quantize_model(self.model)
         return {name: value / tokens for name, value in sums.items()} | {"grad_norm": float(grad_norm), "learning_rate": learning_rate}
+
+    def _refuse_bad_gradients(self) -> None:
+        """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
+        parameters = self.model.named_parameters()
+        bad = next((name for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
+        found: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(found, bad)
+        if any(found):
+            raise RunError(f"the gradient of {next(filter(None, found))} holds inf or NaN in optimizer step {self.steps_done + 1}")
 
     def _set_learning_rate(self) -> float:
         """Linear warm-up, then constant."""

@@ -73,7 +73,9 @@ def test_the_engine_gets_the_same_through_tiny_buckets(case, times):
     planes = planes_of(targets_of(case), ROLES, 2)
     for plane in planes:
         array = expected[plane.rank][plane.name]
-        assert (array.shape, array.itemsize) == ((plane.rows, plane.cols), plane.itemsize)
+        padded = plane.name in ("model.embed_tokens.weight", "lm_head.weight")  # padding rows of a vocabulary are in no bucket
+        assert plane.rows == array.shape[0] or (padded and plane.rows < array.shape[0])
+        assert (array.shape[1], array.itemsize) == (plane.cols, plane.itemsize)
     assert len(planes) == sum(map(len, expected.values()))
     engine = {rank: {name: np.zeros_like(plane) for name, plane in held.items()} for rank, held in expected.items()}
     limit = max(plane.cols * plane.itemsize for plane in planes) * 16 * times  # many buckets, most of which end inside a parameter

@@ -168,5 +168,16 @@ FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_va
 def test_a_missing_field_of_config_json_is_named(field):
     config = hf_config()
     del config[field]
-    with pytest.raises(GeometryError, match=f"config.json = {field}: field is missing"):
+    with pytest.raises(GeometryError, match=f"{field} = None: is missing from the model's config.json"):
         ModelGeometry.from_hf_config(config)
+
+
+@pytest.mark.parametrize("value", [0, -1, "256", None, True, 2.0])
+def test_a_width_that_is_no_positive_integer_is_refused(value):
+    with pytest.raises(GeometryError, match="hidden_size = .*: must be a positive integer"):
+        ModelGeometry.from_hf_config(hf_config() | {"hidden_size": value})
+
+
+def test_query_heads_must_be_a_multiple_of_kv_heads():
+    with pytest.raises(GeometryError, match="num_attention_heads = 3: must be a multiple of num_key_value_heads \\(2\\)"):
+        ModelGeometry.from_hf_config(hf_config() | {"num_attention_heads": 3, "num_key_value_heads": 2})

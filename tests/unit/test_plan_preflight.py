@@ -96,8 +96,8 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 @pytest.mark.parametrize(
     "changes, start",
     [
-        ({"model_type": "llama"}, "model_type = 'llama': the architectures known so far are: qwen3"),
-        ({"head_dim": "absent"}, "config.json = 'head_dim': field is missing"),
+        ({"model_type": "llama"}, "model_type = 'llama': is not known; use a model of one of these architectures: qwen3"),
+        ({"head_dim": "absent"}, "head_dim: is missing from the model's config.json"),
     ],
 )
 def test_a_checkpoint_of_another_kind(workplace, changes, start):
