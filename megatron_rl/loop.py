@@ -62,15 +62,17 @@ class Loop:
             self._saved = self.version
 
     def _step(self, step: int) -> dict[str, float]:
-        rollout = on_rank0(lambda: self._worker.collect(self.version))
+        with self._phase("generate"):
+            rollout = on_rank0(lambda: self._worker.collect(self.version))
         metrics = rollout_metrics(rollout)
         sequences = to_sequences(rollout)
-        with timed(metrics, "time/logprobs"):
+        with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
-        with timed(metrics, "time/train"):
+        with self._phase("train", metrics):
             metrics |= self._learn(sequences)
         self.version += 1
-        report = self.sync.run(self.version)
+        with self._phase("sync"):
+            report = self.sync.run(self.version)
         if is_rank0():
             self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
         return metrics | report.metrics()
@@ -98,6 +100,16 @@ class Loop:
             return {}
         return on_rank0(lambda: self._worker.evaluate(self.version))
 
+    @contextmanager
+    def _phase(self, name: str, metrics: dict[str, float] | None = None) -> Iterator[None]:
+        """Says on the progress bar what is being done; stores its seconds as `time/NAME` where `metrics` is given."""
+        if is_rank0():
+            self._log.now(name)
+        start = time.perf_counter()
+        yield
+        if metrics is not None:
+            metrics[f"time/{name}"] = time.perf_counter() - start
+
     def _record(self, metrics: dict[str, float]) -> None:
         if is_rank0():
             self._log.step(metrics)
@@ -119,11 +131,3 @@ def mismatch(sequences: list[Sequence]) -> dict[str, float]:
         "mismatch/abs_max": float(difference.abs().max()),
         "mismatch/k3_kl": float(k3(difference).mean()),
     }
-
-
-@contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Stores the seconds that the block took under `name`."""
-    start = time.perf_counter()
-    yield
-    metrics[name] = time.perf_counter() - start

@@ -9,7 +9,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine import Engine, find_launcher
-from megatron_rl.errors import RunError
+from megatron_rl.errors import MegatronRLError, RunError
 from megatron_rl.export import save_hf
 from megatron_rl.loop import Loop
 from megatron_rl.mcore import checkpoint
@@ -27,10 +27,10 @@ from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0
-from megatron_rl.report import write_report
+from megatron_rl.report import headline, write_report
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rollout import RolloutWorker
-from megatron_rl.runlog import RunLog
+from megatron_rl.runlog import RunLog, read_metrics
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
 from megatron_rl.versions import versions
@@ -62,8 +62,10 @@ class Session:
         except BaseException as error:
             if loop is not None and (isinstance(error, RunError) or self.layout.world_size == 1):
                 self._try_checkpoint(loop)  # every rank is here: RunErrors are raised on all of them
-            self._close_log("broken", f"{type(error).__name__}: {error}")
+            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
             raise
+        if is_rank0():
+            self.say(headline(read_metrics(self.folder)))
         self._close_log("finished")
         return self.folder
 
@@ -139,10 +141,15 @@ class Session:
         except Exception as error:  # the run's own error is the one to report
             self.say(f"no last checkpoint: {error}")
 
-    def _close_log(self, status: Any, reason: str = "") -> None:
-        if self.log is not None and is_rank0():
-            self.log.finish(status, reason)
+    def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
+        """Ends the log and writes the report; what goes wrong here never hides the run's own error."""
+        if self.log is None:
+            return
+        self.log.finish(status, reason)
+        try:
             write_report(self.folder)
+        except Exception as error:
+            print(f"megatron-rl: no report: {error}", file=sys.stderr)
 
 
 def run_session(config: Config, layout: Layout) -> Path:
