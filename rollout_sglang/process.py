@@ -14,6 +14,15 @@ _TAIL_LINES = 25
 _GRACE = 10.0
 
 
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment without torchrun's variables: with them the engine would wait to join the trainer's process group."""
+    prefixes = ("TORCHELASTIC_", "ROLE_")
+    return {name: value for name, value in os.environ.items() if name not in _TORCHRUN and not name.startswith(prefixes)}
+
+
 class EngineProcess:
     """One server process in a session of its own; its output goes to `log`."""
 
@@ -25,7 +34,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**_own_environment(), **environment},
                 start_new_session=True,
             )
         self._below: list[psutil.Process] = []
