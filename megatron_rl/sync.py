@@ -157,7 +157,8 @@ def _make_segment(size: int) -> str:
     """Creates the shared-memory file, readable by this user only, and returns its path. Raises UserError where it does not fit."""
     free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < size + _HEADROOM:
-        raise UserError("sync.bucket_mb", size >> 20, f"{_SHARED_MEMORY} has {free >> 20} MiB free", "lower it, or enlarge the shared memory")
+        rule = f"{_SHARED_MEMORY} has {free >> 20} MiB free"
+        raise UserError("sync.bucket_mb", size >> 20, rule, "lower it, or enlarge the shared memory")
     path = _SHARED_MEMORY / f"megatron-rl-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
     try:
