@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
+"""The run's API key comes by the environment: everybody on a machine can read command lines."""
 _TAIL_LINES = 25
 _GRACE = 10.0
 
