@@ -109,18 +109,20 @@ def test_one_byte_changed_in_the_engine_is_named_and_the_next_sync_mends_it(serv
 
 
 def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(served, new_world, tmp_path_factory):
-    """The BF16 export of the same checkpoint is the masters rounded once, and transformers loads it."""
+    """While it starts: the BF16 export of the same checkpoint is the masters rounded once, and transformers loads it."""
     folder, other = tmp_path_factory.mktemp("export"), new_world()
     saved = served.call("support.served:save_run_checkpoint", folder / "step_00001")[0]
-    fp8, bf16 = (other.call("support.served:export", saved, folder / kind, kind)[0] for kind in ("fp8", "bf16"))
     masters = served.call("support.served:masters")[0]
+    fp8 = other.call("support.served:export", saved, folder / "fp8", "fp8")[0]
+    served.send("support.served:restart_engine", fp8, folder)
+    bf16 = other.call("support.served:export", saved, folder / "bf16", "bf16")[0]
     exported = read_weights(bf16)
     assert exported.keys() == masters.keys()
     assert all(torch.equal(exported[name], masters[name].bfloat16()) for name in masters)
     logits = new_world().call("support.transformers_side:logits", bf16, [PROMPTS[0]])[0]
     assert logits.isfinite().all() and logits.std() > 0.1
 
-    served.call("support.served:restart_engine", fp8, folder, seconds=150)
+    served.receive(seconds=150)
     served.call("support.served:check_live")
     assert served.call("support.served:prove") == [TENSORS]
     assert_same_logprobs(served.call("support.served:generate", PROMPTS)[0], {0})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from megatron_rl.algorithm.grpo import GRPOLoss
 from megatron_rl.batch import Sequence
-from megatron_rl.config import Algorithm, Config
+from megatron_rl.config import Algorithm
 from megatron_rl.errors import RunError
 from megatron_rl.export import export_checkpoint, save_hf
 from megatron_rl.mcore import checkpoint as checkpoints
@@ -23,9 +22,8 @@ from parallel.buckets import Bucket, Slice
 from parallel.geometry import ModelGeometry, Rect
 from parallel.regions import raw_bytes, region
 from rollout_sglang.engine import SGLangEngine, launch
+from support.engines import engine_config
 from support.trainer import Trainer
-
-_SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0}
 
 
 class Served:
@@ -52,11 +50,6 @@ class Served:
 
 
 _now: list[Served] = []
-
-
-def engine_config(checkpoint: Path, precision: dict[str, Any], start_timeout: float = 120.0) -> Config:
-    rollout = {**_SMALL, "start_timeout": start_timeout}
-    return Config.model_validate({"model": {"path": checkpoint}, "precision": precision, "rollout": rollout})
 
 
 def start(checkpoint: Path, folder: Path, precision: dict[str, Any], engine_model: Path | None = None) -> int:
@@ -192,24 +185,3 @@ def generate_until_it_fails(prompts: list[list[int]]) -> tuple[str, str]:
 def stop_twice() -> None:
     _now[0].engine.stop()
     _now[0].engine.stop()
-
-
-def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[str, str, float]:
-    """Starts an engine that cannot start: (the error's line, its log tail, seconds it took).
-
-    `fault`: `start_timeout` in seconds, a `port` to insist on, or a server `argument`.
-    """
-    from rollout_sglang import engine
-
-    config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 60.0))
-    if "port" in fault:
-        engine._free_port = lambda host: fault["port"]
-    if "argument" in fault:
-        arguments = engine._server_arguments
-        engine._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
-    start = time.perf_counter()
-    try:
-        launch(config, checkpoint, folder).stop()
-    except RunError as error:
-        return str(error), error.log_tail, time.perf_counter() - start
-    raise AssertionError("the engine started")
