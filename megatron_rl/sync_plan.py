@@ -55,7 +55,11 @@ class SyncPlan:
         return max(sum(piece.nbytes for piece in bucket) for bucket in self.buckets)
 
     def bytes_of(self, move: Move) -> int:
-        return move.target_rect.rows * move.target_rect.cols * {"fp8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+        return (
+            move.target_rect.rows
+            * move.target_rect.cols
+            * {"fp8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+        )
 
 
 def check_live_engine(plan: SyncPlan, engine: Engine) -> None:

@@ -53,7 +53,9 @@ def megatron_shards(
     return list(_shards(model, layout, alike, quantised, rows, split_latent))
 
 
-def trainer_shards(model: ModelGeometry, layout: Layout, *, quantised: bool = False, vocab_rows: int | None = None) -> dict[int, list[Shard]]:
+def trainer_shards(
+    model: ModelGeometry, layout: Layout, *, quantised: bool = False, vocab_rows: int | None = None
+) -> dict[int, list[Shard]]:
     """`megatron_shards` of every rank of a layout."""
     return {
         rank: megatron_shards(model, layout, layout.coordinates(rank), quantised=quantised, vocab_rows=vocab_rows)
@@ -169,7 +171,9 @@ class _Rank:
         heights = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # rows of q, k, v in one group
         size = model.kv_heads * sum(heights)
         if size % tp:
-            raise GeometryError("layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}")
+            raise GeometryError(
+                "layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}"
+            )
         first, last = self.place.tp * size // tp, (self.place.tp + 1) * size // tp
         pieces: list[Piece] = []
         for group in range(first // sum(heights), -(-last // sum(heights))):
@@ -201,9 +205,7 @@ class _Rank:
         ]
 
     def _mlp(self, hf: str, mcore: str, expert: bool = False) -> list[Shard]:
-        part, parts, field = (
-            (self.place.etp, self.layout.etp, "layout.etp") if expert else (self.place.tp, self.layout.tp, "layout.tp")
-        )
+        part, parts, field = (self.place.etp, self.layout.etp, "layout.etp") if expert else (self.place.tp, self.layout.tp, "layout.tp")
         gate_up = [rows_of(self.tensors[f"{hf}{half}_proj.weight"], part, parts, field) for half in ("gate", "up")]
         down = cols_of(self.tensors[hf + "down_proj.weight"], part, parts, field)
         return [stack(mcore + "linear_fc1.weight", gate_up), stack(mcore + "linear_fc2.weight", [down])]

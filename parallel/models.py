@@ -104,7 +104,7 @@ def _deepseek_experts(config: Mapping[str, Any]) -> Experts:
 def _qwen_experts(config: Mapping[str, Any]) -> Experts:
     layers, every = _positive(config, "num_hidden_layers"), _positive(config, "decoder_sparse_step", 1)
     plain = set(config.get("mlp_only_layers") or ())
-    count = "num_experts" if "num_experts" in config else "num_local_experts"  # transformers 5 writes the second name
+    count = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes the first name
     return Experts(
         count=_positive(config, count),
         ffn=_positive(config, "moe_intermediate_size"),

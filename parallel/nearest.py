@@ -39,7 +39,9 @@ def engine_problem(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[
     return None
 
 
-def nearest_layouts(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True, count: int = 2) -> list[Layout]:
+def nearest_layouts(
+    model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True, count: int = 2
+) -> list[Layout]:
     """The working training layouts with sizes nearest to `layout`'s, best first; on the same number of ranks where there are any."""
     width = layout.tp * layout.dp
     candidates = []
