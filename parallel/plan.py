@@ -8,9 +8,10 @@ quantised again, so every edge of every piece must lie on a block edge of its sh
 from __future__ import annotations
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from parallel.blocks import BLOCK, blocks_in
 from parallel.pieces import FP32_ROLES, GeometryError, Piece, Rect, Shard, cut_piece
@@ -51,28 +52,23 @@ def reshard(
     """The copies that fill every target piece exactly once, ordered by target rank and parameter.
 
     `sources` and `targets` map a rank to its shards. Where several sources hold the same elements, that on the target's own device is
-    taken; else the one that has sent the fewest bytes to other devices so far. `homes` maps a target rank to the source rank on its
+    taken; else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on its
     device, by default the one of the same number; empty where engines have devices of their own.
 
     Raises GeometryError when a piece has no source or cuts an FP8 block.
     """
     for side in (sources, targets):
         check_blocks(side, fp8_roles)
-    plan: list[Copy] = []
     with _no_collection():
-        held = _Sources(sources, fp8_roles)
+        held = _Sources(sources)
+        parts = []
         for rank, shards in targets.items():
             home = rank if homes is None else homes.get(rank, -1)
             for shard in shards:
-                kind = kind_of(shard.role, fp8_roles)
                 for piece in shard.pieces:
-                    down, right = piece.row - piece.source.row, piece.col - piece.source.col
-                    for overlap, (source_rank, source, place) in held.cover(piece, home, shard.name, rank):
-                        row, col, rows, cols = overlap
-                        from_rect = Rect(row + place[0], col + place[1], rows, cols)
-                        to_rect = Rect(row + down, col + right, rows, cols)
-                        plan.append(Copy(piece.tensor.name, source_rank, source, from_rect, rank, shard.name, to_rect, kind))
-    return plan
+                    parts += [_Part(rank, home, shard, piece, *found) for found in held.cover(piece, home, shard.name, rank)]
+        chosen = _choose(parts, fp8_roles)
+        return [_copy(part, holder, fp8_roles) for part, holder in zip(parts, chosen, strict=True)]
 
 
 def kind_of(role: str, fp8_roles: frozenset[str]) -> str:
@@ -102,13 +98,44 @@ _Holder = tuple[int, str, tuple[int, int]]
 """Rank, parameter, and what to add to a row and column of the checkpoint's tensor to find them in the parameter."""
 
 
-class _Sources:
-    """Who holds which rectangle of which tensor, and what each has sent so far."""
+class _Part(NamedTuple):
+    """A rectangle of the checkpoint's tensor that a target needs, and who holds it."""
 
-    def __init__(self, sources: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str]) -> None:
-        self._fp8_roles = fp8_roles
+    rank: int
+    home: int
+    shard: Shard
+    piece: Piece
+    rect: Rect
+    owners: dict[int, _Holder]
+
+
+def _choose(parts: Sequence[_Part], fp8_roles: frozenset[str]) -> list[_Holder]:
+    """A source for every part. What few ranks hold is shared out first, and large before small, so that loads even out."""
+    sizes = [part.rect.rows * part.rect.cols * (1 if part.shard.role in fp8_roles else 2) for part in parts]
+    chosen: list[_Holder | None] = [part.owners.get(part.home) for part in parts]
+    sent: dict[int, int] = defaultdict(int)
+    for index in sorted(range(len(parts)), key=lambda index: (len(parts[index].owners), -sizes[index])):
+        if chosen[index] is None:
+            owners = parts[index].owners
+            source = min(owners, key=sent.__getitem__)
+            sent[source] += sizes[index]
+            chosen[index] = owners[source]
+    return cast(list[_Holder], chosen)
+
+
+def _copy(part: _Part, holder: _Holder, fp8_roles: frozenset[str]) -> Copy:
+    rank, _, shard, piece, (row, col, rows, cols), _ = part
+    source_rank, source, (down, right) = holder
+    from_rect = Rect(row + down, col + right, rows, cols)
+    to_rect = Rect(row - piece.source.row + piece.row, col - piece.source.col + piece.col, rows, cols)
+    return Copy(piece.tensor.name, source_rank, source, from_rect, rank, shard.name, to_rect, kind_of(shard.role, fp8_roles))
+
+
+class _Sources:
+    """Who holds which rectangle of which tensor."""
+
+    def __init__(self, sources: Mapping[int, Sequence[Shard]]) -> None:
         self._held: dict[str, dict[Rect, dict[int, _Holder]]] = {}
-        self._sent: dict[int, int] = dict.fromkeys(sources, 0)
         self._covers: dict[tuple[str, Rect], list[tuple[Rect, dict[int, _Holder]]] | None] = {}
         for rank, shards in sources.items():
             for shard in shards:
@@ -116,27 +143,19 @@ class _Sources:
                     owners = self._held.setdefault(tensor.name, {}).setdefault(source, {})
                     owners.setdefault(rank, (rank, shard.name, (row - source.row, col - source.col)))
 
-    def cover(self, piece: Piece, home: int, target: str, rank: int) -> Iterator[tuple[Rect, _Holder]]:
-        """Rectangles that together are `piece` and do not overlap, each with the source chosen for it."""
+    def cover(self, piece: Piece, home: int, target: str, rank: int) -> list[tuple[Rect, dict[int, _Holder]]]:
+        """Rectangles that together are `piece` and do not overlap, each with its owners. Raises GeometryError where some are missing."""
         name = piece.tensor.name
         key = (name, piece.source)
         if key not in self._covers:
             self._covers[key] = self._disjoint(name, piece.source)
         parts = self._covers[key]
         if parts is None:  # sources overlap each other: the home's own rectangles first
-            mine_first = sorted(self._held[name].items(), key=lambda held: home not in held[1])
-            parts = _cut(piece.source, mine_first)
+            parts = _cut(piece.source, sorted(self._held[name].items(), key=lambda held: home not in held[1]))
         missing = piece.source.rows * piece.source.cols - sum(part.rows * part.cols for part, _ in parts)
         if missing:
             raise GeometryError(name, f"{missing} elements", f"no source holds what {target} of rank {rank} needs")
-        itemsize = 1 if piece.tensor.role in self._fp8_roles else 2
-        for part, owners in parts:
-            if home in owners:
-                yield part, owners[home]
-            else:
-                chosen = min(owners, key=self._sent.__getitem__)
-                self._sent[chosen] += part.rows * part.cols * itemsize
-                yield part, owners[chosen]
+        return parts
 
     def _disjoint(self, name: str, wanted: Rect) -> list[tuple[Rect, dict[int, _Holder]]] | None:
         """The parts of `wanted` that sources hold, None where these overlap (then the choice depends on who asks)."""
