@@ -6,11 +6,13 @@ import numpy as np
 import torch
 import xxhash
 
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 
 
 def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
-    """The view of a rectangle; a one-dimensional tensor counts as N x 1."""
+    """The view of a rectangle; a one-dimensional tensor counts as N x 1, stacked matrices [E, R, C] as E * R x C."""
+    if tensor.dim() == 3:
+        tensor = tensor.view(-1, tensor.shape[2])  # a view or an error, never a copy
     if tensor.dim() == 1:
         return tensor[rect.row : rect.row + rect.rows]
     return tensor[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 
@@ -129,16 +128,14 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
 def _global_name(model: GPTModel, name: str) -> str:
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+        layer = model.decoder.layers[int(parts[2])]
+        parts[2] = str(layer.layer_number - 1)
+        if "local_experts" in parts:
+            at = parts.index("local_experts") + 1
+            parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
     return ".".join(parts)
 
 
 def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:
     """`rank_shards` of the calling process."""
-    place = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
-    tp, dp, pp = place
-    return rank_shards(hf_config, layout, tp + layout.tp * (dp + layout.dp * pp))
+    return rank_shards(hf_config, layout, torch.distributed.get_rank())
