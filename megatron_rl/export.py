@@ -32,7 +32,7 @@ def gather_tensors(
     `planes` is this rank's `mcore.weights.planes`; what is not FP8 is cast to `high` ("bf16" or "fp32").
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = trainer_shards(model, layout)
+    sources = trainer_shards(model, layout, quantised=bool(fp8_roles))
     targets = {0: model.checkpoint_shards()}
     mine = []
     for move in moves(reshard(sources, targets, fp8_roles)):

@@ -58,6 +58,8 @@ def _check_model(config: Config, layout: Layout) -> None:
     traits_of(hf_config)
     try:
         geometry = ModelGeometry.from_hf_config(hf_config)
+        if geometry.vocab % layout.tp:  # padded rows would take part in the softmax
+            raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({geometry.vocab})", "use a divisor of it")
         SyncPlan.of_config(geometry, layout, config)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None

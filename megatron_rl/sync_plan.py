@@ -35,10 +35,10 @@ class SyncPlan:
         roles = contract.fp8_roles()
         try:
             targets = engine_shards(model, rollout_tp)
-            planned = moves(reshard(trainer_shards(model, train), targets, roles))
+            planned = moves(reshard(trainer_shards(model, train, quantised=bool(roles)), targets, roles))
             cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high]), bucket_bytes)
         except GeometryError as error:
-            told = explained(error, model, train, (rollout_tp, 1), roles, quantised=False)
+            told = explained(error, model, train, (rollout_tp, 1), roles, quantised=bool(roles))
             raise UserError(told.field, told.value, told.rule, told.fix) from None
         except ValueError as error:
             raise UserError("sync.bucket_mb", bucket_bytes >> 20, str(error), "raise it") from None

@@ -86,7 +86,7 @@ def write(tensors: dict[str, torch.Tensor], segment: str, slices: list[list[Any]
 
 
 def _byte_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's storage as uint8 [rows, bytes per row]; a vector has one element per row, as in the geometry."""
+    """The tensor's storage as uint8 [rows, bytes per row]; a vector has one element per row, experts stand one below the other."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous in the engine; its bytes cannot be written in place")
-    return tensor.view(tensor.shape[0], -1).view(torch.uint8)
+    return tensor.view(-1, tensor.shape[-1] if tensor.dim() > 1 else 1).view(torch.uint8)
