@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from megatron_rl import hf
+from megatron_rl.architecture import traits_of
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.sync_plan import SyncPlan
@@ -54,6 +55,7 @@ def _check_model(config: Config, layout: Layout) -> None:
         if folder.exists():
             raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
         hf_config = hf.new_config(config.model.create, 0, config.precision.high)
+    traits_of(hf_config)
     try:
         geometry = ModelGeometry.from_hf_config(hf_config)
         SyncPlan.of_config(geometry, layout, config)

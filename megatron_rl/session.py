@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import sys
 from contextlib import ExitStack
@@ -95,7 +94,7 @@ class Session:
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
         engine, worker = self._on_rank0_only()
-        sync = WeightSync(plan, engine, f"{os.getpid()}-{secrets.token_hex(4)}", live)
+        sync = WeightSync(plan, engine, live)
         self._resources.callback(sync.close)
         on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
         sync.prove()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import shutil
 import time
 from collections import defaultdict
@@ -62,13 +63,12 @@ class SyncReport:
 class WeightSync:
     """Runs syncs over a plan. Every trainer rank makes one; only rank 0 has the engine. All its methods are collective."""
 
-    def __init__(self, plan: SyncPlan, engine: Engine | None, run_id: str, read_planes: Callable[[], dict[str, torch.Tensor]]) -> None:
+    def __init__(self, plan: SyncPlan, engine: Engine | None, read_planes: Callable[[], dict[str, torch.Tensor]]) -> None:
         """`read_planes` gives this rank's live tensors (`mcore.weights.planes`), as the last optimizer step left them."""
         self.plan, self._read_planes = plan, read_planes
         self._engine = cast(Engine, engine)  # used inside on_rank0 only
         self._rank = dist.get_rank()
-        self._segment = _SHARED_MEMORY / f"megatron-rl-{run_id}"
-        on_rank0(lambda: _make_segment(self._segment, plan.bucket_bytes))
+        self._segment = Path(on_rank0(lambda: _make_segment(plan.bucket_bytes)))  # every rank must open the same file
 
     def close(self) -> None:
         """Removes the shared-memory file."""
@@ -153,16 +153,19 @@ class WeightSync:
         )
 
 
-def _make_segment(path: Path, size: int) -> None:
-    """Creates the shared-memory file, readable by this user only. Raises UserError where it does not fit."""
-    free = shutil.disk_usage(path.parent).free
+def _make_segment(size: int) -> str:
+    """Creates the shared-memory file, readable by this user only, and returns its path. Raises UserError where it does not fit."""
+    free = shutil.disk_usage(_SHARED_MEMORY).free
     if free < size + _HEADROOM:
-        raise UserError("sync.bucket_mb", size >> 20, f"{path.parent} has {free >> 20} MiB free", "lower it, or enlarge the shared memory")
+        rule = f"{_SHARED_MEMORY} has {free >> 20} MiB free"
+        raise UserError("sync.bucket_mb", size >> 20, rule, "lower it, or enlarge the shared memory")
+    path = _SHARED_MEMORY / f"megatron-rl-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, max(size, 1))
     finally:
         os.close(descriptor)
+    return str(path)
 
 
 def _write_part(source: torch.Tensor, move: Move, piece: Slice, flat: np.ndarray) -> None:

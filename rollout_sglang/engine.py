@@ -22,7 +22,7 @@ from parallel.buckets import Bucket
 from parallel.geometry import Rect
 from rollout_sglang.live import PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
-from rollout_sglang.process import EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.5
@@ -35,8 +35,8 @@ def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
     """
     rollout, contract = config.rollout, PrecisionContract.of(config.precision)
     port, key = _free_port(rollout.host), secrets.token_urlsafe(24)
-    arguments = _server_arguments(config, contract, model_path, port, key)
-    process = EngineProcess(arguments, _environment(rollout.tp), log_dir / "engine.log")
+    arguments = _server_arguments(config, contract, model_path, port)
+    process = EngineProcess(arguments, {API_KEY_VARIABLE: key, **_environment(rollout.tp)}, log_dir / "engine.log")
     engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout)
     try:
         engine.wait_until_healthy(rollout.start_timeout)
@@ -46,13 +46,12 @@ def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
     return engine
 
 
-def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, key: str) -> list[str]:
+def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int) -> list[str]:
     rollout = config.rollout
     options: dict[str, Any] = {
         "model-path": model_path,
         "host": rollout.host,
         "port": port,
-        "api-key": key,
         "dtype": _DTYPE[contract.high],
         "tp-size": rollout.tp,
         "max-running-requests": rollout.max_running_requests,

@@ -10,8 +10,19 @@ from pathlib import Path
 
 import psutil
 
+API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
+"""The run's API key comes by the environment: everybody on a machine can read command lines."""
 _TAIL_LINES = 25
 _GRACE = 10.0
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment without torchrun's variables: with them the engine would wait to join the trainer's process group."""
+    prefixes = ("TORCHELASTIC_", "ROLE_")
+    return {name: value for name, value in os.environ.items() if name not in _TORCHRUN and not name.startswith(prefixes)}
 
 
 class EngineProcess:
@@ -25,7 +36,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**_own_environment(), **environment},
                 start_new_session=True,
             )
         self._below: list[psutil.Process] = []

@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import Any
 
-from rollout_sglang import standins
+from rollout_sglang import process, standins
 
 standins.install()
 
@@ -52,7 +52,9 @@ def main(arguments: list[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     launch_server(
-        prepare_server_args(arguments[2:]), run_scheduler_process_func=run_scheduler, run_detokenizer_process_func=run_detokenizer
+        prepare_server_args([*arguments[2:], "--api-key", os.environ.pop(process.API_KEY_VARIABLE)]),
+        run_scheduler_process_func=run_scheduler,
+        run_detokenizer_process_func=run_detokenizer,
     )
 
 

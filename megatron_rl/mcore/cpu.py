@@ -92,6 +92,9 @@ def _patch_device_queries() -> None:
 
 def _patch_device_literals() -> None:
     # `device="cuda"` in schedules.py, optimizer.py, clip_grads.py and utils.py; rope_utils pins memory unconditionally
+    from torch.utils import _device
+
+    _device._device_constructors()  # caches the originals: `with torch.device(...)`, which transformers uses, knows them by identity
     for name in ("tensor", "zeros", "ones"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.mcore import adam, cpu
 from megatron_rl.mcore.layers import block_spec
 from megatron_rl.precision import PrecisionContract
@@ -61,7 +62,7 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
 
     Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype.
     """
-    dtype = _DTYPES[contract.high]
+    dtype, traits = _DTYPES[contract.high], traits_of(hf_config)
     config = PolicyConfig(
         num_layers=hf_config["num_hidden_layers"],
         hidden_size=hf_config["hidden_size"],
@@ -73,9 +74,9 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=hf_config["rms_norm_eps"],
-        qk_layernorm=True,
+        qk_layernorm=traits.head_norms,
         add_bias_linear=False,
-        add_qkv_bias=False,
+        add_qkv_bias=traits.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -104,8 +105,3 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         rotary_base=rope_theta(hf_config),
         parallel_output=True,
     )
-
-
-def rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """The rotary base of a config.json, in the old place (`rope_theta`) or the new one (`rope_parameters`)."""
-    return float((hf_config.get("rope_parameters") or hf_config)["rope_theta"])

@@ -96,7 +96,7 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 @pytest.mark.parametrize(
     "changes, start",
     [
-        ({"model_type": "llama"}, "model_type = 'llama': is not known; use a model of one of these architectures: qwen3"),
+        ({"model_type": "llama"}, "model.path = 'llama': is an architecture the trainer does not build; use one of qwen3"),
         ({"head_dim": "absent"}, "head_dim: is missing from the model's config.json"),
     ],
 )

@@ -1,0 +1,68 @@
+"""The FP8 layers inside Megatron: the three products of the contract through tensor- and sequence-parallel communication."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.models import random_sequences
+
+from tests.unit.golden import slow_fp8
+
+pytestmark = pytest.mark.slow
+
+S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
+
+
+def uneven(rows: int, cols: int, seed: int) -> np.ndarray:
+    """float32 values whose blocks have very different sizes, so that a scale taken from the wrong block shows."""
+    random = np.random.default_rng(seed)
+    sizes = np.exp2(random.integers(-6, 6, (-(-rows // 32), -(-cols // 32))))
+    return (random.standard_normal((rows, cols)) * np.kron(sizes, np.ones((32, 32)))[:rows, :cols]).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    return uneven(N, K, 1), uneven(S * B, K, 2), uneven(S * B, N, 3)
+
+
+@pytest.fixture(scope="module", params=["pow2", "fp32"])
+def expected(request, operands):
+    """(scale format, left and right operand of each product in float64), quantised by the slow definitions."""
+    weight, x, dy = operands
+    form = request.param
+    codes, scales = slow_fp8.quantize_matrix(weight, form)
+    blocks = slow_fp8.from_codes(codes) * np.kron(scales.astype(np.float64), np.ones((128, 128)))
+    x_tokens, dy_tokens = (slow_fp8.round_trip_rows(np.ascontiguousarray(values.T), form) for values in (x, dy))
+    products = {
+        "y": (slow_fp8.round_trip_rows(x, form), blocks.T),
+        "dx": (slow_fp8.round_trip_rows(dy, form), blocks),
+        "dw": (dy_tokens, x_tokens.T),
+    }
+    return form, {name: (left.astype(np.float64), right.astype(np.float64)) for name, (left, right) in products.items()}
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+@pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])
+def test_products_are_those_of_the_contract(one, two, operands, expected, kind, ranks, sequence_parallel):
+    scale_format, products = expected
+    weight, x, dy = (torch.from_numpy(values) for values in operands)
+    arguments = (kind, scale_format, sequence_parallel, weight, x.view(S, B, K), dy.view(S, B, N))
+    for rank, results in enumerate({1: one, 2: two}[ranks].call("support.fp8_layer:products", *arguments)):
+        for (name, (left, right)), got in zip(products.items(), results, strict=True):
+            error = np.abs(got.double().numpy().reshape(left.shape[0], right.shape[1]) - left @ right)
+            # FP32 sums in any order; one wrongly quantised element would be 2^-4 of a term
+            assert (error <= 1e-6 * (np.abs(left) @ np.abs(right)) + 1e-30).all(), f"rank {rank}: {name} is off by {error.max()}"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_in_bf16_keeps_fp32_masters(one, two, checkpoint, ranks):
+    world, batch = {1: one, 2: two}[ranks], random_sequences(8, seed=7)
+    precision = {"mode": "fp8_unified", "high": "bf16"}
+    learnt = world.call("support.trainer:learn_text", checkpoint, precision, {"learning_rate": 2e-3}, batch, 6)[0]
+    assert learnt["losses"][-1] < 0.8 * learnt["losses"][0]
+    assert len(learnt["fp8"]) == 2 * 4 and {learnt["dtypes"][name] for name in learnt["fp8"]} == {"torch.float32"}
+    assert {learnt["dtypes"][name] for name in learnt["dtypes"].keys() - set(learnt["fp8"])} == {"torch.bfloat16"}
+    tiny = world.call("support.trainer:learn_text", checkpoint, precision, {"learning_rate": 1e-7}, batch, 1)[0]
+    for name in tiny["fp8"]:  # one step of Adam is at most the learning rate; bf16 would lose it in a weight of 0.05
+        assert 0.5e-7 < tiny["moved"][name] < 2e-7, name

@@ -1,0 +1,163 @@
+"""The trainer's side of a test, run in the ranks of a `World`: a real Megatron model, its optimizer, and what they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl import hf
+from megatron_rl.algorithm.grpo import GRPOLoss
+from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.config import Algorithm, Precision, Train
+from megatron_rl.errors import RunError
+from megatron_rl.export import gather_tensors
+from megatron_rl.mcore import checkpoint as checkpoints
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.precision import PrecisionContract
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+
+TRAIN = {"learning_rate": 1e-3, "micro_batch_size": 4}
+
+
+class Trainer:
+    """An actor of a checkpoint on this rank; the world's size is its tensor parallel size."""
+
+    def __init__(self, folder: Path, precision: dict[str, Any], train: dict[str, Any] | None = None, temperature: float = 1.0) -> None:
+        self.layout = start()
+        self.folder, self.precision = folder, Precision(**precision)
+        self.hf_config = hf.read_config(folder)
+        self.contract = PrecisionContract.of(self.precision)
+        self.shards = this_rank_shards(self.hf_config, self.layout)
+        self.model = build_model(self.hf_config, self.layout, self.contract)
+        load_checkpoint(self.model, folder, self.shards)
+        self.actor = Actor(self.model, Train(**{**TRAIN, **(train or {})}), temperature)
+
+    def planes(self) -> dict[str, torch.Tensor]:
+        return planes(self.model, self.shards, self.contract)
+
+    def tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
+        """The whole model under Hugging Face names, on rank 0: FP32 masters, or with `fp8` the blocks (bytes as uint8) and scales."""
+        contract = self.contract if fp8 else PrecisionContract.of(Precision(mode="bf16", high="fp32"))
+        geometry = ModelGeometry.from_hf_config(self.hf_config)
+        found = gather_tensors(planes(self.model, self.shards, contract), geometry, self.layout, contract.fp8_roles(), "fp32")
+        return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in found.items()}
+
+    def bytes_held(self) -> dict[str, bytes]:
+        """Every parameter and every FP8 block of this rank, raw."""
+        return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.planes().items()} | {
+            f"master {name}": parameter.detach().view(torch.uint8).numpy().tobytes() for name, parameter in self.model.named_parameters()
+        }
+
+
+def start() -> Layout:
+    """Joins the process groups once per process; returns the layout."""
+    if not dist.is_initialized():
+        import os
+
+        start_megatron(Layout(tp=int(os.environ.get("WORLD_SIZE", "1"))), seed=0)
+        torch.set_num_threads(1)
+    return Layout(tp=dist.get_world_size())
+
+
+def loaded(folder: Path, precision: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The engine's view (blocks, scales, the rest) of a checkpoint that was just loaded."""
+    return Trainer(folder, precision).tensors(fp8=True)
+
+
+def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
+    """This rank's part of the vocabulary: float32 [b, s, vocab / tp]."""
+    tokens, model = torch.tensor(ids), Trainer(folder, precision).model
+    with torch.no_grad():
+        return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
+
+
+def train_grpo(folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[Sequence]]) -> dict[str, Any]:
+    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after."""
+    trainer = Trainer(folder, precision, train)
+    loss = GRPOLoss(Algorithm(kl_coef=0.1))
+    before, entropy = trainer.actor.logprobs(batches[0])
+    steps = [trainer.actor.update(batch, loss) for batch in batches]
+    after, _ = trainer.actor.logprobs(batches[0])
+    return {
+        "before": torch.cat(before),
+        "entropy": entropy,
+        "steps": steps,
+        "after": torch.cat(after),
+        "masters": trainer.tensors(fp8=False),
+    }
+
+
+def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[Sequence], steps: int) -> dict[str, Any]:
+    """Supervised steps on one batch: losses, dtypes of the parameters, and how far each parameter moved."""
+    trainer = Trainer(folder, precision, train)
+    start_values = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    losses = [trainer.actor.update(batch, negative_log_likelihood)["loss/total"] for _ in range(steps)]
+    named = dict(trainer.model.named_parameters())
+    return {
+        "losses": losses,
+        "dtypes": {name: str(parameter.dtype) for name, parameter in named.items()},
+        "fp8": [f"{name}.weight" for name in fp8_layers(trainer.model)],
+        "moved": {name: float((parameter.detach().float() - start_values[name].float()).abs().max()) for name, parameter in named.items()},
+    }
+
+
+def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return -(logprobs * batch.mask).sum(), {}
+
+
+def poison_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
+    """Writes a NaN into one master on every rank, then quantises. Raises what that raises."""
+    from megatron_rl.mcore.linear import quantize_model
+
+    trainer = Trainer(folder, precision)
+    with torch.no_grad():
+        dict(trainer.model.named_parameters())[name][3, 5] = float("nan")
+    quantize_model(trainer.model)
+
+
+def poison_loss(folder: Path, precision: dict[str, Any], batch: list[Sequence], how: str) -> tuple[str, list[str]]:
+    """An update whose loss ("loss") or whose gradient alone ("gradient") is NaN: (what was raised, names whose bytes changed)."""
+
+    def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        total, metrics = negative_log_likelihood(logprobs, batch)
+        if how == "loss":
+            return total * float("nan"), metrics
+        # sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not
+        return total + torch.sqrt(logprobs * 0).sum(), metrics
+
+    trainer = Trainer(folder, precision)
+    trainer.actor.update(batch, negative_log_likelihood)  # a good step first: the state is not the initial one
+    before = trainer.bytes_held()
+    try:
+        trainer.actor.update(batch, loss)
+        raised = ""
+    except RunError as error:
+        raised = str(error)
+    after = trainer.bytes_held()
+    return raised, [name for name in before if before[name] != after[name]]
+
+
+def save_checkpoint(folder: Path, precision: dict[str, Any], batch: list[Sequence], to: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """One step, then a checkpoint; returns masters and blocks as they were saved."""
+    trainer = Trainer(folder, precision)
+    trainer.actor.update(batch, negative_log_likelihood)
+    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
+    checkpoints.save(to, trainer.model, trainer.hf_config, folder, state)
+    return {"masters": trainer.tensors(fp8=False), "blocks": trainer.tensors(fp8=True)}
+
+
+def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """`load_alone` in a process that is in no world yet; masters and blocks as `save_checkpoint` tells them."""
+    stop_megatron()
+    model, shards, precision, hf_config = checkpoints.load_alone(folder)
+    trainer = Trainer.__new__(Trainer)
+    trainer.layout, trainer.hf_config, trainer.contract = Layout(), hf_config, PrecisionContract.of(precision)
+    trainer.model, trainer.shards = model, shards
+    return {"masters": trainer.tensors(fp8=False), "blocks": trainer.tensors(fp8=True)}
