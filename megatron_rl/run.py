@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_rl import hf
 from megatron_rl.architecture import traits_of
 from megatron_rl.config import Config
+from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.errors import UserError
 from megatron_rl.sync_plan import SyncPlan
 from parallel.geometry import GeometryError, ModelGeometry
@@ -71,6 +72,10 @@ def _check_model(config: Config, layout: Layout) -> None:
 
 
 def _check_data_files(config: Config) -> None:
-    for field, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if value not in (None, "arithmetic") and not Path(str(value)).is_file():
-            raise UserError(field, str(value), "is no file", "give the path of a JSONL file, or `arithmetic`")
+    """Reads every data file once: a bad line is told now, not after minutes of start-up."""
+    data = config.data
+    for field, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if value == arithmetic.SOURCE:
+            arithmetic.check_levels(data.levels)
+        elif value:
+            jsonl.read_jsonl(Path(value), data.format, field)
