@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron_rl import hf
-from megatron_rl.architecture import traits_of
+from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.errors import UserError
@@ -52,6 +53,7 @@ def _check_model(config: Config, layout: Layout) -> None:
     folder = config.model.path
     if (folder / "config.json").is_file() or config.model.create is None:
         hf_config = hf.read_config(folder)
+        _check_same_model(config, hf_config)
     else:
         if folder.exists():
             raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
@@ -69,6 +71,17 @@ def _check_model(config: Config, layout: Layout) -> None:
     if longest > limit:
         rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
+
+
+def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:
+    """A checkpoint made earlier is reused; widths changed since would be ignored without a word, so they are refused."""
+    if config.model.create is None:
+        return
+    for name, wanted in config.model.create.model_dump().items():
+        found = rope_theta(hf_config) if name == "rope_theta" else hf_config.get(name, wanted)
+        if found != wanted:
+            fix = "remove that folder, name another model.path, or set it back"
+            raise UserError(f"model.create.{name}", wanted, f"the checkpoint already at {config.model.path} has {found}", fix)
 
 
 def _check_data_files(config: Config) -> None:

@@ -126,3 +126,10 @@ def test_a_malformed_line_of_a_data_file_is_told_before_anything_starts(workplac
     (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")
     assert line == "data.train = 'bad.jsonl:2': the field answer is missing; correct or remove this line"
+
+
+def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workplace):
+    preflight(load_config(workplace / "run.toml", ["--model.create.hidden_size=256"]))
+    line = refused("--model.create.hidden_size=384")
+    assert line.startswith("model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder")
+    assert "rope_theta" in refused("--model.create.rope_theta=5.0")
