@@ -25,11 +25,11 @@ from megatron_rl.errors import RunError
 from megatron_rl.ranks import on_rank0
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import Link, Outbox, check_hosts, make_outbox
-from megatron_rl.transport.chunks import chunks_of, pack
+from megatron_rl.transport.chunks import chunks_of, source_memory
 from parallel.blocks import BLOCK
 from parallel.geometry import Rect
 from parallel.plan import Move
-from parallel.regions import digest, digests, joint_digest
+from parallel.regions import byte_flat, digest, digests
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
@@ -78,6 +78,11 @@ class WeightSync:
         self._rank = dist.get_rank()
         self.chunks = chunks_of(plan.moves, plan.buckets)
         check_hosts(self._settings, _gathered(_BOOT_ID.read_text()))
+        self._counts = {
+            "bytes": sum(map(plan.bytes_of, plan.moves)),
+            "blocks": sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale"),
+            "tensors": len({(move.target_rank, move.target) for move in plan.moves}),
+        }
         self._outbox: Outbox | None = None
         self._seen_once = False
 
@@ -121,11 +126,10 @@ class WeightSync:
                 self._seen_once = True
         proof_seconds = time.perf_counter() - proof_start + hash_seconds
         on_rank0(lambda: self._engine.resume())
-        plan = self.plan
-        blocks = sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale")
-        tensors = len({(move.target_rank, move.target) for move in plan.moves})
-        seconds = time.perf_counter() - start
-        return SyncReport(sum(map(plan.bytes_of, plan.moves)), blocks, tensors, tensors if hashing else 0, seconds, proof_seconds)
+        counts = self._counts
+        return SyncReport(
+            **counts, proved=counts["tensors"] if hashing else 0, seconds=time.perf_counter() - start, proof_seconds=proof_seconds
+        )
 
     def _connect(self) -> Outbox:
         """Opens this rank's outbox while the engine ranks open their inboxes."""
@@ -146,23 +150,17 @@ class WeightSync:
     def _send(self, outbox: Outbox, planes: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
         """Sends this rank's chunks; returns the digests of all chunks, by number, and the longest time a rank took to make them."""
         mine: dict[int, str] = {}
-        seconds = 0.0
+        memory = source_memory(planes, self.chunks, self._rank)
 
         def send() -> None:
-            nonlocal seconds
             for number, chunk in enumerate(self.chunks):
-                if chunk.source != self._rank:
-                    continue
-                pack(planes, chunk, outbox.buffer(chunk))
-                outbox.send(chunk)
-                if hashing:
-                    start = time.perf_counter()
-                    mine[number] = joint_digest(planes, chunk.sources)
-                    seconds += time.perf_counter() - start
+                if chunk.source == self._rank:
+                    mine[number] = memory.pack(chunk.sources, byte_flat(outbox.buffer(chunk)), hashing)
+                    outbox.send(chunk)
             outbox.finish()
 
         self._together(send)
-        parts = _gathered((mine, seconds))
+        parts = _gathered((mine, memory.hash_seconds))
         return {number: value for part, _ in parts for number, value in part.items()}, max(seconds for _, seconds in parts)
 
     def _together(self, part: Callable[[], None]) -> None:

@@ -18,9 +18,9 @@ from megatron_rl.config import Config
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.types import Generation, Sampling
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
+from megatron_rl.types import Generation, Sampling
 from parallel.geometry import Rect
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX

@@ -6,17 +6,15 @@ weights, and `finish` copies that over the live tensors at memory speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
 
 import torch
 
 from megatron_rl.transport import Inbox, Link, make_inbox
-from megatron_rl.transport.chunks import Chunk, check_places, unpack
-from parallel.regions import byte_region, joint_digest
+from megatron_rl.transport.chunks import Chunk, Memory, check_targets, target_memory
+from parallel.regions import byte_flat
 
-T = TypeVar("T")
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -25,19 +23,20 @@ class Receiver:
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk], live: Tensors, staged: bool) -> None:
         """Starts to connect. Raises ValueError, before anything is written, where the chunks do not fit the live tensors."""
-        check_places(chunks, live)
+        check_targets(target_memory(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
         self._device = next(iter(live.values())).device
         names = sorted({name for chunk in chunks for name, _ in chunk.targets}) if staged else []
-        self._staging = {name: torch.empty_like(live[name]) for name in names}
+        staging = {name: torch.empty_like(live[name]) for name in names}
+        self._staging = target_memory(staging, chunks) if staged else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
         self._inbox: Future[Inbox] = self._thread.submit(make_inbox, link, rank, chunks)
         self._received: Future[list[str]] | None = None
 
     def start(self, live: Tensors, hashing: bool) -> None:
         """Begins to receive one sync's chunks into `live`, the tensors as they are now, or into the second copy."""
-        check_places(self._chunks, live)
-        self._received = self._thread.submit(self._receive, self._staging or live, hashing and not self._staging)
+        into = self._staging or target_memory(live, self._chunks)
+        self._received = self._thread.submit(self._receive, into, hashing and self._staging is None)
 
     def finish(self, live: Tensors, hashing: bool) -> list[str]:
         """Waits for the last chunk, and copies what was staged over `live`. Raises what went wrong in the thread.
@@ -49,30 +48,30 @@ class Receiver:
             raise ValueError("no sync was started")
         digests = self._received.result(self._timeout)
         self._received = None
-        if self._staging:
-            check_places(self._chunks, live)
-            return self._each_chunk(lambda chunk: _copy(self._staging, live, chunk), live, hashing)
-        return digests
+        if self._staging is None:
+            return digests
+        staging, memory = self._staging, target_memory(live, self._chunks)
+        with torch.inference_mode():
+            return [memory.copy(chunk.targets, staging, hashing) for chunk in self._chunks]
 
     def close(self) -> None:
         """Ends the connection, so that a sender that waits is told, and frees the second copy."""
         self._thread.submit(lambda: self._inbox.result().close())
         self._thread.shutdown(wait=False)
-        self._staging = {}
+        self._staging = None
 
     def _enter_device(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _receive(self, into: Tensors, hashing: bool) -> list[str]:
+    def _receive(self, into: Memory, hashing: bool) -> list[str]:
         inbox = self._inbox.result()
-
-        def write(chunk: Chunk) -> None:
-            unpack(inbox.receive(chunk), chunk, into)
-            inbox.release(chunk)
-
+        digests = []
         try:
-            digests = self._each_chunk(write, into, hashing)
+            with torch.inference_mode():
+                for chunk in self._chunks:
+                    digests.append(into.unpack(chunk.targets, byte_flat(inbox.receive(chunk)), hashing))
+                    inbox.release(chunk)
             inbox.finish()
             if self._device.type == "cuda":
                 torch.cuda.synchronize()
@@ -80,17 +79,3 @@ class Receiver:
         except BaseException:
             inbox.close()
             raise
-
-    def _each_chunk(self, write: Callable[[Chunk], None], written: Tensors, hashing: bool) -> list[str]:
-        digests = []
-        with torch.inference_mode():
-            for chunk in self._chunks:
-                write(chunk)
-                if hashing:
-                    digests.append(joint_digest(written, chunk.targets))
-        return digests
-
-
-def _copy(staging: Tensors, live: Tensors, chunk: Chunk) -> None:
-    for name, rect in chunk.targets:
-        byte_region(live[name], rect).copy_(byte_region(staging[name], rect))

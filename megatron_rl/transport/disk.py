@@ -49,7 +49,7 @@ class Outbox:
 
     def send(self, chunk: Chunk) -> None:
         assert self._file is not None
-        rest = memoryview(self._buffer[: chunk.nbytes].numpy())
+        rest = self._buffer[: chunk.nbytes].numpy().data
         while rest:
             rest = rest[self._file.write(rest) :]
 

@@ -119,11 +119,11 @@ def _group(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host) if host == "127.0.0.1" else gloo.create_default_device()]
     options._timeout = wait
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def _buffers(nbytes: int) -> list[torch.Tensor]:
