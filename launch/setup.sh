@@ -68,7 +68,7 @@ rm -f "$stamp"
 pip() {
   "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@" || fail "pip failed (its message is above); run this again to go on from here"
 }
-pip install --no-deps -r "$root/launch/requirements-torch.txt"
+pip --retries 1 install --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
 pip install --no-deps -r "$root/launch/requirements.txt"
 pip install --no-deps --no-build-isolation -e "$root"
 wanted >"$stamp"

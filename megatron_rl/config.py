@@ -34,7 +34,7 @@ class Architecture(_Section):
     num_hidden_layers: int = Field(2, ge=1)
     num_attention_heads: int = Field(2, ge=1)
     num_key_value_heads: int = Field(2, ge=1)
-    head_dim: int = Field(128, ge=128, multiple_of=128)
+    head_dim: int = Field(128, ge=32, multiple_of=16)
     max_position_embeddings: int = Field(1024, ge=16)
     rope_theta: float = Field(10000.0, gt=0)
     tie_word_embeddings: bool = False

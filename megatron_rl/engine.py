@@ -13,7 +13,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_rl.precision import PrecisionContract
 from parallel.buckets import planes_of
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards
+from parallel.megatron import trainer_shards
 from parallel.plan import moves, reshard
 from parallel.regions import region
 
@@ -32,7 +32,7 @@ def gather_tensors(
     `planes` is this rank's `mcore.weights.planes`; what is not FP8 is cast to `high` ("bf16" or "fp32").
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = {source: megatron_shards(model, layout, layout.coordinates(source)) for source in range(world)}
+    sources = trainer_shards(model, layout, quantised=bool(fp8_roles))
     targets = {0: model.checkpoint_shards()}
     mine = []
     for move in moves(reshard(sources, targets, fp8_roles)):
@@ -42,7 +42,7 @@ def gather_tensors(
     dist.gather_object([(move, _as_bytes(value) if move.kind == "fp8" else value) for move, value in mine], gathered)
     if gathered is None:
         return {}
-    kinds = {"fp8": torch.float8_e4m3fn, "scale": torch.float32, "high": _TORCH[high]}
+    kinds = {"fp8": torch.float8_e4m3fn, "scale": torch.float32, "fp32": torch.float32, "high": _TORCH[high]}
     found: dict[str, torch.Tensor] = {}
     shapes = {plane.name: (plane.rows, plane.cols) for plane in planes_of(targets, fp8_roles, 4)}
     vectors = {tensor.name for tensor in model.tensors().values() if tensor.vector}

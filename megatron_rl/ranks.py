@@ -30,3 +30,14 @@ def on_rank0(call: Callable[[], T]) -> T:
     if isinstance(outcome[1], MegatronRLError):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+def raise_together(error: MegatronRLError | None) -> None:
+    """Every rank tells what went wrong on it, or None; the first error is raised on all of them. Collective."""
+    found: list[MegatronRLError | None] = [error]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, error)
+    for told in found:
+        if told is not None:
+            raise told

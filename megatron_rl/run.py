@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from megatron_rl import hf
-from megatron_rl.architecture import traits_of
+from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
+from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.errors import UserError
 from megatron_rl.sync_plan import SyncPlan
 from parallel.geometry import GeometryError, ModelGeometry
@@ -51,6 +53,7 @@ def _check_model(config: Config, layout: Layout) -> None:
     folder = config.model.path
     if (folder / "config.json").is_file() or config.model.create is None:
         hf_config = hf.read_config(folder)
+        _check_same_model(config, hf_config)
     else:
         if folder.exists():
             raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
@@ -58,6 +61,8 @@ def _check_model(config: Config, layout: Layout) -> None:
     traits_of(hf_config)
     try:
         geometry = ModelGeometry.from_hf_config(hf_config)
+        if geometry.vocab % layout.tp:  # padded rows would take part in the softmax
+            raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({geometry.vocab})", "use a divisor of it")
         SyncPlan.of_config(geometry, layout, config)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
@@ -68,7 +73,22 @@ def _check_model(config: Config, layout: Layout) -> None:
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
 
 
+def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:
+    """A checkpoint made earlier is reused; widths changed since would be ignored without a word, so they are refused."""
+    if config.model.create is None:
+        return
+    for name, wanted in config.model.create.model_dump().items():
+        found = rope_theta(hf_config) if name == "rope_theta" else hf_config.get(name, wanted)
+        if found != wanted:
+            fix = "remove that folder, name another model.path, or set it back"
+            raise UserError(f"model.create.{name}", wanted, f"the checkpoint already at {config.model.path} has {found}", fix)
+
+
 def _check_data_files(config: Config) -> None:
-    for field, value in (("data.train", config.data.train), ("data.eval", config.data.eval)):
-        if value not in (None, "arithmetic") and not Path(str(value)).is_file():
-            raise UserError(field, str(value), "is no file", "give the path of a JSONL file, or `arithmetic`")
+    """Reads every data file once: a bad line is told now, not after minutes of start-up."""
+    data = config.data
+    for field, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if value == arithmetic.SOURCE:
+            arithmetic.check_levels(data.levels)
+        elif value:
+            jsonl.read_jsonl(Path(value), data.format, field)

@@ -27,7 +27,7 @@ from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import Link, Outbox, check_hosts, make_outbox
 from megatron_rl.transport.chunks import chunks_of, source_memory
 from parallel.blocks import BLOCK
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 from parallel.plan import Move
 from parallel.regions import byte_flat, digest, digests
 
@@ -164,7 +164,7 @@ class WeightSync:
         return {number: value for part, _ in parts for number, value in part.items()}, max(seconds for _, seconds in parts)
 
     def _together(self, part: Callable[[], None]) -> None:
-        """Every rank does its part; where one fails, all raise RunError, with the engine's own reason where it has one."""
+        """Every rank does its part; where one fails, all raise RunError, which tells the engine's side of it as well."""
         failure = ""
         try:
             part()
@@ -174,8 +174,16 @@ class WeightSync:
                 self._outbox.close()  # the engine's ranks that wait for this one are told
         failures = [text for text in _gathered(failure) if text]
         if failures:
-            on_rank0(lambda: self._engine.finish_receiving(False))
-            raise RunError(f"the sync broke: {failures[0]}")
+            reason = on_rank0(self._engine_failure)
+            raise RunError(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
+
+    def _engine_failure(self) -> str:
+        """What the engine's ranks say of a sync that broke."""
+        try:
+            self._engine.finish_receiving(False)
+        except RunError as error:
+            return str(error)
+        return ""
 
     def _compare(self, planes: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
         """Raises RunError where a chunk's digests differ."""

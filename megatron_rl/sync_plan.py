@@ -11,9 +11,10 @@ from megatron_rl.precision import PrecisionContract
 from parallel.buckets import Bucket, buckets, planes_of
 from parallel.geometry import GeometryError, ModelGeometry, Shard
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards
-from parallel.plan import Move, moves, reshard
-from parallel.sglang import sglang_shards
+from parallel.megatron import trainer_shards
+from parallel.nearest import explained
+from parallel.plan import Move, kind_of, moves, reshard, scale_name
+from parallel.sglang import engine_shards
 
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 _TORCH_NAME = {"bf16": "bfloat16", "fp32": "float32"}
@@ -33,12 +34,12 @@ class SyncPlan:
         """Plans trainer -> engine. Raises UserError where the layouts do not fit the model or cut FP8 blocks."""
         roles = contract.fp8_roles()
         try:
-            sources = {rank: megatron_shards(model, train, train.coordinates(rank)) for rank in range(train.world_size)}
-            targets = {rank: sglang_shards(model, rollout_tp, rank) for rank in range(rollout_tp)}
-            planned = moves(reshard(sources, targets, roles))
+            targets = engine_shards(model, rollout_tp)
+            planned = moves(reshard(trainer_shards(model, train, quantised=bool(roles)), targets, roles))
             cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high]), bucket_bytes)
         except GeometryError as error:
-            raise UserError(error.field, error.value, error.rule, error.fix) from None
+            told = explained(error, model, train, (rollout_tp, 1), roles, quantised=bool(roles))
+            raise UserError(told.field, told.value, told.rule, told.fix) from None
         except ValueError as error:
             raise UserError("sync.bucket_mb", bucket_bytes >> 20, str(error), "raise it") from None
         return cls(tuple(planned), tuple(cut), targets, contract)
@@ -54,7 +55,8 @@ class SyncPlan:
         return max(sum(piece.nbytes for piece in bucket) for bucket in self.buckets)
 
     def bytes_of(self, move: Move) -> int:
-        return move.target_rect.rows * move.target_rect.cols * {"fp8": 1, "scale": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+        itemsize = {"fp8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+        return move.target_rect.rows * move.target_rect.cols * itemsize
 
 
 def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
@@ -73,13 +75,14 @@ def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> Non
     roles = plan.contract.fp8_roles()
     if len(live) != len(plan.targets):
         raise RunError(f"the engine answers with {len(live)} ranks, the plan has {len(plan.targets)}")
+    dtypes = {"fp8": "float8_e4m3fn", "fp32": "float32", "high": _TORCH_NAME[plan.contract.high]}
     for rank, shards in plan.targets.items():
         expected = {}
         for shard in shards:
-            kind = "float8_e4m3fn" if shard.role in roles else _TORCH_NAME[plan.contract.high]
-            expected[shard.name] = (kind, (shard.rows,) if shard.vector else (shard.rows, shard.cols))
-        for plane in planes_of({rank: shards}, roles, _ITEMSIZE[plan.contract.high]):
-            expected.setdefault(plane.name, ("float32", (plane.rows, plane.cols)))
+            kind = kind_of(shard.role, roles)
+            expected[shard.name] = (dtypes[kind], shard.shape)
+            if kind == "fp8":
+                expected[scale_name(shard.name)] = ("float32", shard.scale_shape)
         held = {name: (tensor.dtype, tensor.shape) for name, tensor in live[rank].items()}
         for name in sorted(expected.keys() | held.keys()):
             if expected.get(name) != held.get(name):

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from parallel.blocks import blocks_in
-from parallel.geometry import Rect, Shard
-from parallel.plan import Move, scale_name
+from parallel.pieces import Rect, Shard
+from parallel.plan import Move, kind_of, scale_name
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,17 @@ Bucket = tuple[Slice, ...]
 
 
 def planes_of(shards: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str], high_itemsize: int) -> list[Plane]:
-    """Every plane of every rank, without padding rows; an FP8 shard has two planes, its bytes and its FP32 scales."""
+    """Every plane of every rank, without padding rows; an FP8 shard has two planes, its bytes and its FP32 scales.
+
+    The stacked matrices of experts are one plane, one below the other, as in `Shard`.
+    """
     found = []
     for rank, held in shards.items():
         for shard in held:
-            fp8 = shard.role in fp8_roles
-            found.append(Plane(rank, shard.name, shard.filled_rows, shard.cols, 1 if fp8 else high_itemsize))
-            if fp8:
+            kind = kind_of(shard.role, fp8_roles)
+            itemsize = {"fp8": 1, "fp32": 4, "high": high_itemsize}[kind]
+            found.append(Plane(rank, shard.name, shard.filled_rows, shard.cols, itemsize))
+            if kind == "fp8":
                 found.append(Plane(rank, scale_name(shard.name), blocks_in(shard.rows), blocks_in(shard.cols), 4))
     return found
 

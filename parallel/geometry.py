@@ -1,115 +1,32 @@
-"""The geometry of a model: every tensor of its Hugging Face checkpoint, and how a shard is put together from them.
+"""The geometry of a model: every tensor of its Hugging Face checkpoint, by name, with its shape and its role.
 
-All places are told in the coordinates of the Hugging Face tensor: a shard is a list of pieces, each a rectangle of one HF tensor
-laid at some row and column of the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import,
-export and sync are one operation: intersect two lists (see `parallel.plan`). One-dimensional tensors count as N x 1.
+How ranks hold them is told by `parallel.megatron` and `parallel.sglang`, in the words of `parallel.pieces`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from parallel.models import Experts, Latent, widths
+from parallel.pieces import GeometryError, Piece, Rect, Shard, Tensor, cols_of, rows_of, stack, whole
 
-class GeometryError(ValueError):
-    """A model or a layout that cannot be cut as asked. `field`, `value`, `rule`, `fix` as in a user's error line."""
-
-    def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
-        self.field, self.value, self.rule, self.fix = field, value, rule, fix
-        super().__init__(f"{field} = {value}: {rule}" + (f"; {fix}" if fix else ""))
-
-
-@dataclass(frozen=True)
-class Rect:
-    """Rows [row, row + rows) and columns [col, col + cols) of a tensor, in elements."""
-
-    row: int
-    col: int
-    rows: int
-    cols: int
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor of the checkpoint.
-
-    `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, embedding or lm_head.
-    """
-
-    name: str
-    rows: int
-    cols: int
-    role: str
-    vector: bool = False
-    """One-dimensional in the checkpoint and in every shard."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The rectangle `source` of tensor `tensor`, laid with its first element at (`row`, `col`) of a shard."""
-
-    tensor: Tensor
-    source: Rect
-    row: int = 0
-    col: int = 0
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One parameter as one rank holds it. Example: q, k and v stacked in `qkv_proj.weight`, three pieces."""
-
-    name: str
-    rows: int
-    cols: int
-    pieces: tuple[Piece, ...]
-
-    @property
-    def filled_rows(self) -> int:
-        """Rows that hold pieces; what lies below is padding."""
-        return max(piece.row + piece.source.rows for piece in self.pieces)
-
-    @property
-    def role(self) -> str:
-        return self.pieces[0].tensor.role
-
-    @property
-    def vector(self) -> bool:
-        return self.pieces[0].tensor.vector
-
-
-def whole(tensor: Tensor) -> Piece:
-    """The piece that is all of a tensor."""
-    return Piece(tensor, Rect(0, 0, tensor.rows, tensor.cols))
-
-
-def stack(name: str, pieces: list[Piece]) -> Shard:
-    """A shard of pieces with equal columns, one below the other."""
-    laid, row = [], 0
-    for piece in pieces:
-        laid.append(Piece(piece.tensor, piece.source, row, 0))
-        row += piece.source.rows
-    return Shard(name, row, pieces[0].source.cols, tuple(laid))
-
-
-def rows_of(tensor: Tensor, part: int, parts: int) -> Piece:
-    """The `part`-th of `parts` equal runs of rows. Raises GeometryError when they do not divide."""
-    size = _divide(tensor, "rows", tensor.rows, parts)
-    return Piece(tensor, Rect(part * size, 0, size, tensor.cols))
-
-
-def cols_of(tensor: Tensor, part: int, parts: int) -> Piece:
-    """The `part`-th of `parts` equal runs of columns. Raises GeometryError when they do not divide."""
-    size = _divide(tensor, "columns", tensor.cols, parts)
-    return Piece(tensor, Rect(0, part * size, tensor.rows, size))
-
-
-def _divide(tensor: Tensor, what: str, length: int, parts: int) -> int:
-    if length % parts:
-        raise GeometryError(
-            "layout.tp", parts, f"must divide the {length} {what} of {tensor.name}", "choose a smaller tensor-parallel size"
-        )
-    return length // parts
+__all__ = [
+    "Experts",
+    "GeometryError",
+    "Latent",
+    "ModelGeometry",
+    "Piece",
+    "Rect",
+    "Shard",
+    "Tensor",
+    "cols_of",
+    "rows_of",
+    "stack",
+    "whole",
+]
 
 
 @dataclass(frozen=True)
@@ -121,73 +38,105 @@ class ModelGeometry:
     heads: int
     kv_heads: int
     head_dim: int
+    """Width of a query head; with `latent` its parts with and without position together."""
     ffn: int
     vocab: int
     tied: bool
     """The output layer shares the embedding's weight."""
+    kind: str = "qwen3"
+    """`model_type` of the config.json."""
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Reads a config.json. Raises GeometryError for an architecture this project does not know, or a missing field."""
-        kind = config.get("model_type")
-        if kind != "qwen3":
-            raise GeometryError("model_type", kind, "is not known", "use a model of one of these architectures: qwen3")
-        widths = {name: _positive(config, field) for name, field in _FIELDS.items()}
-        if widths["heads"] % widths["kv_heads"]:
-            rule = f"must be a multiple of num_key_value_heads ({widths['kv_heads']})"
-            raise GeometryError("num_attention_heads", widths["heads"], rule, "correct the model's config.json")
-        return cls(**widths, tied=bool(config.get("tie_word_embeddings", False)))
+        return cls(**widths(config))
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.kind == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """q and k heads are normalised."""
+        return self.kind in ("qwen3", "qwen3_moe")
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the checkpoint by its Hugging Face name."""
+        """Every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed.
+
+        DeepSeek-V3's extra layers for multi-token prediction are left out, as transformers leaves them out.
+        """
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> dict[str, Tensor]:
         found = [Tensor("model.embed_tokens.weight", self.vocab, self.hidden, "embedding")]
         for layer in range(self.layers):
-            found += self._layer_tensors(f"model.layers.{layer}.")
-        found.append(_norm("model.norm.weight", self.hidden))
+            prefix = f"model.layers.{layer}."
+            found.append(_vector(prefix + "input_layernorm.weight", self.hidden, "norm"))
+            found += self._attention(prefix + "self_attn.") if self.latent is None else self._latent_attention(prefix + "self_attn.")
+            found.append(_vector(prefix + "post_attention_layernorm.weight", self.hidden, "norm"))
+            found += self._moe(prefix + "mlp.") if self.has_experts(layer) else self._mlp(prefix + "mlp.", self.ffn)
+        found.append(_vector("model.norm.weight", self.hidden, "norm"))
         if not self.tied:
             found.append(Tensor("lm_head.weight", self.vocab, self.hidden, "lm_head"))
         return {tensor.name: tensor for tensor in found}
 
-    def _layer_tensors(self, prefix: str) -> list[Tensor]:
+    def _attention(self, prefix: str) -> list[Tensor]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        found = [Tensor(f"{prefix}{name}.weight", size, self.hidden, "attention_qkv") for name, size in rows.items()]
+        if self.qkv_bias:
+            found += [_vector(f"{prefix}{name}.bias", size, "bias") for name, size in rows.items()]
+        if self.qk_norm:
+            found += [_vector(f"{prefix}{part}_norm.weight", self.head_dim, "norm") for part in "qk"]
+        return [*found, Tensor(prefix + "o_proj.weight", self.hidden, q, "attention_output")]
+
+    def _latent_attention(self, prefix: str) -> list[Tensor]:
+        assert self.latent is not None
+        a = self.latent
+        if a.q_rank:
+            found = [
+                Tensor(prefix + "q_a_proj.weight", a.q_rank, self.hidden, "attention_qkv"),
+                _vector(prefix + "q_a_layernorm.weight", a.q_rank, "norm"),
+                Tensor(prefix + "q_b_proj.weight", self.heads * self.head_dim, a.q_rank, "attention_qkv"),
+            ]
+        else:
+            found = [Tensor(prefix + "q_proj.weight", self.heads * self.head_dim, self.hidden, "attention_qkv")]
         return [
-            _norm(prefix + "input_layernorm.weight", self.hidden),
-            Tensor(prefix + "self_attn.q_proj.weight", q, self.hidden, "attention_qkv"),
-            Tensor(prefix + "self_attn.k_proj.weight", kv, self.hidden, "attention_qkv"),
-            Tensor(prefix + "self_attn.v_proj.weight", kv, self.hidden, "attention_qkv"),
-            _norm(prefix + "self_attn.q_norm.weight", self.head_dim),
-            _norm(prefix + "self_attn.k_norm.weight", self.head_dim),
-            Tensor(prefix + "self_attn.o_proj.weight", self.hidden, q, "attention_output"),
-            _norm(prefix + "post_attention_layernorm.weight", self.hidden),
-            Tensor(prefix + "mlp.gate_proj.weight", self.ffn, self.hidden, "mlp_in"),
-            Tensor(prefix + "mlp.up_proj.weight", self.ffn, self.hidden, "mlp_in"),
-            Tensor(prefix + "mlp.down_proj.weight", self.hidden, self.ffn, "mlp_out"),
+            *found,
+            Tensor(prefix + "kv_a_proj_with_mqa.weight", a.kv_rank + a.rope_dim, self.hidden, "attention_qkv"),
+            _vector(prefix + "kv_a_layernorm.weight", a.kv_rank, "norm"),
+            Tensor(prefix + "kv_b_proj.weight", self.heads * (a.nope_dim + a.v_dim), a.kv_rank, "attention_qkv"),
+            Tensor(prefix + "o_proj.weight", self.hidden, self.heads * a.v_dim, "attention_output"),
         ]
+
+    def _mlp(self, prefix: str, ffn: int) -> list[Tensor]:
+        return [
+            Tensor(prefix + "gate_proj.weight", ffn, self.hidden, "mlp_in"),
+            Tensor(prefix + "up_proj.weight", ffn, self.hidden, "mlp_in"),
+            Tensor(prefix + "down_proj.weight", self.hidden, ffn, "mlp_out"),
+        ]
+
+    def _moe(self, prefix: str) -> list[Tensor]:
+        assert self.experts is not None
+        found = [Tensor(prefix + "gate.weight", self.experts.count, self.hidden, "router")]
+        if self.experts.correction_bias:
+            found.append(_vector(prefix + "gate.e_score_correction_bias", self.experts.count, "router_bias"))
+        for expert in range(self.experts.count):
+            found += self._mlp(f"{prefix}experts.{expert}.", self.experts.ffn)
+        if self.experts.shared_ffn:
+            found += self._mlp(prefix + "shared_experts.", self.experts.shared_ffn)
+        return found
 
     def checkpoint_shards(self) -> list[Shard]:
         """The checkpoint itself as shards: every tensor whole."""
         return [Shard(tensor.name, tensor.rows, tensor.cols, (whole(tensor),)) for tensor in self.tensors().values()]
 
 
-_FIELDS = {
-    "layers": "num_hidden_layers",
-    "hidden": "hidden_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "ffn": "intermediate_size",
-    "vocab": "vocab_size",
-}
-
-
-def _positive(config: Mapping[str, Any], field: str) -> int:
-    if field not in config:
-        raise GeometryError(field, None, "is missing from the model's config.json", "add it")
-    value = config[field]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise GeometryError(field, value, "must be a positive integer", "correct the model's config.json")
-    return value
-
-
-def _norm(name: str, length: int) -> Tensor:
-    return Tensor(name, length, 1, "norm", vector=True)
+def _vector(name: str, length: int, role: str) -> Tensor:
+    return Tensor(name, length, 1, role, vector=True)

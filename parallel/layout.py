@@ -1,36 +1,91 @@
 """Layouts: how ranks share a model. Imports without torch.
 
-Ranks are ordered as Megatron orders them by default, tensor parallel fastest: rank = tp + TP * (dp + DP * pp).
+Ranks are ordered as Megatron-Core's parallel_state orders them by default ("tp-cp-ep-dp-pp"). The same ranks are counted twice:
+
+    dense    rank = tp  + TP  * (cp + CP * (dp  + DP  * pp))       attention, dense MLP, embedding, norms
+    experts  rank = etp + ETP * (ep + EP * (edp + EDP * pp))       the weights of the experts
+
+so ETP * EP * EDP = TP * CP * DP, and a rank's pipeline stage is the same in both.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel.pieces import GeometryError
+
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions. Example: Layout(tp=2, pp=2) needs a world size that is a multiple of 4."""
+    """Sizes of the parallel dimensions. Example: Layout(tp=2, pp=2) needs a world size of 4.
+
+    Raises GeometryError for a size that is no positive integer, or experts' sizes that do not fit the dense ones.
+    """
 
     tp: int = 1
+    """Tensor parallel."""
     pp: int = 1
+    """Pipeline parallel."""
+    vpp: int = 1
+    """Virtual stages per pipeline stage; above 1 only with pp above 1."""
+    ep: int = 1
+    """Expert parallel: ranks that share the experts."""
+    etp: int = 0
+    """Tensor parallel within an expert; 0 becomes tp, as in Megatron."""
     dp: int = 1
+    """Data parallel."""
+    cp: int = 1
+    """Context parallel."""
+
+    def __post_init__(self) -> None:
+        if self.etp == 0:
+            object.__setattr__(self, "etp", self.tp)
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise GeometryError(f"layout.{name}", size, "must be a positive integer")
+        if self.vpp > 1 and self.pp == 1:
+            raise GeometryError("layout.vpp", self.vpp, "needs more than one pipeline stage", "set layout.pp above 1, or layout.vpp = 1")
+        width, experts = self.tp * self.cp * self.dp, self.ep * self.etp
+        if self.ep > 1 and width % experts:
+            rule = f"ep * etp = {self.ep} * {self.etp} must divide tp * cp * dp = {self.tp} * {self.cp} * {self.dp}"
+            raise GeometryError("layout.ep", self.ep, rule, "set layout.etp = 1, or change layout.ep or layout.dp")
+        if width % experts:
+            raise GeometryError("layout.etp", self.etp, f"must divide tp * cp * dp = {width}", "use a divisor of it")
 
     @property
     def world_size(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.dp * self.pp
+
+    @property
+    def edp(self) -> int:
+        """Replicas of every expert's weights in a pipeline stage."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where `rank` stands. Raises ValueError outside 0..world_size-1."""
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside tp({self.tp}) * dp({self.dp}) * pp({self.pp}) = {self.world_size}")
-        return Coordinates(tp=rank % self.tp, dp=rank // self.tp % self.dp, pp=rank // (self.tp * self.dp))
+            sizes = f"tp({self.tp}) * cp({self.cp}) * dp({self.dp}) * pp({self.pp})"
+            raise ValueError(f"rank {rank} is outside {sizes} = {self.world_size}")
+        stage, within = divmod(rank, self.world_size // self.pp)
+        return Coordinates(
+            tp=within % self.tp,
+            cp=within // self.tp % self.cp,
+            dp=within // (self.tp * self.cp),
+            pp=stage,
+            etp=within % self.etp,
+            ep=within // self.etp % self.ep,
+            edp=within // (self.etp * self.ep),
+        )
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in each dimension of a layout."""
+    """A rank's place in each dimension of a layout; `ep`, `etp` and `edp` are its place among the experts."""
 
     tp: int = 0
+    cp: int = 0
     dp: int = 0
     pp: int = 0
+    ep: int = 0
+    etp: int = 0
+    edp: int = 0

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 
 Place = tuple[str, Rect]
 """A rectangle of a named tensor."""
@@ -21,7 +21,9 @@ ByteMatrix: TypeAlias = Any
 
 
 def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
-    """The view of a rectangle; a one-dimensional tensor counts as N x 1."""
+    """The view of a rectangle; a one-dimensional tensor counts as N x 1, stacked matrices [E, R, C] as E * R x C."""
+    if tensor.dim() == 3:
+        tensor = tensor.view(-1, tensor.shape[2])  # a view or an error, never a copy
     if tensor.dim() == 1:
         return tensor[rect.row : rect.row + rect.rows]
     return tensor[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
@@ -30,9 +32,14 @@ def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
 def byte_matrix(tensor: torch.Tensor) -> ByteMatrix:
     """The tensor's bytes as uint8 [rows, cols * itemsize], a view: what is written there is written to the tensor.
 
-    On the CPU it is a numpy array, whose slices cost a tenth of a tensor's. Raises ValueError where a row's values do not lie side by side.
+    On the CPU it is a numpy array, whose slices cost a tenth of a tensor's. Raises ValueError where a row's values do not lie side by
+    side, or (RuntimeError) stacked matrices not one below the other.
     """
-    matrix = tensor.detach().unsqueeze(1) if tensor.dim() == 1 else tensor.detach()
+    matrix = tensor.detach()
+    if matrix.dim() == 1:
+        matrix = matrix.unsqueeze(1)
+    elif matrix.dim() == 3:
+        matrix = matrix.view(-1, matrix.shape[2])  # stacked matrices, as in `region`; a view or an error, never a copy
     if matrix.dim() != 2 or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
         raise ValueError(f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has no rows of bytes")
     rows = matrix.view(torch.uint8)

@@ -21,7 +21,7 @@ from megatron_rl.precision import PrecisionContract
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
@@ -100,6 +100,7 @@ class SGLangEngine:
         self.process = process
         self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
         self._gate = Gate(timeout)
+        self._changing = False  # SGLang's weight update is open
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Returns when `/health` answers; see `launch`."""
@@ -156,7 +157,9 @@ class SGLangEngine:
 
     def begin_sync(self) -> None:
         self._post(f"/flush_cache?timeout={_IDLE_SECONDS}", None)  # refuses where requests run that are not ours
-        self._post("/begin_weight_update", {})
+        if not self._changing:  # else a sync before this one broke
+            self._post("/begin_weight_update", {})
+        self._changing = True
 
     def start_receiving(self, hashing: bool) -> None:
         self._live({"verb": "start", "hashing": hashing})
@@ -167,6 +170,7 @@ class SGLangEngine:
 
     def end_sync(self, version: int) -> None:
         self._post("/end_weight_update", {})
+        self._changing = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._post("/flush_cache", None)
 

@@ -23,7 +23,7 @@ import torch
 
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 from parallel.regions import digests
 from rollout_sglang import kernels
 from rollout_sglang.receiver import Receiver

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -17,6 +16,7 @@ from megatron_rl.config import Train
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
+from megatron_rl.ranks import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [b, s], micro-batch) -> (sum of token losses, sums of metrics)."""
@@ -123,10 +123,8 @@ class Actor(Policy):
         """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
         parameters = self.model.named_parameters()
         bad = next((name for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
-        found: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(found, bad)
-        if any(found):
-            raise RunError(f"the gradient of {next(filter(None, found))} holds inf or NaN in optimizer step {self.steps_done + 1}")
+        error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
+        raise_together(error)
 
     def _set_learning_rate(self) -> float:
         """Linear warm-up, then constant."""

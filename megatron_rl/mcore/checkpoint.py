@@ -27,6 +27,7 @@ from parallel.layout import Layout
 def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, state: dict[str, Any]) -> None:
     """Writes a checkpoint; collective. `state` must hold `precision` (the config's section) and may hold any JSON beside it."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     unfinished = folder.with_name(f".{folder.name}.unfinished")
 
@@ -37,6 +38,7 @@ def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, s
 
     on_rank0(prepare)
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(unfinished / "mcore"))
+    filesystem_async._results_queue = None  # ends Megatron's helper process, which would outlive a killed trainer
     dist.barrier()
     if is_rank0():
         (unfinished / "hf" / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")

@@ -17,6 +17,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_rl.errors import RunError
 from megatron_rl.fp8 import products
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.ranks import raise_together
 
 
 def _gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -72,19 +73,28 @@ class _FP8Linear:
     blocks: Blocks
     block_values: torch.Tensor
     scale_format: str
+    row_order: torch.Tensor | None = None
+    """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
+    within a block (`parallel.megatron.row_order`). None: the same order."""
 
     def quantize(self, name: str) -> None:
         """Makes `blocks` from the master; call once per optimizer step. Raises RunError naming the weight if it is inf or NaN."""
         try:
-            self.blocks = quantize_weight(self.weight.detach(), self.scale_format)
+            self.blocks = quantize_weight(in_order(self.weight.detach(), self.row_order), self.scale_format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
-        self.block_values = dequantize_weight(self.blocks)
+        values = dequantize_weight(self.blocks)
+        self.block_values = values if self.row_order is None else torch.empty_like(values).index_copy_(0, self.row_order, values)
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
         y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
         bias = how.get("bias")
         return y if bias is None else y + bias
+
+
+def in_order(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+    """The weight's rows in the order in which they are quantised."""
+    return weight if row_order is None else weight[row_order]
 
 
 def _with_master_dtype(config: TransformerConfig) -> TransformerConfig:
@@ -118,6 +128,12 @@ def fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
 
 
 def quantize_model(model: torch.nn.Module) -> None:
-    """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step."""
-    for name, layer in fp8_layers(model).items():
-        layer.quantize(f"{name}.weight")
+    """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
+    names a broken weight is raised on every rank."""
+    broken = None
+    try:
+        for name, layer in fp8_layers(model).items():
+            layer.quantize(f"{name}.weight")
+    except RunError as error:
+        broken = error
+    raise_together(broken)

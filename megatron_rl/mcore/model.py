@@ -13,13 +13,21 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.mcore import adam, cpu
 from megatron_rl.mcore.layers import block_spec
+from megatron_rl.mcore.weights import set_row_orders
 from megatron_rl.precision import PrecisionContract
+from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -93,7 +101,7 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
     )
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, fp8=contract.train_fp8),
         vocab_size=hf_config["vocab_size"],
@@ -105,3 +113,14 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         rotary_base=rope_theta(hf_config),
         parallel_output=True,
     )
+    _tag_shards(model)
+    set_row_orders(model, ModelGeometry.from_hf_config(hf_config), layout)
+    return model
+
+
+def _tag_shards(model: GPTModel) -> None:
+    """Marks the weights that tensor-parallel ranks share out, as Megatron's own initialisation would: the gradient norm counts an
+    untagged one on the first rank only."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.mcore.linear import in_order
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards
+from parallel.megatron import megatron_shards, row_order
 from parallel.plan import scale_name
 from parallel.regions import region
 
@@ -111,17 +110,30 @@ def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     return {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
+def set_row_orders(model: GPTModel, geometry: ModelGeometry, layout: Layout) -> None:
+    """Gives every linear_qkv its `row_order`, FP8 or not: int64 [N], or None where blocks lie right as they are."""
+    place = layout.coordinates(torch.distributed.get_rank())
+    for name, module in model.named_modules():
+        if name.endswith("linear_qkv"):
+            order = row_order(geometry, layout, place, _global_name(model, f"{name}.weight"))
+            module.row_order = None if order is None else torch.tensor(order)
+
+
 def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 roles E4M3 bytes and scales.
 
     An FP8 layer gives the very blocks it computes with. Where the trainer is not FP8 but the engine is (`fp8_rollout`), the blocks
-    are made here. Views of live memory where possible: read them again after every optimizer step.
+    are made here. Views of live memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised
+    order of `parallel.megatron`.
     """
     found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
-    computed_with = {_global_name(model, f"{name}.weight"): layer.blocks for name, layer in fp8_layers(model).items()}
+    layers = {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
     for shard in shards:
         if shard.role in contract.fp8_roles():
-            blocks = computed_with.get(shard.name) or quantize_weight(found[shard.name], contract.scale_format)
+            layer = layers[shard.name]
+            blocks = getattr(layer, "blocks", None)
+            if blocks is None:
+                blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
             found[shard.name], found[scale_name(shard.name)] = blocks
     return found
 
@@ -129,16 +141,14 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
 def _global_name(model: GPTModel, name: str) -> str:
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
+        layer = model.decoder.layers[int(parts[2])]
+        parts[2] = str(layer.layer_number - 1)
+        if "local_experts" in parts:
+            at = parts.index("local_experts") + 1
+            parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
     return ".".join(parts)
 
 
 def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:
     """`rank_shards` of the calling process."""
-    place = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        parallel_state.get_pipeline_model_parallel_rank(),
-    )
-    tp, dp, pp = place
-    return rank_shards(hf_config, layout, tp + layout.tp * (dp + layout.dp * pp))
+    return rank_shards(hf_config, layout, torch.distributed.get_rank())

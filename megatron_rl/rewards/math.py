@@ -120,6 +120,11 @@ def _verify(gold: list[Any], text: str) -> bool:
     return bool(math_verify.verify(gold, math_verify.parse(text, parsing_timeout=None), timeout_seconds=None))
 
 
+def prepare() -> None:
+    """Loads math-verify and its grammar, which takes seconds: a worker calls this before its first sample."""
+    _verify(_parsed_gold("1"), "$1$")
+
+
 @functools.cache
 def _math_verify() -> Any:
     """The library, imported when first needed. Its own timeouts are off (the pool's cover more), and so is its warning about that."""

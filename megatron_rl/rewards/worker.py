@@ -28,6 +28,7 @@ def main(fd: int, function_name: str, memory_mb: int, parent_pid: int) -> None:
     channel = Connection(fd)
     try:
         function = load_function(function_name)
+        getattr(sys.modules[function.__module__], "prepare", lambda: None)()  # slow imports, before a sample's time runs
     except BaseException as error:
         channel.send(("failed", _describe(error)))
         return

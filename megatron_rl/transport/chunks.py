@@ -18,7 +18,7 @@ import torch
 import xxhash
 
 from parallel.buckets import Bucket, part_of
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 from parallel.plan import Move
 from parallel.regions import ByteMatrix, Place, byte_matrix, host_bytes
 

@@ -76,11 +76,12 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
-    """Kills processes that may be gone already."""
+    """Kills processes that may be gone already. Python's resource trackers end with them, after they have cleaned up /dev/shm."""
     for process in processes:
         try:
-            process.kill()
-        except psutil.NoSuchProcess:
+            if not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+                process.kill()
+        except psutil.Error:
             continue
 
 

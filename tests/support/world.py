@@ -20,7 +20,6 @@ import psutil
 from megatron_rl.errors import MegatronRLError
 from support.processes import end, family, free_port
 
-
 _SILENT = "no answer: still busy, or its process ended"
 
 
@@ -62,9 +61,17 @@ class World:
         `seconds` included, is an AssertionError that shows what the ranks raised and printed. A world whose ranks may wait for each
         other then is ended.
         """
+        self.send(function, *args)
+        return self.receive(seconds)
+
+    def send(self, function: str, *args: Any) -> None:
+        """The first half of `call`, for worlds that work at the same time."""
         for pipe in self._pipes:
             with contextlib.suppress(ConnectionError):  # a rank that ended: told below
                 pipe.send((function, args))
+
+    def receive(self, seconds: float) -> list[Any]:
+        """The second half of `call`."""
         answers = [self._answer(pipe, seconds) for pipe in self._pipes]
         if all(isinstance(error, MegatronRLError) for _, error in answers):
             raise answers[0][1]
@@ -72,7 +79,7 @@ class World:
         if failed:
             if any(error == _SILENT for _, error in answers) or 0 < len(failed) < len(answers):
                 self.close()
-            self._fail(failed, function, seconds)
+            self._fail(failed, seconds)
         return [result for result, _ in answers]
 
     def close(self) -> None:
@@ -89,9 +96,9 @@ class World:
             pass
         return None, _SILENT
 
-    def _fail(self, failed: list[str], function: str, seconds: float) -> None:
+    def _fail(self, failed: list[str], seconds: float) -> None:
         printed = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in self._logs]
-        raise AssertionError("\n".join([f"{function}, within {seconds} s:", *failed, *printed]))
+        raise AssertionError("\n".join([f"within {seconds} s:", *failed, *printed]))
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

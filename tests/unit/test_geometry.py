@@ -8,9 +8,9 @@ from golden import slow_cut
 
 from megatron_rl import hf
 from megatron_rl.config import Architecture
-from parallel.geometry import GeometryError, ModelGeometry, Shard
-from parallel.layout import Layout
-from parallel.megatron import megatron_shards
+from parallel.geometry import Experts, GeometryError, ModelGeometry, Shard
+from parallel.layout import Coordinates, Layout
+from parallel.megatron import megatron_shards, row_order, trainer_shards
 from parallel.sglang import sglang_shards
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
@@ -29,6 +29,9 @@ def model(**changes: object) -> ModelGeometry:
         "tied": False,
     }
     return ModelGeometry(**{**widths, **changes})
+
+
+MOE = model(layers=1, kind="qwen3_moe", experts=Experts(count=4, ffn=256))
 
 
 def trainer(geometry: ModelGeometry, layout: Layout) -> list[list[Shard]]:
@@ -131,7 +134,7 @@ def test_data_parallel_ranks_hold_the_same():
 
 @pytest.mark.parametrize("rank", [-1, 8])
 def test_a_rank_outside_of_the_layout_is_refused(rank):
-    with pytest.raises(ValueError, match=r"rank -?\d is outside tp\(2\) \* dp\(2\) \* pp\(2\) = 8"):
+    with pytest.raises(ValueError, match=r"rank -?\d is outside tp\(2\) \* cp\(1\) \* dp\(2\) \* pp\(2\) = 8"):
         Layout(tp=2, pp=2, dp=2).coordinates(rank)
 
 
@@ -142,12 +145,23 @@ def hf_config(**changes: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     "refused, words",
     [
-        (lambda: ModelGeometry.from_hf_config(hf_config(model_type="llama")), ["model_type = llama", "qwen3"]),
+        (
+            lambda: ModelGeometry.from_hf_config(hf_config(model_type="gpt2")),
+            ["model_type = gpt2", "llama, qwen2, qwen3, qwen3_moe, deepseek_v3"],
+        ),
         (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
-        (lambda: trainer(model(), Layout(tp=3)), ["layout.tp = 3", "num_key_value_heads (4)", "divisor of 4"]),
-        (lambda: trainer(model(), Layout(tp=8)), ["layout.tp = 8", "num_key_value_heads (4)", "divisor of 4"]),
+        (lambda: trainer(model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+        (lambda: trainer(model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
         (lambda: trainer(model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
-        (lambda: trainer(model(vocab=301), Layout(tp=2)), ["layout.tp = 2", "301 rows of model.embed_tokens.weight", "smaller"]),
+        (lambda: trainer(model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "the layers of a pipeline stage (2)", "divisor of 2"]),
+        (lambda: trainer(model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "layout.ep = 1"]),
+        (lambda: trainer(MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
+        (lambda: trainer_shards(model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
+        (lambda: trainer_shards(model(), Layout(tp=2), vocab_rows=298), ["vocab_rows = 298", "tp (2)", "vocabulary (300)"]),
+        (lambda: sglang_shards(MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
+        (lambda: sglang_shards(MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
+        (lambda: sglang_shards(model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+        (lambda: row_order(model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
         (lambda: trainer(model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"]),
         (lambda: sglang_shards(model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
         (lambda: sglang_shards(model(heads=12, kv_heads=4), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
@@ -159,6 +173,80 @@ def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, wor
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tp, per_rank, held", [(1, 301, [301]), (2, 151, [151, 150]), (4, 76, [76, 76, 76, 73])])
+def test_megatron_pads_the_vocabulary_no_more_than_tensor_parallelism_needs(tp, per_rank, held):
+    shards = [shards[0] for shards in trainer(model(vocab=301), Layout(tp=tp))]
+    assert [shard.rows for shard in shards] == [per_rank] * tp
+    assert [shard.filled_rows for shard in shards] == held
+
+
+@pytest.mark.parametrize("tp", [8, 16])
+def test_more_ranks_than_kv_heads_cut_through_the_groups_of_megatrons_qkv(tp):
+    wide = model(heads=16, head_dim=64)
+    source = slow_cut.checkpoint(wide)
+    q, k, v = (source[name].reshape(KV_HEADS, -1, HIDDEN) for name in QKV)
+    qkv = np.concatenate([q, k, v], axis=1).reshape(tp, -1, HIDDEN)
+    for rank, shards in enumerate(trainer(wide, Layout(tp=tp))):
+        shard = next(shard for shard in shards if shard.name == "decoder.layers.1.self_attention.linear_qkv.weight")
+        held = np.concatenate([source[p.tensor.name][p.source.row : p.source.row + p.source.rows] for p in shard.pieces])
+        assert np.array_equal(held, qkv[rank])
+
+
+def test_virtual_stages_take_turns():
+    shards = trainer(model(layers=8), Layout(pp=2, vpp=2))
+    layers = [sorted({int(name.split(".")[2]) for name in names(held) if "layers" in name}) for held in shards]
+    assert layers == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert "embedding.word_embeddings.weight" in names(shards[0]) and "output_layer.weight" in names(shards[1])
+
+
+def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_checkpoint():
+    source = slow_cut.checkpoint(MOE)
+    gate, up, down = (
+        [source[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(4)] for part in ("gate", "up", "down")
+    )
+    layout = Layout(tp=2, ep=2, etp=1)
+    for rank, shards in enumerate(trainer(MOE, layout)):
+        held = slow_cut.cut(shards, source)
+        for expert in (2 * rank, 2 * rank + 1):
+            prefix = f"decoder.layers.0.mlp.experts.local_experts.{expert}."
+            assert np.array_equal(held[prefix + "linear_fc1.weight"], np.concatenate([gate[expert], up[expert]]))
+            assert np.array_equal(held[prefix + "linear_fc2.weight"], down[expert])
+        assert sum("local_experts" in name for name in names(shards)) == 4
+    for rank in range(4):  # tp 4, ep 2: ranks 0 and 1 share experts 0 and 1
+        shards = {shard.name: shard for shard in sglang_shards(MOE, 4, rank, ep=2)}
+        w13, w2 = (shards[f"model.layers.0.mlp.experts.{name}_weight"] for name in ("w13", "w2"))
+        assert (w13.shape, w13.scale_shape, w2.shape, w2.scale_shape) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
+        held = slow_cut.cut([w13, w2], source)
+        mine, half = range(rank // 2 * 2, rank // 2 * 2 + 2), slice(rank % 2 * 128, rank % 2 * 128 + 128)
+        expected = np.stack([np.concatenate([gate[expert][half], up[expert][half]]) for expert in mine])
+        assert np.array_equal(held[w13.name].reshape(w13.shape), expected)
+        assert np.array_equal(held[w2.name].reshape(w2.shape), np.stack([down[expert][:, half] for expert in mine]))
+
+
+@pytest.mark.parametrize(
+    "sizes, words",
+    [
+        ({"tp": 0}, "layout.tp = 0: must be a positive integer"),
+        ({"dp": 1.5}, "layout.dp = 1.5: must be a positive integer"),
+        ({"vpp": 2}, "layout.vpp = 2: needs more than one pipeline stage"),
+        ({"tp": 4, "ep": 2}, "layout.ep = 2: ep \\* etp = 2 \\* 4 must divide tp \\* cp \\* dp = 4 \\* 1 \\* 1; set layout.etp = 1"),
+        ({"tp": 4, "etp": 3}, "layout.etp = 3: must divide tp \\* cp \\* dp = 4"),
+    ],
+)
+def test_sizes_that_make_no_layout_are_refused(sizes, words):
+    with pytest.raises(GeometryError, match=words):
+        Layout(**sizes)
+
+
+def test_every_rank_has_its_own_coordinates_in_both_countings():
+    layout = Layout(tp=2, cp=3, dp=4, pp=2, ep=4, etp=3)
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert (layout.world_size, layout.edp) == (48, 2)
+    for rank, place in enumerate(places):
+        assert rank == place.tp + 2 * (place.cp + 3 * (place.dp + 4 * place.pp))
+        assert rank == place.etp + 3 * (place.ep + 4 * (place.edp + 2 * place.pp))
 
 
 FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"]

@@ -65,9 +65,15 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
             ["--model.path=nowhere"],
             "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder, or add [model.create]",
         ),
-        (["--data.train=no.jsonl"], "data.train = 'no.jsonl': is no file; give the path of a JSONL file, or `arithmetic`"),
-        (["--data.eval=no.jsonl"], "data.eval = 'no.jsonl': is no file; give the path of a JSONL file, or `arithmetic`"),
-        (["--data.train=model"], "data.train = 'model': is no file; give the path of a JSONL file, or `arithmetic`"),
+        (
+            ["--data.train=no.jsonl"],
+            "data.train = 'no.jsonl': does not exist; give the path of a JSONL file, or arithmetic for generated problems",
+        ),
+        (
+            ["--data.eval=no.jsonl"],
+            "data.eval = 'no.jsonl': does not exist; give the path of a JSONL file, or arithmetic for generated problems",
+        ),
+        (["--data.train=model"], "data.train = 'model': is a folder; give the path of a JSONL file, or arithmetic for generated problems"),
         (
             ["--rollout.max_new_tokens=513"],
             "rollout.max_new_tokens = 513: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
@@ -114,3 +120,16 @@ def test_a_folder_that_is_no_checkpoint_is_not_overwritten(workplace):
 def test_updates_per_step_that_do_not_divide_the_prompts(workplace):
     line = refused("--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3")
     assert line.startswith("algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (8)")
+
+
+def test_a_malformed_line_of_a_data_file_is_told_before_anything_starts(workplace):
+    (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
+    line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")
+    assert line == "data.train = 'bad.jsonl:2': the field answer is missing; correct or remove this line"
+
+
+def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workplace):
+    preflight(load_config(workplace / "run.toml", ["--model.create.hidden_size=256"]))
+    line = refused("--model.create.hidden_size=384")
+    assert line.startswith("model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder")
+    assert "rope_theta" in refused("--model.create.rope_theta=5.0")

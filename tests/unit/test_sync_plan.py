@@ -128,7 +128,10 @@ def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize)
     [
         ({"ffn": 384, "train": Layout(tp=2)}, ["mlp.gate_proj.weight", "rows 0..192", "cuts a 128x128 FP8 block", "precision.mode = bf16"]),
         ({"rollout_tp": 3}, ["rollout.tp = 3", "num_attention_heads (8)", "use a divisor of 8"]),
-        ({"train": Layout(tp=8)}, ["layout.tp = 8", "num_key_value_heads (4)", "use a divisor of 4"]),
+        (
+            {"train": Layout(tp=3)},
+            ["layout.tp = 3", "num_attention_heads (8)", "train layouts that work: tp=1 or tp=4", "use a divisor of 8"],
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):

@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_geometry import model
+from test_geometry import MOE, model
 
 from megatron_rl.config import Precision, Sync
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport.chunks import Chunk, Memory, check_targets, chunks_of, source_memory, target_memory
-from parallel.blocks import blocks_in
-from parallel.geometry import Rect, Shard
+from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards
-from parallel.plan import scale_name
+from parallel.megatron import trainer_shards
+from parallel.pieces import Rect, Shard
+from parallel.plan import kind_of, scale_name
 from parallel.regions import byte_matrix, digest
 
 CONTRACT = PrecisionContract.of(Precision())
@@ -31,11 +31,10 @@ def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
 
     found = {}
     for shard in shards:
-        fp8 = shard.role in CONTRACT.fp8_roles()
-        shape = (shard.rows,) if shard.vector else (shard.rows, shard.cols)
-        found[shard.name] = make(shape, torch.float8_e4m3fn if fp8 else torch.bfloat16)
-        if fp8:
-            found[scale_name(shard.name)] = make((blocks_in(shard.rows), blocks_in(shard.cols)), torch.float32)
+        kind = kind_of(shard.role, CONTRACT.fp8_roles())
+        found[shard.name] = make(shard.shape, {"fp8": torch.float8_e4m3fn, "high": torch.bfloat16, "fp32": torch.float32}[kind])
+        if kind == "fp8":
+            found[scale_name(shard.name)] = make(shard.scale_shape, torch.float32)
     return found
 
 
@@ -43,17 +42,29 @@ def random_bytes(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
+DENSE = model()
+
+
 @pytest.mark.parametrize("limit", [4096, 100_000, 1 << 30])
 @pytest.mark.parametrize(
-    "train, rollout", [(Layout(), 1), (Layout(tp=2), 1), (Layout(), 2), (Layout(tp=2, pp=2), 2), (Layout(tp=4), 2), (Layout(dp=2), 2)]
+    "geometry, train, rollout",
+    [
+        (DENSE, Layout(), 1),
+        (DENSE, Layout(tp=2), 1),
+        (DENSE, Layout(), 2),
+        (DENSE, Layout(tp=2, pp=2), 2),
+        (DENSE, Layout(tp=4), 2),
+        (DENSE, Layout(dp=2), 2),
+        (MOE, Layout(ep=2, dp=2), 1),
+        (MOE, Layout(tp=2, ep=2, etp=1), 2),
+    ],
 )
-def test_chunks_carry_every_byte_to_its_place_whatever_their_size(train, rollout, limit):
-    geometry = model()
+def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
     plan = SyncPlan.make(geometry, train, rollout, CONTRACT, limit)
     chunks = chunks_of(plan.moves, plan.buckets)
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.bytes_of, plan.moves))
-    planes = {rank: tensors_of(megatron_shards(geometry, train, train.coordinates(rank)), random_bytes) for rank in range(train.world_size)}
+    planes = {rank: tensors_of(shards, random_bytes) for rank, shards in trainer_shards(geometry, train, quantised=True).items()}
     live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
     sources = {rank: source_memory(planes[rank], chunks, rank) for rank in planes}
     targets = {rank: target_memory(live[rank], [chunk for chunk in chunks if chunk.target == rank]) for rank in live}

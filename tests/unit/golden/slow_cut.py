@@ -10,43 +10,79 @@ import numpy as np
 from hypothesis import strategies as st
 
 from parallel.blocks import BLOCK
-from parallel.geometry import ModelGeometry, Shard
+from parallel.geometry import Experts, Latent, ModelGeometry, Shard
 from parallel.layout import Layout
+from parallel.models import KINDS
+from parallel.pieces import FP32_ROLES
 from parallel.plan import Move, scale_name
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 Planes = dict[str, np.ndarray]
-"""Name -> two-dimensional array of raw values: bytes of FP8 weights (uint8), scales (float32), anything else (uint16)."""
+"""Name -> two-dimensional array of raw values: bytes of FP8 weights (uint8), scales (float32), else uint16, or uint32 where FP32."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, how the trainer cuts it, and how the engine does."""
+    """A model, how the trainer cuts it, and how the engines do."""
 
     model: ModelGeometry
     train: Layout
     rollout_tp: int
+    rollout_ep: int = 1
+    engines: int = 1
+
+
+def _divisors(length: int, limit: int = 8) -> list[int]:
+    return [size for size in range(1, min(length, limit) + 1) if length % size == 0]
 
 
 @st.composite
-def cases(draw: st.DrawFn, pp: int = 2, dp: int = 2) -> Case:
-    """Widths that are multiples of 128 wherever FP8 blocks are, and layouts that divide them."""
+def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Case:
+    """Models of every kind with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that divide them."""
+    kind = draw(st.sampled_from(kinds))
+    head_dim = draw(st.sampled_from([BLOCK] * 3 + [64])) if kind in ("llama", "qwen2") else BLOCK
     kv_heads, per_kv = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2)]))
-    train_tp = draw(st.sampled_from([tp for tp in (1, 2, 4) if kv_heads % tp == 0]))
-    fits = [tp for tp in (1, 2, 3, 4, 8) if kv_heads * per_kv % tp == 0 and max(kv_heads, tp) % min(kv_heads, tp) == 0]
-    rollout_tp = draw(st.sampled_from(fits))
-    stages = draw(st.integers(1, pp))
+    kv_heads *= BLOCK // head_dim  # heads of 64 in pairs: shards of whole blocks, though groups are none
+    heads = kv_heads * per_kv
+    smallest = kv_heads * head_dim // BLOCK
+    through_groups = [tp for tp in (2, 4) if head_dim == BLOCK and tp % kv_heads == 0 and heads % tp == (heads + 2 * kv_heads) % tp == 0]
+    train_tp = draw(st.sampled_from([*(tp for tp in (1, 2, 4) if smallest % tp == 0), *through_groups]))
+    rollout_tps = [tp for tp in (1, 2, 3, 4, 8) if heads % tp == 0 and (smallest % tp == 0 or (head_dim == BLOCK and tp % kv_heads == 0))]
+    rollout_tp = draw(st.sampled_from(rollout_tps))
+    pp, dp, cp = draw(st.sampled_from([1, 1, 2])), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2]))
+    vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
+    layers = pp * vpp * draw(st.integers(1, 2 if pp == 1 else 1))
+    experts, ep, etp, rollout_ep = None, 1, 1, 1
+    if kind in ("qwen3_moe", "deepseek_v3"):
+        count = draw(st.sampled_from([2, 4, 6]))
+        etp = draw(st.sampled_from(_divisors(train_tp * cp * dp, 2)))
+        ep = draw(st.sampled_from([size for size in _divisors(count) if train_tp * cp * dp % (size * etp) == 0]))
+        rollout_ep = draw(st.sampled_from([size for size in _divisors(count) if rollout_tp % size == 0]))
+        experts = Experts(
+            count=count,
+            ffn=BLOCK * math.lcm(etp, rollout_tp // rollout_ep),
+            shared_ffn=BLOCK * math.lcm(train_tp, rollout_tp) if kind == "deepseek_v3" else 0,
+            dense_layers=frozenset(draw(st.sets(st.integers(0, layers - 1)))),
+            correction_bias=kind == "deepseek_v3",
+        )
+    latent = None
+    if kind == "deepseek_v3":
+        latent = Latent(q_rank=draw(st.sampled_from([0, 128, 256])), kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
     model = ModelGeometry(
-        layers=stages * draw(st.integers(1, 2 if stages == 1 else 1)),
+        layers=layers,
         hidden=BLOCK * draw(st.integers(1, 3)),
-        heads=kv_heads * per_kv,
-        kv_heads=kv_heads,
-        head_dim=BLOCK,
+        heads=heads * 2 if latent else heads,
+        kv_heads=heads * 2 if latent else kv_heads,
+        head_dim=head_dim,
         ffn=BLOCK * math.lcm(train_tp, rollout_tp) * draw(st.integers(1, 2)),
-        vocab=train_tp * draw(st.integers(2, 100)),
+        vocab=draw(st.integers(2, 300)),
         tied=draw(st.booleans()),
+        kind=kind,
+        experts=experts,
+        latent=latent,
     )
-    return Case(model, Layout(tp=train_tp, pp=stages, dp=draw(st.integers(1, dp))), rollout_tp)
+    train = Layout(tp=train_tp, pp=pp, vpp=vpp, ep=ep, etp=etp if experts else 0, dp=dp, cp=cp)
+    return Case(model, train, rollout_tp, rollout_ep, draw(st.integers(1, 2)))
 
 
 def checkpoint(model: ModelGeometry, seed: int = 0) -> Planes:
@@ -59,7 +95,8 @@ def checkpoint(model: ModelGeometry, seed: int = 0) -> Planes:
             grid = (-(-tensor.rows // BLOCK), -(-tensor.cols // BLOCK))
             planes[scale_name(tensor.name)] = np.exp2(random.permutation(math.prod(grid)) - 12.0).reshape(grid).astype(np.float32)
         else:
-            planes[tensor.name] = random.integers(0, 2**16, (tensor.rows, tensor.cols), dtype=np.uint16)
+            kind = np.uint32 if tensor.role in FP32_ROLES else np.uint16
+            planes[tensor.name] = random.integers(0, 2**16, (tensor.rows, tensor.cols), dtype=kind)
     return planes
 
 

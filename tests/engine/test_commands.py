@@ -1,0 +1,154 @@
+"""Whole runs through the command line: what they leave behind, how they end when something breaks, and that nothing outlives them."""
+
+from __future__ import annotations
+
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.models import read_weights
+from support.processes import ROOT, Command, Done, alive_after, end, family, until
+
+pytestmark = pytest.mark.slow
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
+SMALL = {  # over configs/quickstart.toml
+    "model.warm_start.steps": 0,
+    "model.create.num_hidden_layers": 1,
+    "train.steps": 2,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 8,
+    "rollout.max_running_requests": 16,
+    "rollout.max_total_tokens": 4096,
+    "rollout.start_timeout": 120,
+    "data.eval_size": 4,
+    "reward.workers": 1,
+    "sync.bucket_mb": 1,
+}
+
+
+def train(folder: Path, *, config: str = "quickstart", before: tuple = (), **changes: object) -> Command:
+    """`megatron-rl train` with a tiny model that is made from random numbers; `section__key=value` changes the configuration."""
+    wanted = {**SMALL, "model.path": folder / "model", "log.dir": folder / "runs"}
+    wanted |= {name.replace("__", "."): value for name, value in changes.items()}
+    overrides = [f"--{name}={value}" for name, value in wanted.items()]
+    return Command(folder, *before, "megatron_rl", "train", ROOT / "configs" / f"{config}.toml", *overrides)
+
+
+def finish(command: Command, seconds: float = 200) -> Done:
+    with command:
+        return command.wait(seconds)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[Path, Done]]:
+    """Four runs, two at a time as there may be two cores only: name -> (folder of the run, how the command ended)."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("killed", "plain", "two_ranks", "gsm8k")}
+    with ThreadPoolExecutor(2) as pool:
+        work = {
+            "killed": pool.submit(lambda: run_and_kill_its_engine(folders["killed"])),
+            "plain": pool.submit(lambda: finish(train(folders["plain"]))),
+            "two_ranks": pool.submit(lambda: finish(train(folders["two_ranks"], before=TORCHRUN, train__layout__tp=2))),
+        }
+        if GSM8K.is_file():
+            how = {"data__train": GSM8K, "data__eval": "", "train__steps": 1, "rollout__max_total_tokens": 8192}
+            work["gsm8k"] = pool.submit(lambda: finish(train(folders["gsm8k"], config="gsm8k", **how)))
+        return {name: (folders[name] / "runs" / "latest", future.result()) for name, future in work.items()}
+
+
+def run_and_kill_its_engine(folder: Path) -> Done:
+    """Kills the engine's server after two steps. Raises AssertionError when anything of the run is left afterwards."""
+    with train(folder, train__steps=500) as command:
+        metrics = folder / "runs" / "latest" / "metrics.jsonl"
+        until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3), 150, "two steps")
+        everything = family(command.pid)
+        end(process for process in everything if "rollout_sglang.server" in process.cmdline())
+        done = command.wait(60)
+        assert [process.cmdline() for process in alive_after(everything, 5)] == []
+        return done
+
+
+def rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def read_run(run: Path) -> dict:
+    return json.loads((run / "run.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["plain", "two_ranks"])
+def test_a_run_leaves_everything_behind(runs, name):
+    run, done = runs[name]
+    assert done.code == 0, done.err
+    assert "run folder:" in done.out and "proof ok" in done.out + done.err
+    assert read_run(run)["status"] == "finished"
+    assert [row["step"] for row in rows(run)] == [0, 1, 2]
+    assert [row["policy_version"] for row in rows(run)] == [0, 1, 2]
+    for row in rows(run):
+        assert row["sync/proved"] == row["sync/tensors"] == 15 and row["sync/bytes"] > 0
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
+    for row in rows(run)[1:]:
+        assert {"reward/mean", "mismatch/k3_kl", "loss/policy", "loss/kl", "grad_norm", "entropy", "time/step"} <= row.keys()
+        assert row["mismatch/abs_mean"] < 1e-3 and row["tokens/generated"] > 0
+    assert "eval/accuracy" in rows(run)[0] and "eval/accuracy" in rows(run)[2]
+    assert {sample["step"] for sample in rows(run, "samples.jsonl")} == {1, 2}
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    assert "<html" in (run / "report.html").read_text()
+    assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_00002"]
+    assert not list(Path("/dev/shm").glob(f"megatron-rl-{read_run(run)['pid']}-*"))
+
+
+def test_a_runs_checkpoint_is_exported(runs, tmp_path):
+    checkpoint = runs["plain"][0] / "checkpoints" / "step_00002"
+    export = ("megatron_rl", "export", "--checkpoint", checkpoint, "--precision", "fp8", "--output")
+    done = finish(Command(tmp_path, *export, tmp_path / "hf"))
+    assert (done.code, done.out.strip()) == (0, f"checkpoint: {tmp_path / 'hf'}"), done.err
+    weights = read_weights(tmp_path / "hf")
+    assert str(weights["model.layers.0.mlp.down_proj.weight"].dtype) == "torch.float8_e4m3fn"
+    assert weights["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 4)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
+    again = finish(Command(tmp_path / "again", *export, tmp_path / "hf"))
+    assert again.code == 2 and "--output" in again.err and "exists already" in again.err
+
+
+def test_gsm8k_with_math_verify(runs):
+    if "gsm8k" not in runs:
+        pytest.skip(f"{GSM8K} is not there")
+    run, done = runs["gsm8k"]
+    assert done.code == 0, done.err
+    (_, row) = rows(run)
+    assert row["reward/errors"] == 0 and row["reward/mean"] >= 0 and row["tokens/generated"] > 0
+    questions = {json.loads(line)["question"] for line in GSM8K.read_text().splitlines()}
+    samples = rows(run, "samples.jsonl")
+    assert samples and all(sample["prompt"].removeprefix("Question: ").partition("\nAnswer:")[0] in questions for sample in samples)
+    assert all(float(sample["answer"].replace(",", "")) == int(float(sample["answer"].replace(",", ""))) for sample in samples)
+
+
+def test_a_run_whose_engine_is_killed_keeps_what_it_had(runs):
+    run, done = runs["killed"]
+    assert done.code == 3, done.err
+    line = done.err.splitlines()[-1]
+    assert line.startswith("megatron-rl: the engine") and "engine.log" in line
+    assert "Traceback" not in line
+    assert read_run(run)["status"] == "broken"
+    assert read_run(run)["reason"] in line
+    assert (run / "report.html").is_file()
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    version = json.loads((checkpoint / "state.json").read_text())["policy_version"]
+    assert checkpoint.name == f"step_{version:05d}"
+    # the engine may die in a sync, when the trainer is one version ahead of the last row
+    assert version - rows(run)[-1]["policy_version"] in (0, 1)
+
+
+def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
+    done = finish(train(tmp_path, train__layout__tp=2), 30)
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "megatron-rl: train.layout.tp = 2: needs 2 ranks, this launch has 1; "
+        "start with torchrun --nproc-per-node 2, or set train.layout.tp = 1"
+    ]
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "model").exists()

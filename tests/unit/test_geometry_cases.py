@@ -1,0 +1,191 @@
+"""Real models at every tensor-parallel size: which layouts keep FP8 blocks whole, and what a refusal advises instead.
+
+Widths are those of the models' own config.json files.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+from golden.slow_cut import ROLES
+
+from parallel.geometry import GeometryError, ModelGeometry
+from parallel.layout import Layout
+from parallel.megatron import trainer_shards
+from parallel.nearest import engine_problem, explained, nearest_engines, nearest_layouts, one_of_each_layer, trainer_problem
+from parallel.plan import moves, reshard
+from parallel.sglang import engine_shards
+
+
+def dense(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> dict[str, Any]:
+    more = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": moe_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return dense("qwen3_moe", layers, hidden, heads, 4, ffn, 151936, **more)
+
+
+CONFIGS = {
+    "Llama-3.1-8B": dense("llama", 32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": dense("llama", 80, 8192, 64, 8, 28672, 128256),
+    "Llama-3.2-1B": dense("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "Qwen2.5-0.5B": dense("qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True),
+    "Qwen2.5-7B": dense("qwen2", 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5-32B": dense("qwen2", 64, 5120, 40, 8, 27648, 152064),
+    "Qwen3-0.6B": dense("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
+    "Qwen3-8B": dense("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
+    "Qwen3-32B": dense("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "Qwen3-30B-A3B": qwen3_moe(48, 2048, 32, 6144, 768),
+    "Qwen3-235B-A22B": qwen3_moe(94, 4096, 64, 12288, 1536),
+    "DeepSeek-V3": dense(
+        "deepseek_v3",
+        61,
+        7168,
+        128,
+        128,
+        18432,
+        129280,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        n_routed_experts=256,
+        moe_intermediate_size=2048,
+        n_shared_experts=1,
+        first_k_dense_replace=3,
+    ),
+}
+
+TPS = (1, 2, 4, 8, 16)
+WORKS = {  # tensor-parallel sizes of attention and dense MLP that work on either side
+    "Llama-3.1-8B": (1, 2, 4, 8),
+    "Llama-3.1-70B": (1, 2, 4, 8),
+    "Llama-3.2-1B": (1, 2, 4),
+    "Qwen2.5-0.5B": (1,),
+    "Qwen2.5-7B": (1, 2, 4),
+    "Qwen2.5-32B": (1, 2, 4, 8),
+    "Qwen3-0.6B": (1, 2, 4, 8),
+    "Qwen3-8B": (1, 2, 4, 8),
+    "Qwen3-32B": (1, 2, 4, 8),
+}
+EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek-V3": (1, 2, 4, 8, 16)}  # ranks that share one expert
+
+
+@cache
+def geometry(name: str) -> ModelGeometry:
+    return ModelGeometry.from_hf_config(CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", WORKS)
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_tensor_parallel_sizes_of_dense_models(name, tp):
+    for problem in (trainer_problem(geometry(name), Layout(tp=tp), ROLES), engine_problem(geometry(name), tp, 1, ROLES)):
+        assert (problem is None) == (tp in WORKS[name]), problem
+
+
+@pytest.mark.parametrize("name", EXPERT_WORKS)
+@pytest.mark.parametrize("parts", TPS)
+def test_expert_tensor_parallel_sizes(name, parts):
+    """Megatron's attention stays at tp 4; an engine without expert parallelism cuts its experts by tp."""
+    model = geometry(name)
+    train = trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
+    engine = engine_problem(model, parts, 1, ROLES)
+    assert (train is None) == (parts in EXPERT_WORKS[name]), train
+    assert (engine is None) == (parts in EXPERT_WORKS[name]), engine
+
+
+@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"])
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_attention_of_moe_models_works_at_every_size_with_expert_parallelism(name, tp):
+    """Above 4 kv heads too: the engine replicates whole heads, Megatron's rows end on block edges."""
+    assert trainer_problem(geometry(name), Layout(tp=tp, ep=tp, etp=1), ROLES) is None
+    assert engine_problem(geometry(name), tp, tp, ROLES) is None
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
+    """One layer of each kind at real widths; the sum of all rectangles is the engine's size."""
+    model = one_of_each_layer(geometry(name))
+    pairs = [(a, b) for a in WORKS[name] for b in WORKS[name]] if name in WORKS else [(2, 8), (8, 4)]
+    for train_tp, rollout_tp in pairs:
+        ep, rollout_ep = (train_tp, rollout_tp) if model.experts else (1, 1)
+        targets = engine_shards(model, rollout_tp, rollout_ep)
+        train = Layout(tp=train_tp, ep=ep, etp=1 if model.experts else 0)
+        plan = moves(reshard(trainer_shards(model, train, quantised=True), targets, ROLES))
+        size = sum(piece.source.rows * piece.source.cols for shards in targets.values() for shard in shards for piece in shard.pieces)
+        assert sum(move.target_rect.rows * move.target_rect.cols for move in plan if move.kind != "scale") == size
+
+
+def refused(name: str, train: Layout, rollout: tuple[int, int]) -> str:
+    model = geometry(name)
+    with pytest.raises(GeometryError) as caught:
+        reshard(trainer_shards(model, train, quantised=True), engine_shards(model, *rollout), ROLES)
+    return str(explained(caught.value, model, train, rollout, ROLES))
+
+
+@pytest.mark.parametrize(
+    "name, train, rollout, pattern",
+    [
+        (
+            "Qwen2.5-7B",
+            Layout(tp=4),
+            (14, 1),
+            r"rollout.tp = 14: must divide num_key_value_heads \(4\) .*; rollout layouts that work: tp=4 or tp=2; use a power of two",
+        ),
+        (
+            "Llama-3.2-1B",
+            Layout(tp=8),
+            (1, 1),
+            r"model.layers.0.self_attn.k_proj.weight = rows 0..64, columns 0..2048: a shard boundary cuts .* in .*linear_qkv.weight.*; "
+            r"train layouts that work: tp=4 or tp=2; use",
+        ),
+        (
+            "Qwen3-235B-A22B",
+            Layout(tp=4, pp=2, ep=4, etp=1, dp=1),
+            (8, 1),
+            r"model.layers.0.mlp.experts.0.gate_proj.weight = rows 0..192, columns 0..4096: .* in .*w13_weight.*; "
+            r"rollout layouts that work: tp=4 ep=1 or tp=8 ep=2; use",
+        ),
+        (
+            "Qwen2.5-0.5B",
+            Layout(tp=2),
+            (2, 1),
+            r"model.layers.0.self_attn.q_proj.weight = rows 0..448, .*; "
+            r"train layouts that work: tp=1; rollout layouts that work: tp=1; use",
+        ),
+    ],
+)
+def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, train, rollout, pattern):
+    message = refused(name, train, rollout)
+    assert re.match(pattern, message), message
+
+
+def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
+    model, asked = geometry("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
+    assert trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
+    found = nearest_layouts(model, asked, ROLES)
+    assert found == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
+    assert all(trainer_problem(model, one, ROLES) is None for one in found)
+    assert all(engine_problem(model, tp, ep, ROLES) is None for tp, ep in nearest_engines(model, 8, 1, ROLES))
+
+
+def test_a_model_that_no_layout_serves_gets_no_advice():
+    model = ModelGeometry.from_hf_config(dense("llama", 1, 256, 2, 2, 200, 64))
+    assert nearest_layouts(model, Layout(), ROLES) == [] == nearest_engines(model, 1, 1, ROLES)
+    error = trainer_problem(model, Layout(), ROLES)
+    assert error is not None
+    assert "train layouts that work: none; rollout layouts that work: none" in str(explained(error, model, Layout(), (1, 1), ROLES))

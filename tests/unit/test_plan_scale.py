@@ -1,0 +1,38 @@
+"""The plan of a big model: Qwen3-235B-A22B from 128 trainer ranks to eight engines of 8 ranks, in seconds."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import pytest
+from golden.slow_cut import ROLES
+from test_geometry_cases import CONFIGS
+
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+from parallel.megatron import trainer_shards
+from parallel.plan import moves, reshard
+from parallel.sglang import engine_shards
+
+
+@pytest.mark.slow
+def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
+    model, train = ModelGeometry.from_hf_config(CONFIGS["Qwen3-235B-A22B"]), Layout(tp=4, pp=2, ep=16, etp=1, dp=16)
+    assert train.world_size == 128
+    start = time.perf_counter()
+    plan = reshard(trainer_shards(model, train), engine_shards(model, tp=8, ep=8, engines=8), ROLES, homes={})
+    planes = moves(plan)
+    seconds = time.perf_counter() - start
+    print(f"{len(plan)} copies, {len(planes)} moves in {seconds:.1f} s")
+    assert seconds < 30  # 4 s on an idle core; the test machine may be busy
+
+    arrived, sent = Counter(), Counter()
+    for copy in plan:
+        size = copy.target_rect.rows * copy.target_rect.cols
+        arrived[copy.target_rank] += size
+        sent[copy.source_rank] += size * (1 if copy.fp8 else 2)
+    wanted = engine_shards(model, tp=8, ep=8)
+    for rank in range(64):
+        assert arrived[rank] == sum(p.source.rows * p.source.cols for shard in wanted[rank % 8] for p in shard.pieces)
+    assert len(sent) == 128 and max(sent.values()) < 1.02 * min(sent.values())
