@@ -15,13 +15,14 @@ import os
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Precision, Sync
+from megatron_rl.engine import Engine
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.precision import PrecisionContract
@@ -37,13 +39,15 @@ from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
-from parallel.blocks import blocks_in
-from parallel.buckets import planes_of
-from parallel.geometry import ModelGeometry, Rect, Shard
+from parallel.buckets import Plane, buckets, planes_of
+from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards
-from parallel.plan import scale_name
+from parallel.megatron import trainer_shards
+from parallel.pieces import Rect, Shard
+from parallel.plan import Move, kind_of, scale_name
 from parallel.regions import region
+from parallel.sglang import engine_shards
+from rollout_sglang import live
 
 MODELS = {
     "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
@@ -54,6 +58,7 @@ MODELS = {
 
 TRANSPORTS = ("shared_memory", "process_group", "disk")
 MB = 1e6
+_FLAT_COLS = 4096
 
 
 @dataclass(frozen=True)
@@ -91,12 +96,10 @@ class Model(torch.nn.Module):
 
 def serve_engine_rank(pipe: Connection, setup: Setup, rank: int) -> None:
     """Answers requests like the hook in SGLang's scheduler process, for an FP8 and a BF16 engine of the same model."""
-    from parallel.sglang import sglang_shards
-    from rollout_sglang import live
 
     torch.set_num_threads(1)
-    shards = sglang_shards(setup.model, setup.rollout_tp, rank)
-    models = {fp8: Model(empty_planes(shards, contract(fp8))) for fp8 in (True, False)}
+    shards = engine_shards(setup.model, setup.rollout_tp)[rank]
+    models = {fp8: Model(empty_planes(shards, contract(fp8)) | (flat_tensors(setup) if fp8 else {})) for fp8 in (True, False)}
     receivers: dict[str, Any] = {}
     while True:
         try:
@@ -115,13 +118,11 @@ def empty_planes(shards: Sequence[Shard], contract: PrecisionContract) -> dict[s
     """Tensors as an engine rank holds them, all ones: every page is there before anything is measured."""
     found = {}
     for shard in shards:
-        fp8 = shard.role in contract.fp8_roles()
-        shape = (shard.rows,) if shard.vector else (shard.rows, shard.cols)
-        found[shard.name] = (
-            torch.ones(shape, dtype=torch.uint8).view(torch.float8_e4m3fn) if fp8 else torch.ones(shape, dtype=torch.bfloat16)
-        )
+        fp8 = kind_of(shard.role, contract.fp8_roles()) == "fp8"
+        found[shard.name] = torch.ones(shard.shape, dtype=torch.uint8 if fp8 else torch.bfloat16)
         if fp8:
-            found[scale_name(shard.name)] = torch.ones(blocks_in(shard.rows), blocks_in(shard.cols))
+            found[shard.name] = found[shard.name].view(torch.float8_e4m3fn)
+            found[scale_name(shard.name)] = torch.ones(shard.scale_shape)
     return found
 
 
@@ -175,8 +176,7 @@ def random_planes(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, to
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for shard in shards:
-        shape = (shard.rows,) if shard.vector else (shard.rows, shard.cols)
-        value = torch.empty(shape, dtype=torch.bfloat16).normal_(generator=generator)
+        value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
         if fp8 and shard.role in contract(True).fp8_roles():
             found[shard.name], found[scale_name(shard.name)] = quantize_weight(value, "pow2")
         else:
@@ -206,8 +206,9 @@ class Cases:
 
     def __init__(self, setup: Setup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup, self.rank = setup, rank
-        shards = megatron_shards(setup.model, setup.train, setup.train.coordinates(rank))
-        self.planes = {fp8: random_planes(shards, fp8, seed=1) for fp8 in (True, False)}
+        self.planes = {
+            fp8: random_planes(trainer_shards(setup.model, setup.train, quantised=fp8)[rank], fp8, seed=1) for fp8 in (True, False)
+        }
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.syncs: dict[str, WeightSync] = {}
@@ -215,11 +216,13 @@ class Cases:
             for fp8 in (True, False):
                 name = f"{transport} {'fp8' if fp8 else 'bf16'}"
                 settings = Sync(transport=transport, dir=Path(setup.folder), timeout=120)
-                engine = PlainEngine(pipes, name, fp8) if rank == 0 else None
-                plan = plan_of(setup, fp8, settings)
-                self.syncs[name] = WeightSync(plan, engine, lambda fp8=fp8: self.planes[fp8], settings)  # type: ignore[arg-type]
+                plan, engine = plan_of(setup, fp8, settings), cast(Engine, PlainEngine(pipes, name, fp8))
+                self.syncs[name] = WeightSync(plan, engine, partial(self.planes.__getitem__, fp8), settings)
                 self.bytes[name] = sum(map(plan.bytes_of, plan.moves))
-        self.copy = PlainCopy(self.syncs["shared_memory fp8"].plan, self.planes[True], rank)
+        self.planes[True] |= flat_tensors(setup)
+        flat = WeightSync(flat_plan(setup), cast(Engine, PlainEngine(pipes, "flat", True)), lambda: self.planes[True], Sync(timeout=120))
+        self.flat = flat
+        self.copy = PlainCopy(self.syncs["shared_memory fp8"].plan, rank, setup.train.world_size)
         self.gathered = GatherAndQuantise(setup, self.planes[False])
 
     def run_all(self) -> None:
@@ -230,8 +233,9 @@ class Cases:
                     self._time(f"{name} unproved", turn, partial(sync.run, turn, hashing=False))
             self._time("reread proof", turn, self.syncs["shared_memory fp8"].prove)
             self._time("plain copy", turn, self.copy.run)
+            self._time("plain copy to a process", turn, partial(self.flat.run, turn, hashing=False))
             self._time("gather, convert, quantise", turn, self.gathered.run)
-        for sync in self.syncs.values():
+        for sync in (*self.syncs.values(), self.flat):
             sync.close()
 
     def _time(self, name: str, turn: int, call: Any) -> None:
@@ -246,19 +250,36 @@ class Cases:
 class PlainCopy:
     """The same bytes, tensor by tensor, from memory to memory with `copy_`: as flat as a copy can be, no layouts, no other process.
 
-    One core does it all, as one engine rank would; with several engine ranks, the first trainer ranks share the work.
+    One core for each engine rank, as far as there are trainer ranks to do it.
     """
 
-    def __init__(self, plan: SyncPlan, planes: Mapping[str, torch.Tensor], rank: int) -> None:
-        sizes = [
-            plane.rows * plane.cols * plane.itemsize
-            for plane in planes_of({rank: plan.targets.get(rank, [])}, contract(True).fp8_roles(), 2)
-        ]
+    def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
+        mine = {target: shards for target, shards in plan.targets.items() if target % world == rank}
+        sizes = [plane.rows * plane.cols * plane.itemsize for plane in planes_of(mine, contract(True).fp8_roles(), 2)]
         self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
 
     def run(self) -> None:
         for source, target in self._pairs:
             target.copy_(source)
+
+
+def flat_tensors(setup: Setup) -> dict[str, torch.Tensor]:
+    """One run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
+    planes = planes_of(engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles(), 2)
+    total = sum(plane.rows * plane.cols * plane.itemsize for plane in planes)
+    rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
+    count = max(setup.train.world_size, setup.rollout_tp)
+    return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}
+
+
+def flat_plan(setup: Setup) -> SyncPlan:
+    """Moves those runs of bytes through shared memory: the same processes, buffers and threads as a sync, no model, no proof."""
+    rows = flat_tensors(setup)["flat0"].shape[0]
+    everything = Rect(0, 0, rows, _FLAT_COLS)
+    pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
+    moves = [Move(source, f"flat{target}", everything, target, f"flat{source}", everything, "fp8") for source, target in pairs]
+    planes = [Plane(target, f"flat{source}", rows, _FLAT_COLS, 1) for source, target in pairs]
+    return SyncPlan(tuple(moves), tuple(buckets(planes, Sync().chunk_bytes)), {}, contract(True))
 
 
 class GatherAndQuantise:
@@ -269,10 +290,7 @@ class GatherAndQuantise:
 
     def __init__(self, setup: Setup, planes: Mapping[str, torch.Tensor]) -> None:
         self._layout, self._planes = setup.train, planes
-        ranks = range(setup.train.world_size)
-        self._shards = [
-            {shard.name: shard for shard in megatron_shards(setup.model, setup.train, setup.train.coordinates(r))} for r in ranks
-        ]
+        self._shards = [{shard.name: shard for shard in shards} for shards in trainer_shards(setup.model, setup.train).values()]
 
     def run(self) -> None:
         names = list(dict.fromkeys(name for shards in self._shards for name in shards))
@@ -357,12 +375,15 @@ def summary(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) ->
     median = {name: statistics.median(values) for name, values in seconds.items()}
     size, copy, found = sizes["shared_memory fp8"], median["plain copy"], {}
     for transport in TRANSPORTS:
-        took = median[f"{transport} fp8"]
+        took, unproved = median[f"{transport} fp8"], median[f"{transport} fp8 unproved"]
         found[transport] = {
-            "of plain copy": copy / took,
+            "of plain copy in one process": copy / unproved,
+            "of plain copy to a process": median["plain copy to a process"] / unproved,
+            "of plain copy in one process, proof included": copy / took,
+            "of plain copy to a process, proof included": median["plain copy to a process"] / took,
             "against gather, convert, quantise": median["gather, convert, quantise"] / took,
             "fp8 against bf16": median[f"{transport} bf16"] / took,
-            "proof's share": 1 - median[f"{transport} fp8 unproved"] / took,
+            "proof's share": 1 - unproved / took,
         }
     cases = {
         name: {"seconds": value, "min": min(seconds[name]), "max": max(seconds[name]), "bytes": sizes.get(name, size)}
@@ -405,8 +426,6 @@ def main(
     try:
         if model not in MODELS:
             raise UserError("--model", model, f"is not one of {', '.join(MODELS)}")
-        import tempfile
-
         with tempfile.TemporaryDirectory() as folder:
             layout = Layout(**_sizes("--train", train, ["tp", "pp", "dp"]))
             setup = Setup(MODELS[model], layout, _sizes("--rollout", rollout, ["tp"])["tp"], repeat, folder)
