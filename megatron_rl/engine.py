@@ -10,9 +10,10 @@ from typing import Protocol
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.transport import Link
+from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
-from parallel.buckets import Bucket
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,33 @@ class Engine(Protocol):
     def activation_scale_formats(self) -> dict[str, str]:
         """For every FP8 linear layer that is live, the format ("pow2" or "fp32") of the scales it quantises activations with."""
 
-    def begin_sync(self) -> None:
-        """Opens a weight update; no request may be running."""
+    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+        """Every engine rank begins to connect to the trainer, to receive its share of `chunks` at every sync.
 
-    def write(self, segment: Path, bucket: Bucket) -> None:
-        """Copies a bucket's bytes from a shared-memory file straight into the live parameters."""
+        `staged`: into a second copy of the weights, which `finish_receiving` copies over the live ones. What goes wrong with the
+        connection is raised by `finish_receiving`.
+        """
+
+    def disconnect(self) -> None:
+        """Ends the connection and frees the second copy."""
+
+    def pause(self, restart: bool) -> None:
+        """Holds new requests and returns when none is running. `restart`: running ones are thrown away, and sampled anew on `resume`."""
+
+    def resume(self) -> None:
+        """Requests are served again."""
+
+    def begin_sync(self) -> None:
+        """Opens a change of the live weights, between `pause` and `resume`."""
+
+    def start_receiving(self, hashing: bool) -> None:
+        """The engine ranks begin to receive, in the background."""
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        """Returns when the live weights hold all bytes. Where `hashing`: per rank, one digest per chunk, made from the live weights."""
 
     def end_sync(self, version: int) -> None:
-        """Closes the update: from now on completions carry this policy version."""
+        """Closes the change: from now on completions carry this policy version."""
 
     def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
         """Per rank, the digests (`parallel.regions.digest`) of rectangles of live tensors, in the order asked."""

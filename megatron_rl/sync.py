@@ -1,47 +1,46 @@
 """The sync: the trainer's blocks go to the live engine as bytes, and every sync proves that they arrived.
 
-Nothing is dequantised, cast or quantised on the way. All trainer ranks write their rectangles of a bucket into one shared-memory
-file, the engine copies it into its live parameters, and so on, bucket by bucket; so the extra memory is one bucket. Then the proof:
-every rectangle of the plan is hashed where it came from, in the trainer's live tensors, and where it went to, in the engine's.
+Nothing is dequantised, cast or quantised on the way. Trainer ranks send chunk by chunk straight to the engine ranks that need them
+(`megatron_rl.transport`), while the engine answers no request; so the extra memory is two chunks. Every chunk is hashed where it
+came from, in the trainer's live tensors, and where it went to, in the engine's.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import secrets
-import shutil
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_rl.config import Sync
 from megatron_rl.engine import Engine
-from megatron_rl.errors import RunError, UserError
+from megatron_rl.errors import RunError
 from megatron_rl.ranks import on_rank0
 from megatron_rl.sync_plan import SyncPlan
+from megatron_rl.transport import Link, Outbox, check_hosts, make_outbox
+from megatron_rl.transport.chunks import chunks_of, source_memory
 from parallel.blocks import BLOCK
-from parallel.buckets import Bucket, Slice, part_of
-from parallel.geometry import Rect
+from parallel.pieces import Rect
 from parallel.plan import Move
-from parallel.regions import digest, region
+from parallel.regions import byte_flat, digest, digests
 
-_SHARED_MEMORY = Path("/dev/shm")
-_HEADROOM = 16 << 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class SyncReport:
     """What one sync did: bytes and FP8 blocks moved, engine tensors (scales count) written, seconds in all and of the proof.
 
-    All rectangles of the `proved` tensors had equal digests on both sides, or the sync would have raised.
+    All bytes of the `proved` tensors had equal digests on both sides, or the sync would have raised.
     """
 
     bytes: int
@@ -63,74 +62,154 @@ class SyncReport:
 class WeightSync:
     """Runs syncs over a plan. Every trainer rank makes one; only rank 0 has the engine. All its methods are collective."""
 
-    def __init__(self, plan: SyncPlan, engine: Engine | None, read_planes: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """`read_planes` gives this rank's live tensors (`mcore.weights.planes`), as the last optimizer step left them."""
-        self.plan, self._read_planes = plan, read_planes
+    def __init__(
+        self,
+        plan: SyncPlan,
+        engine: Engine | None,
+        read_planes: Callable[[], dict[str, torch.Tensor]],
+        settings: Sync | None = None,
+    ) -> None:
+        """`read_planes` gives this rank's live tensors (`mcore.weights.planes`), as the last optimizer step left them.
+
+        Raises UserError for a transport that cannot work on these machines.
+        """
+        self.plan, self._read_planes, self._settings = plan, read_planes, settings or Sync()
         self._engine = cast(Engine, engine)  # used inside on_rank0 only
         self._rank = dist.get_rank()
-        self._segment = Path(on_rank0(lambda: _make_segment(plan.bucket_bytes)))  # every rank must open the same file
+        self.chunks = chunks_of(plan.moves, plan.buckets)
+        check_hosts(self._settings, _gathered(_BOOT_ID.read_text()))
+        self._counts = {
+            "bytes": sum(map(plan.bytes_of, plan.moves)),
+            "blocks": sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale"),
+            "tensors": len({(move.target_rank, move.target) for move in plan.moves}),
+        }
+        self._outbox: Outbox | None = None
+        self._seen_once = False
 
     def close(self) -> None:
-        """Removes the shared-memory file."""
-        if self._rank == 0:
-            self._segment.unlink(missing_ok=True)
+        """Ends the connection to the engine."""
+        if self._outbox is not None:
+            self._outbox.close()
+            self._outbox = None
+            if self._rank == 0:
+                with contextlib.suppress(RunError):  # an engine that is gone holds nothing
+                    self._engine.disconnect()
 
-    def run(self, version: int) -> SyncReport:
-        """Moves the trainer's weights into the engine as policy version `version`, then proves it.
+    def run(self, version: int, hashing: bool = True) -> SyncReport:
+        """Moves the trainer's weights into the engine as policy version `version`, and proves it before the engine serves them.
 
-        Raises RunError naming parameter, rank and first block when a byte differs, or when the engine fails.
+        `hashing` is turned off to measure what the proof costs, only. Raises RunError naming parameter, rank and first block when a
+        byte differs, or when the engine fails; the engine then serves nothing any more.
         """
         start = time.perf_counter()
         planes = self._read_planes()
-        on_rank0(lambda: self._engine.begin_sync())
-        for bucket in self.plan.buckets:
-            self._write_mine(planes, bucket)
-            dist.barrier()
-            on_rank0(partial(self._write_to_engine, bucket))
+        outbox = self._outbox or self._connect()
+        staged, restart = self._settings.staged, self._settings.running == "restart"
+
+        def stop_serving() -> None:
+            self._engine.pause(restart)
+            self._engine.begin_sync()
+
+        if not staged:
+            on_rank0(stop_serving)
+        on_rank0(lambda: self._engine.start_receiving(hashing))
+        sent, hash_seconds = self._send(outbox, planes, hashing)
+        if staged:
+            on_rank0(stop_serving)
+        arrived = on_rank0(lambda: self._engine.finish_receiving(hashing))
         on_rank0(lambda: self._engine.end_sync(version))
-        moved = time.perf_counter()
-        proved = self.prove(planes)
-        end = time.perf_counter()
-        plan = self.plan
-        blocks = sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale")
-        tensors = len({(move.target_rank, move.target) for move in plan.moves})
-        return SyncReport(sum(map(plan.bytes_of, plan.moves)), blocks, tensors, proved, end - start, end - moved)
+        proof_start = time.perf_counter()
+        if hashing:
+            self._compare(planes, sent, arrived)
+            if self._settings.proof == "reread" or not self._seen_once:  # once at least: what end_sync does to weights is always the same
+                self.prove(planes)
+                self._seen_once = True
+        proof_seconds = time.perf_counter() - proof_start + hash_seconds
+        on_rank0(lambda: self._engine.resume())
+        counts = self._counts
+        return SyncReport(
+            **counts, proved=counts["tensors"] if hashing else 0, seconds=time.perf_counter() - start, proof_seconds=proof_seconds
+        )
 
-    def _write_to_engine(self, bucket: Bucket) -> None:
-        self._engine.write(self._segment, bucket)
+    def _connect(self) -> Outbox:
+        """Opens this rank's outbox while the engine ranks open their inboxes."""
+        outbox = self._outbox = make_outbox(self._settings, self._rank, self.chunks)
+        addresses = dict(enumerate(_gathered(outbox.address)))
+        link = Link(
+            self._settings.transport,
+            {str(rank): address for rank, address in addresses.items()},
+            sorted({chunk.source for chunk in self.chunks}),
+            sorted({chunk.target for chunk in self.chunks}),
+            max(chunk.nbytes for chunk in self.chunks),
+            self._settings.timeout,
+        )
+        on_rank0(lambda: self._engine.connect(link, self.chunks, self._settings.staged))
+        self._together(lambda: outbox.open(addresses))
+        return outbox
 
-    def _write_mine(self, planes: dict[str, torch.Tensor], bucket: Bucket) -> None:
-        """Writes this rank's rectangles of a bucket into the segment."""
-        wanted: dict[tuple[int, str], list[Slice]] = defaultdict(list)
-        for piece in bucket:
-            wanted[piece.plane.rank, piece.plane.name].append(piece)
-        with open(self._segment, "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            flat = np.frombuffer(memory, np.uint8)
-            for move in self.plan.moves:
-                if move.source_rank == self._rank:
-                    for piece in wanted.get((move.target_rank, move.target), ()):
-                        _write_part(planes[move.source], move, piece, flat)
-            del flat  # the map cannot be closed while an array looks into it
+    def _send(self, outbox: Outbox, planes: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
+        """Sends this rank's chunks; returns the digests of all chunks, by number, and the longest time a rank took to make them."""
+        mine: dict[int, str] = {}
+        memory = source_memory(planes, self.chunks, self._rank)
+
+        def send() -> None:
+            for number, chunk in enumerate(self.chunks):
+                if chunk.source == self._rank:
+                    mine[number] = memory.pack(chunk.sources, byte_flat(outbox.buffer(chunk)), hashing)
+                    outbox.send(chunk)
+            outbox.finish()
+
+        self._together(send)
+        parts = _gathered((mine, memory.hash_seconds))
+        return {number: value for part, _ in parts for number, value in part.items()}, max(seconds for _, seconds in parts)
+
+    def _together(self, part: Callable[[], None]) -> None:
+        """Every rank does its part; where one fails, all raise RunError, which tells the engine's side of it as well."""
+        failure = ""
+        try:
+            part()
+        except (OSError, RuntimeError) as error:
+            failure = f"trainer rank {self._rank}: {error}"
+            if self._outbox is not None:
+                self._outbox.close()  # the engine's ranks that wait for this one are told
+        failures = [text for text in _gathered(failure) if text]
+        if failures:
+            reason = on_rank0(self._engine_failure)
+            raise RunError(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
+
+    def _engine_failure(self) -> str:
+        """What the engine's ranks say of a sync that broke."""
+        try:
+            self._engine.finish_receiving(False)
+        except RunError as error:
+            return str(error)
+        return ""
+
+    def _compare(self, planes: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
+        """Raises RunError where a chunk's digests differ."""
+        found = {rank: iter(values) for rank, values in arrived.items()}
+        for number, chunk in enumerate(self.chunks):
+            if next(found[chunk.target]) != sent[number]:
+                self.prove(planes)  # finds the block and raises
+                raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed when it was written")
 
     def prove(self, planes: dict[str, torch.Tensor] | None = None) -> int:
-        """Compares the digests of every move at its source and at its target; returns the number of engine tensors proved.
+        """Compares the digests of every move at its source and at its target, both sides at once; returns the engine tensors proved.
 
         Raises RunError at the first difference, naming parameter, rank and first block.
         """
         planes = planes or self._read_planes()
-        mine = {
-            index: digest(planes[move.source], move.source_rect)
-            for index, move in enumerate(self.plan.moves)
-            if move.source_rank == self._rank
-        }
-        gathered: list[dict[int, str] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, mine)
-        sent = {index: value for part in gathered if part for index, value in part.items()}
-        arrived = on_rank0(lambda: _engine_digests(self._engine, self.plan.moves))
-        for index, move in enumerate(self.plan.moves):
+        moves = self.plan.moves
+        with ThreadPoolExecutor(1) as pool:
+            theirs = pool.submit(_engine_digests, self._engine, moves) if self._rank == 0 else None
+            own = [index for index, move in enumerate(moves) if move.source_rank == self._rank]
+            mine = dict(zip(own, digests(planes, [(moves[index].source, moves[index].source_rect) for index in own]), strict=True))
+            sent = {index: value for part in _gathered(mine) for index, value in part.items()}
+            arrived = on_rank0(lambda: theirs.result() if theirs else [])
+        for index, move in enumerate(moves):
             if sent[index] != arrived[index]:
                 self._raise_difference(planes, move)
-        return len({(move.target_rank, move.target) for move in self.plan.moves})
+        return len({(move.target_rank, move.target) for move in moves})
 
     def _raise_difference(self, planes: dict[str, torch.Tensor], move: Move) -> None:
         """Finds the first block of a move that differs, by hashing its blocks one by one on both sides."""
@@ -153,33 +232,11 @@ class WeightSync:
         )
 
 
-def _make_segment(size: int) -> str:
-    """Creates the shared-memory file, readable by this user only, and returns its path. Raises UserError where it does not fit."""
-    free = shutil.disk_usage(_SHARED_MEMORY).free
-    if free < size + _HEADROOM:
-        rule = f"{_SHARED_MEMORY} has {free >> 20} MiB free"
-        raise UserError("sync.bucket_mb", size >> 20, rule, "lower it, or enlarge the shared memory")
-    path = _SHARED_MEMORY / f"megatron-rl-{os.getpid()}-{secrets.token_hex(4)}"
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, max(size, 1))
-    finally:
-        os.close(descriptor)
-    return str(path)
-
-
-def _write_part(source: torch.Tensor, move: Move, piece: Slice, flat: np.ndarray) -> None:
-    part = part_of(move, piece)
-    if part is None:
-        return
-    from_rect, to_rect = part
-    values = region(source, from_rect).contiguous()
-    size = piece.plane.itemsize
-    if values.element_size() != size:
-        raise AssertionError(f"{move.source} has {values.element_size()} bytes an element, the engine's {move.target} has {size}")
-    target = flat[piece.offset : piece.offset + piece.nbytes].reshape(piece.rows, piece.row_bytes)
-    window = target[to_rect.row : to_rect.row + to_rect.rows, to_rect.col * size : (to_rect.col + to_rect.cols) * size]
-    window[:] = values.view(torch.uint8).reshape(window.shape).cpu().numpy()
+def _gathered(mine: T) -> list[T]:
+    """Every rank's value, in rank order."""
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return cast(list[T], found)
 
 
 def _engine_digests(engine: Engine, all_moves: Sequence[Move]) -> list[str]:

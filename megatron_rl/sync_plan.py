@@ -46,8 +46,8 @@ class SyncPlan:
 
     @classmethod
     def of_config(cls, model: ModelGeometry, train: Layout, config: Config) -> SyncPlan:
-        """`make` with the configuration's rollout, precision and bucket size."""
-        return cls.make(model, train, config.rollout.tp, PrecisionContract.of(config.precision), config.sync.bucket_mb << 20)
+        """`make` with the configuration's rollout, precision and chunk size."""
+        return cls.make(model, train, config.rollout.tp, PrecisionContract.of(config.precision), config.sync.chunk_bytes)
 
     @property
     def bucket_bytes(self) -> int:

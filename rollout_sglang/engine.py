@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from megatron_rl.config import Config
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.transport import Link
+from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
-from parallel.buckets import Bucket
-from parallel.geometry import Rect
-from rollout_sglang.live import PREFIX
+from parallel.pieces import Rect
+from rollout_sglang.gate import Gate
+from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.5
+_IDLE_SECONDS = 10  # the scheduler clears away a request some time after its answer
 
 
 def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
@@ -95,6 +99,8 @@ class SGLangEngine:
     def __init__(self, process: EngineProcess, url: str, key: str, timeout: float) -> None:
         self.process = process
         self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
+        self._gate = Gate(timeout)
+        self._changing = False  # SGLang's weight update is open
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Returns when `/health` answers; see `launch`."""
@@ -118,8 +124,15 @@ class SGLangEngine:
     def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling) -> list[Generation]:
         """See `Engine.generate`. `sampling.seed` is not supported by the CPU tier's sampler and must be None."""
         parameters = {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens, "top_p": 1.0}
-        answers = self._post("/generate", {"input_ids": list(prompts_B), "sampling_params": parameters, "return_logprob": True})
-        return [_generation(answer) for answer in answers]
+        found: dict[int, Generation] = {}
+        while missing := [index for index in range(len(prompts_B)) if index not in found]:
+            with self._gate.passing():
+                body = {"input_ids": [prompts_B[index] for index in missing], "sampling_params": parameters, "return_logprob": True}
+                answers = self._post("/generate", body)
+            for index, answer in zip(missing, answers, strict=True):
+                if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
+                    found[index] = _generation(answer)
+        return [found[index] for index in range(len(prompts_B))]
 
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
         return [{name: _live_tensor(text) for name, text in rank.items()} for rank in self._live({"verb": "describe"})]
@@ -127,17 +140,37 @@ class SGLangEngine:
     def activation_scale_formats(self) -> dict[str, str]:
         return self._live({"verb": "scale_formats"})[0]
 
-    def begin_sync(self) -> None:
-        self._post("/begin_weight_update", {})
+    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+        ranks: dict[str, list[Any]] = {}
+        for chunk in chunks:
+            ranks.setdefault(str(chunk.target), []).append(chunk.to_json())
+        self._live({"verb": "connect", "link": asdict(link), "staged": staged, "ranks": ranks})
 
-    def write(self, segment: Path, bucket: Bucket) -> None:
-        ranks: dict[str, list[list[Any]]] = {}
-        for piece in bucket:
-            ranks.setdefault(str(piece.plane.rank), []).append([piece.plane.name, piece.row, piece.rows, piece.row_bytes, piece.offset])
-        self._live({"verb": "write", "segment": str(segment), "ranks": ranks})
+    def disconnect(self) -> None:
+        self._live({"verb": "disconnect"})
+
+    def pause(self, restart: bool) -> None:
+        self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if restart else None)
+
+    def resume(self) -> None:
+        self._gate.open()
+
+    def begin_sync(self) -> None:
+        self._post(f"/flush_cache?timeout={_IDLE_SECONDS}", None)  # refuses where requests run that are not ours
+        if not self._changing:  # else a sync before this one broke
+            self._post("/begin_weight_update", {})
+        self._changing = True
+
+    def start_receiving(self, hashing: bool) -> None:
+        self._live({"verb": "start", "hashing": hashing})
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        answers = self._live({"verb": "finish", "hashing": hashing})
+        return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
 
     def end_sync(self, version: int) -> None:
         self._post("/end_weight_update", {})
+        self._changing = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._post("/flush_cache", None)
 
@@ -154,6 +187,10 @@ class SGLangEngine:
         """Asks the hook in every scheduler process (`rollout_sglang.live`); one mapping per engine rank."""
         answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)})
         ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
+        for number, rank in enumerate(ranks):
+            if FAILED in rank["checksums"]:
+                failure = rank["checksums"][FAILED]
+                raise RunError(f"engine rank {number} could not {request['verb']}: {failure}", self.process.log_tail())
         return [rank["checksums"] for rank in ranks]
 
     def _post(self, path: str, body: dict[str, Any] | None) -> Any:
@@ -177,7 +214,11 @@ class SGLangEngine:
 
 
 def _generation(answer: dict[str, Any]) -> Generation:
+    """Raises RunError for an answer that more than one policy version sampled."""
     meta = answer["meta_info"]
+    versions = {span["version"] for span in meta.get("weight_versions", [])} | {meta["weight_version"]}
+    if len(versions) > 1:
+        raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
     logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
     ids = [int(entry[1]) for entry in meta["output_token_logprobs"]]
     return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]))

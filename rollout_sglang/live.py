@@ -1,52 +1,90 @@
-"""Inside the engine's scheduler process: write raw bytes into live parameters, hash them, describe them.
+"""Inside the engine's scheduler process: receive bytes into live parameters, hash them, describe them.
 
 Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_sglang.plugin` wraps: an `action` that starts with
 `PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. No pickles, no code in requests.
 
-    {"verb": "describe"}                                              name -> "dtype rows cols"
-    {"verb": "scale_formats"}                                         module -> format of its activation scales, FP8 modules only
-    {"verb": "write", "segment": PATH, "ranks": {"0": [[name, row, rows, row_bytes, offset], ...]}}
+    {"verb": "describe"}                                       name -> "dtype rows cols"
+    {"verb": "scale_formats"}                                  module -> format of its activation scales, FP8 modules only
+    {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see megatron_rl.transport
+    {"verb": "start", "hashing": BOOL}                         receiving begins, in the background
+    {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
+    {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from parallel.geometry import Rect
-from parallel.regions import digest
+from megatron_rl.transport import Link
+from megatron_rl.transport.chunks import Chunk
+from parallel.pieces import Rect
+from parallel.regions import digests
 from rollout_sglang import kernels
+from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
+FAILED = "megatron_rl failed"
+"""An answer under this name says why a rank has no other."""
+
+_receiver: Receiver | None = None
+"""This process's connection to the trainer; a new one replaces it."""
 
 
 def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
     """Wraps SGLang's WeightChecker.handle; actions without our prefix go on to it."""
     if not action.startswith(PREFIX):
         return original(checker, action, *args, **kwargs)
-    request = json.loads(action.removeprefix(PREFIX))
-    tensors = live_tensors(checker._get_model())
     rank = checker._placement["tp_rank"]
-    mine = request.get("ranks", {}).get(str(rank), [])
-    if request["verb"] == "describe":
-        answers = {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors.items()}
-    elif request["verb"] == "scale_formats":
-        answers = activation_scale_formats(checker._get_model())
-    elif request["verb"] == "write":
-        answers = {"written": str(write(tensors, request["segment"], mine))}
-    elif request["verb"] == "digest":
-        kernels.forget_values()  # what is served next is made from the bytes hashed here
-        answers = {str(index): digest(tensors[name], Rect(*rect)) for index, (name, *rect) in enumerate(mine)}
-    else:
-        raise ValueError(f"unknown verb {request['verb']!r}")
+    try:
+        answers = answer(json.loads(action.removeprefix(PREFIX)), rank, checker._get_model())
+    except Exception as error:  # SGLang's ranks gather their answers: a rank that raised would leave the others waiting
+        traceback.print_exc()
+        answers = {FAILED: f"{type(error).__name__}: {error}"}
     placement = {key: value for key, value in checker._placement.items() if value is not None}
     parallelism = {"role": kwargs.get("role", "target"), **placement, "rank": rank, "size": placement["tp_size"]}
     return {"checksums": answers, "parallelism_info": parallelism}
+
+
+def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
+    """This rank's answer to one of our requests. Raises ValueError for a request that does not fit, or what the transport raises."""
+    global _receiver
+    verb, tensors = request["verb"], live_tensors(model)
+    mine = request.get("ranks", {}).get(str(rank), [])
+    if verb == "describe":
+        return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors.items()}
+    if verb == "scale_formats":
+        return activation_scale_formats(model)
+    if verb == "digest":
+        kernels.forget_values()  # what is served next is made from the bytes hashed here
+        return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
+    if verb in ("connect", "disconnect"):
+        if _receiver is not None:
+            _receiver.close()
+        _receiver = None
+        if verb == "connect":
+            chunks = [Chunk.from_json(rank, told) for told in mine]
+            _receiver = Receiver(Link(**request["link"]), rank, chunks, tensors, request["staged"])
+        return {}
+    if verb not in ("start", "finish"):
+        raise ValueError(f"unknown verb {verb!r}")
+    if _receiver is None:
+        raise ValueError("the trainer is not connected")
+    if verb == "start":
+        _receiver.start(tensors, request["hashing"])
+        return {}
+    found = _receiver.finish(tensors, request["hashing"])
+    kernels.forget_values()  # what is served next is made from the bytes just written
+    return _numbered(found)
+
+
+def _numbered(values: Sequence[str]) -> dict[str, str]:
+    return {str(index): value for index, value in enumerate(values)}
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -62,31 +100,3 @@ def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
         if linear is not None:
             found[name] = "pow2" if getattr(linear, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"
     return found
-
-
-def write(tensors: dict[str, torch.Tensor], segment: str, slices: list[list[Any]]) -> int:
-    """Copies slices [name, row, rows, row_bytes, offset] of a shared-memory file into live parameters; returns bytes written.
-
-    Raises ValueError for an unknown name, or where a row's size or count does not fit, before that tensor is touched.
-    """
-    kernels.forget_values()
-    total = 0
-    with open(segment, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
-        for name, row, rows, row_bytes, offset in slices:
-            if name not in tensors:
-                raise ValueError(f"the engine holds no parameter {name}")
-            live = _byte_rows(name, tensors[name])
-            if live.shape[1] != row_bytes or row + rows > live.shape[0]:
-                raise ValueError(f"{name} holds {list(live.shape)} bytes, cannot write rows {row}..{row + rows} of {row_bytes} bytes")
-            # from bytes: a tensor over the map itself would keep it open
-            source = torch.frombuffer(bytearray(memory[offset : offset + rows * row_bytes]), dtype=torch.uint8)
-            live[row : row + rows] = source.view(rows, row_bytes).to(live.device)
-            total += rows * row_bytes
-    return total
-
-
-def _byte_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's storage as uint8 [rows, bytes per row]; a vector has one element per row, experts stand one below the other."""
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous in the engine; its bytes cannot be written in place")
-    return tensor.view(-1, tensor.shape[-1] if tensor.dim() > 1 else 1).view(torch.uint8)

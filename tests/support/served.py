@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from megatron_rl.mcore import checkpoint as checkpoints
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
 from megatron_rl.types import Sampling
-from parallel.buckets import Bucket, Slice
 from parallel.geometry import ModelGeometry, Rect
-from parallel.regions import raw_bytes, region
+from parallel.regions import region
 from rollout_sglang.engine import SGLangEngine, launch
 from support.engines import engine_config
 from support.trainer import Trainer
@@ -112,34 +110,22 @@ def change_trainer(name: str, row: int, col: int) -> None:
 
 
 def change_engine(name: str, row: int, col: int) -> None:
-    """Writes one row of an engine parameter again, with one byte wrong, by a bucket made by hand."""
+    """Syncs the trainer's blocks with one bit of what fills that element of an engine parameter wrong."""
     served = _now[0]
-    plan = served.plan(1 << 20)
-    plane = next(piece.plane for bucket in plan.buckets for piece in bucket if piece.plane.name == name)
-    values = bytearray(_expected_row(served, plan, name, row))
-    assert len(values) == plane.cols * plane.itemsize
-    values[col * plane.itemsize] ^= 1
-    segment = Path("/dev/shm") / f"megatron-rl-tamper-{os.getpid()}"
+    plan, planes = served.plan(1 << 20), dict(served.trainer.planes())
+    move = next(move for move in plan.moves if move.target == name and _holds(move.target_rect, row, col))
+    wrong = planes[move.source] = planes[move.source].clone()
+    place = Rect(move.source_rect.row + row - move.target_rect.row, move.source_rect.col + col - move.target_rect.col, 1, 1)
+    region(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
+    sync = WeightSync(plan, served.engine, lambda: planes)
     try:
-        segment.write_bytes(values)
-        bucket: Bucket = (Slice(plane, row, 1, 0),)
-        served.engine.begin_sync()
-        served.engine.write(segment, bucket)
-        served.engine.end_sync(0)
+        sync.run(0)
     finally:
-        segment.unlink(missing_ok=True)
+        sync.close()
 
 
-def _expected_row(served: Served, plan: SyncPlan, name: str, row: int) -> bytes:
-    """The bytes of one row of an engine parameter, put together from the trainer's planes."""
-    planes, parts = served.trainer.planes(), {}
-    for move in plan.moves:
-        target = move.target_rect
-        if move.target == name and target.row <= row < target.row + target.rows:
-            source = move.source_rect
-            line = Rect(source.row + row - target.row, source.col, 1, source.cols)
-            parts[target.col] = raw_bytes(region(planes[move.source], line)).tobytes()
-    return b"".join(parts[col] for col in sorted(parts))
+def _holds(rect: Rect, row: int, col: int) -> bool:
+    return rect.row <= row < rect.row + rect.rows and rect.col <= col < rect.col + rect.cols
 
 
 def save_run_checkpoint(to: Path) -> Path:

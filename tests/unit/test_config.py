@@ -82,7 +82,10 @@ def test_overrides_leave_the_given_table_alone():
         ("[trian]\nsteps = 1", "trian: unknown key; did you mean train?"),
         ("[train]\ngroup_size = 4", "train.group_size = 4: unknown key; did you mean rollout.group_size?"),
         ("[model.create]\nhiden_size = 256", "model.create.hiden_size = 256: unknown key; did you mean model.create.hidden_size?"),
-        ("[sync]\nzzz = 0", "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb"),
+        (
+            "[sync]\nzzz = 0",
+            "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb, staged, running, proof, host, dir, timeout",
+        ),
         ("[train]\nsteps = '3'", "train.steps = '3': must be a valid integer; write it without quotes"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5: must be a valid integer; the default is 30"),
         ("[train]\nsteps = 0", "train.steps = 0: must be greater than or equal to 1; the default is 30"),

@@ -1,0 +1,60 @@
+"""Keeps generation and weight changes apart: a change waits until nobody generates, and new requests wait until it is over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_rl.errors import RunError
+
+_NUDGE_SECONDS = 0.05
+
+
+class Gate:
+    """Open at first. Threads that generate pass through it; one thread shuts and opens it. No wait is longer than `timeout` seconds."""
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._shut, self._inside = False, 0
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around a request. Raises RunError where the gate stays shut."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._shut, self._timeout):
+                raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def shut(self, hurry: Callable[[], None] | None = None) -> None:
+        """Lets nobody in and returns when nobody is inside; `hurry` is called again and again while somebody is.
+
+        Raises RunError where somebody stays inside, and opens again.
+        """
+        deadline = time.monotonic() + self._timeout
+        with self._changed:
+            self._shut = True
+        while not self._is_empty(_NUDGE_SECONDS):
+            if time.monotonic() > deadline:
+                self.open()
+                raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
+            if hurry is not None:
+                hurry()
+
+    def open(self) -> None:
+        """Lets requests in."""
+        with self._changed:
+            self._shut = False
+            self._changed.notify_all()
+
+    def _is_empty(self, seconds: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._inside == 0, seconds)

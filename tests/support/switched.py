@@ -1,0 +1,122 @@
+"""Policies that change while requests run: on top of `support.served`, in the same one rank of a `World`."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithm.grpo import GRPOLoss
+from megatron_rl.batch import Sequence
+from megatron_rl.config import Algorithm, Sync
+from megatron_rl.mcore.linear import quantize_model
+from megatron_rl.sync import WeightSync
+from megatron_rl.types import Generation, Sampling
+from support.served import Served, _now
+
+_THREADS = 4
+Answers = list[tuple[list[int], Generation]]
+
+
+def switch_under_load(
+    settings: dict[str, Any], first: int, switches: int, batch: list[Sequence], prompts: list[list[int]], tokens: int
+) -> dict[str, Any]:
+    """Four threads ask all the time, while the policy is trained and synced as versions first, first + 1, ...
+
+    Returns the syncs' reports, how many requests were running when each sync began, and for each version the engine's log-probs and
+    those of the trainer that held it, of all tokens sampled by it.
+    """
+    served, stop, answers = _now[0], threading.Event(), Answers()
+    sync = new_sync(served, Sync.model_validate(settings))
+    masters, reports, running = {}, [], []
+
+    def ask(which: int) -> None:
+        while not stop.is_set():
+            found = served.engine.generate(prompts[which::_THREADS], Sampling(temperature=1.0, max_new_tokens=tokens))
+            answers.extend(zip(prompts[which::_THREADS], found, strict=True))
+
+    try:
+        sync.run(first)
+        with ThreadPoolExecutor(_THREADS) as pool:
+            asking = [pool.submit(ask, which) for which in range(_THREADS)]
+            try:
+                for version in range(first, first + switches + 1):
+                    if version > first:
+                        running.append(served.engine._gate._inside)
+                        reports.append(asdict(sync.run(version)))
+                    masters[version] = {name: value.detach().clone() for name, value in served.trainer.model.named_parameters()}
+                    wait_for_answers(answers, len(prompts), asking)
+                    served.trainer.actor.update(batch, GRPOLoss(Algorithm()))
+            finally:
+                stop.set()
+            for task in asking:
+                task.result(60)
+    finally:
+        sync.close()
+    return {"reports": reports, "running": running, "logprobs": compared(served, masters, answers)}
+
+
+def new_sync(served: Served, settings: Sync) -> WeightSync:
+    return WeightSync(served.plan(settings.chunk_bytes), served.engine, served.trainer.planes, settings)
+
+
+def wait_for_answers(answers: Answers, more: int, asking: list[Any]) -> None:
+    """Until so many more answers came, or a thread failed."""
+    goal = len(answers) + more
+    while len(answers) < goal and not any(task.done() for task in asking):
+        threading.Event().wait(0.02)
+
+
+def compared(served: Served, masters: dict[int, dict[str, torch.Tensor]], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """version -> (engine's, trainer's) log-probs, with the trainer put back to that version."""
+    found = {}
+    for version in sorted({generation.policy_version for _, generation in answers}):
+        mine = [(prompt, generation) for prompt, generation in answers if generation.policy_version == version]
+        with torch.no_grad():
+            for name, parameter in served.trainer.model.named_parameters():
+                parameter.copy_(masters[version][name])
+        quantize_model(served.trainer.model)
+        sequences = [Sequence(prompt, generation.output_ids_T) for prompt, generation in mine]
+        engine = torch.tensor([value for _, generation in mine for value in generation.logprobs_T])
+        found[version] = engine, torch.cat(served.trainer.actor.logprobs(sequences)[0])
+    return found
+
+
+def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
+    """A sync whose chunks are changed on their way, after they were hashed. Raises what it raises."""
+    from megatron_rl.transport.chunks import Memory
+
+    pack = Memory.pack
+
+    def wrong(self: Memory, places: Any, flat: Any, hashing: bool) -> str:
+        digest = pack(self, places, flat, hashing)
+        flat[len(flat) // 2] ^= 1
+        return digest
+
+    sync = new_sync(_now[0], Sync.model_validate(settings))
+    Memory.pack = wrong
+    try:
+        sync.run(version)
+    finally:
+        Memory.pack = pack
+        sync.close()
+
+
+def sync_that_breaks(settings: dict[str, Any], version: int) -> None:
+    """A sync whose trainer fails in the middle. Raises what it raises."""
+    from megatron_rl.transport.chunks import Memory
+
+    sync, pack = new_sync(_now[0], Sync.model_validate(settings)), Memory.pack
+
+    def broken(self: Memory, places: Any, flat: Any, hashing: bool) -> str:
+        raise OSError("out of memory, say")
+
+    Memory.pack = broken
+    try:
+        sync.run(version)
+    finally:
+        Memory.pack = pack
+        sync.close()

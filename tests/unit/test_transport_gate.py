@@ -1,0 +1,86 @@
+"""The gate between generation and weight changes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from megatron_rl.errors import RunError
+from rollout_sglang.gate import Gate
+
+
+def hold(gate: Gate, release: threading.Event) -> threading.Thread:
+    """A request that runs until `release`."""
+    inside = threading.Event()
+
+    def request() -> None:
+        with gate.passing():
+            inside.set()
+            release.wait(10)
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    assert inside.wait(5)
+    return thread
+
+
+def test_a_change_waits_for_what_runs_and_new_requests_wait_for_the_change():
+    gate, release, order = Gate(10), threading.Event(), []
+    running = hold(gate, release)
+    shutting = threading.Thread(target=lambda: (gate.shut(), order.append("shut")))
+    shutting.start()
+    time.sleep(0.1)
+
+    def late() -> None:
+        with gate.passing():
+            order.append("late")
+
+    waiting = threading.Thread(target=late)
+    waiting.start()
+    time.sleep(0.2)
+    assert order == []
+    release.set()
+    shutting.join(5)
+    time.sleep(0.1)
+    assert order == ["shut"]
+    gate.open()
+    waiting.join(5)
+    running.join(5)
+    assert order == ["shut", "late"]
+
+
+def test_who_runs_is_hurried_until_he_is_gone():
+    gate, release, hurried = Gate(10), threading.Event(), []
+
+    def hurry() -> None:
+        hurried.append(1)
+        if len(hurried) == 3:
+            release.set()
+
+    running = hold(gate, release)
+    gate.shut(hurry)
+    running.join(5)
+    assert len(hurried) >= 3
+
+
+def test_no_wait_is_endless():
+    gate, release = Gate(0.2), threading.Event()
+    running = hold(gate, release)
+    with pytest.raises(RunError, match="requests were still running after 0.2 s"):
+        gate.shut()
+    with gate.passing():  # it opened again
+        pass
+    release.set()
+    running.join(5)
+    gate.shut()
+    with pytest.raises(RunError, match="the engine's weights were being changed for 0.2 s"), gate.passing():
+        pass
+
+
+def test_a_request_that_fails_leaves():
+    gate = Gate(1)
+    with pytest.raises(KeyError), gate.passing():
+        raise KeyError
+    gate.shut()

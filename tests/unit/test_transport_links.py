@@ -1,0 +1,192 @@
+"""Every transport that runs on a CPU: real sockets, memory files, gloo and folders, one thread per rank; bytes, order, bounds, death."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_rl.config import IN_FLIGHT, Sync
+from megatron_rl.errors import UserError
+from megatron_rl.transport import Link, check_hosts, check_transport, cuda_ipc, make_inbox, make_outbox, ring
+from megatron_rl.transport.chunks import Chunk
+
+ON_CPU = ["shared_memory", "process_group", "disk"]
+
+
+def chunks_between(sources: int, targets: int, sizes: list[int]) -> list[Chunk]:
+    """For every pair of ranks a chunk of every size, pairs taking turns."""
+    sent = dict.fromkeys(range(sources), 0)
+    found = []
+    for size, target, source in itertools.product(sizes, range(targets), range(sources)):
+        found.append(Chunk(source, target, sent[source], size, (), ()))
+        sent[source] += size
+    return found
+
+
+def content(chunk: Chunk, turn: int) -> torch.Tensor:
+    seed = hash((chunk.source, chunk.target, chunk.offset, turn)) % 2**31
+    return torch.randint(0, 256, (chunk.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def settings(transport: str, folder: Path, timeout: float = 20.0) -> Sync:
+    return Sync(transport=transport, dir=folder, timeout=timeout)
+
+
+def link_of(sync: Sync, chunks: list[Chunk], addresses: dict[int, object]) -> Link:
+    sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
+    told = {str(rank): address for rank, address in addresses.items()}
+    return Link(sync.transport, told, sources, targets, max(chunk.nbytes for chunk in chunks), sync.timeout)
+
+
+def run_all(*calls):
+    """All calls at once; their results, or the first exception."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(60) for future in [pool.submit(call) for call in calls]]
+
+
+def open_all(sync: Sync, chunks: list[Chunk]):
+    """Outboxes and inboxes by rank, connected."""
+    sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
+    outboxes = {rank: make_outbox(sync, rank, chunks) for rank in sources}
+    addresses = {rank: outbox.address for rank, outbox in outboxes.items()}
+    link = link_of(sync, chunks, addresses)
+    opening = [lambda outbox=outbox: outbox.open(addresses) for outbox in outboxes.values()]
+    mine = {rank: [chunk for chunk in chunks if chunk.target == rank] for rank in targets}
+    entering = [lambda rank=rank: make_inbox(link, rank, mine[rank]) for rank in targets]
+    inboxes = run_all(*opening, *entering)[len(opening) :]
+    return outboxes, dict(zip(targets, inboxes, strict=True))
+
+
+def send_all(outbox, rank: int, chunks: list[Chunk], turn: int) -> None:
+    for chunk in chunks:
+        if chunk.source == rank:
+            outbox.buffer(chunk).copy_(content(chunk, turn))
+            outbox.send(chunk)
+    outbox.finish()
+
+
+def receive_all(inbox, rank: int, chunks: list[Chunk], turn: int) -> int:
+    """Raises AssertionError at a wrong byte; returns the number of chunks."""
+    count = 0
+    for chunk in chunks:
+        if chunk.target == rank:
+            assert torch.equal(inbox.receive(chunk), content(chunk, turn)), chunk
+            inbox.release(chunk)
+            count += 1
+    inbox.finish()
+    return count
+
+
+@pytest.mark.parametrize("transport", ON_CPU)
+@pytest.mark.parametrize("sources, targets", [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_every_chunk_arrives_in_its_order_sync_after_sync(transport, sources, targets, tmp_path):
+    chunks = chunks_between(sources, targets, [1, 4096, 70001, 7, 65536])
+    outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
+    for turn in range(3):
+        sending = [lambda r=rank, o=outbox, t=turn: send_all(o, r, chunks, t) for rank, outbox in outboxes.items()]
+        receiving = [lambda r=rank, i=inbox, t=turn: receive_all(i, r, chunks, t) for rank, inbox in inboxes.items()]
+        assert run_all(*sending, *receiving)[len(sending) :] == [5 * sources] * targets
+    for end in (*outboxes.values(), *inboxes.values()):
+        end.close()
+        end.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_no_more_than_two_chunks_are_under_way(transport, tmp_path):
+    """A sender waits for the reader before it fills a third buffer, and its memory is two chunks."""
+    chunks = chunks_between(1, 1, [100_000] * 5)
+    outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
+    outbox, inbox, filled = outboxes[0], inboxes[0], []
+
+    def send() -> None:
+        for number, chunk in enumerate(chunks):
+            outbox.buffer(chunk).fill_(number)
+            filled.append(number)
+            outbox.send(chunk)
+        outbox.finish()
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sender.join(0.5)
+    assert sender.is_alive() and len(filled) <= IN_FLIGHT
+    if transport == "shared_memory":
+        assert outbox._ring.numel() == IN_FLIGHT * 100_000
+    else:
+        assert sum(buffer.numel() for buffer in (*outbox._buffers, *inbox._buffers)) == 2 * IN_FLIGHT * 100_000
+    for number, chunk in enumerate(chunks):
+        assert inbox.receive(chunk).eq(number).all()
+        inbox.release(chunk)
+    sender.join(10)
+    assert not sender.is_alive() and filled == list(range(5))
+    outbox.close()
+    inbox.close()
+
+
+@pytest.mark.parametrize("who", ["sender", "receiver"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+def test_a_side_that_ends_is_noticed_at_once(transport, who, tmp_path):
+    chunks = chunks_between(1, 1, [200_000] * 8)
+    outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
+    if who == "sender":
+        outboxes[0].close()
+        outboxes.clear()
+        with pytest.raises((OSError, RuntimeError)):
+            receive_all(inboxes[0], 0, chunks, 0)
+    else:
+        inboxes[0].close()
+        inboxes.clear()
+        with pytest.raises((OSError, RuntimeError)):
+            send_all(outboxes[0], 0, chunks, 0)
+
+
+@pytest.mark.parametrize("transport", ON_CPU)
+def test_waiting_for_a_silent_trainer_ends(transport, tmp_path):
+    chunks = chunks_between(1, 1, [10])
+    _, inboxes = open_all(settings(transport, tmp_path, timeout=0.5), chunks)
+    with pytest.raises((OSError, RuntimeError)):
+        inboxes[0].receive(chunks[0])
+
+
+def test_a_trainer_on_another_host_is_named(tmp_path):
+    chunks = chunks_between(1, 1, [10])
+    sync = settings("shared_memory", tmp_path)
+    with pytest.raises(OSError, match="cannot reach trainer rank 0 at .*; is it on this host"):
+        make_inbox(link_of(sync, chunks, {0: str(tmp_path / "nowhere")}), 0, chunks)
+
+
+def test_a_file_that_is_not_whole_is_refused(tmp_path):
+    chunks = chunks_between(1, 1, [1000])
+    outboxes, inboxes = open_all(settings("disk", tmp_path), chunks)
+    send_all(outboxes[0], 0, chunks, 0)
+    (data,) = tmp_path.glob("*.bin")
+    data.write_bytes(data.read_bytes()[:-1])
+    with pytest.raises(OSError, match="holds 999 bytes, its manifest says 1000"):
+        inboxes[0].receive(chunks[0])
+
+
+def test_a_transport_that_cannot_work_here_is_the_users_error(monkeypatch):
+    with pytest.raises(UserError, match="sync.dir: must be set for sync.transport = disk"):
+        check_transport(Sync(transport="disk"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="sync.transport = 'cuda_ipc': needs CUDA.*; use shared_memory"):
+        check_transport(Sync(transport="cuda_ipc"))
+    for transport in ("shared_memory", "cuda_ipc"):
+        check_hosts(Sync(transport=transport), ["a", "a"])
+        with pytest.raises(UserError, match="needs trainer and engine on one host; the trainer's ranks are on 2; use process_group"):
+            check_hosts(Sync(transport=transport), ["a", "b", "a"])
+    check_hosts(Sync(transport="process_group"), ["a", "b"])
+
+
+def test_ipc_handles_survive_their_way_as_text():
+    shared = dict(zip(cuda_ipc._FIELDS, (0, bytes(range(64)), 1 << 21, 512, b"ref\xff", 7, b"\x00event", True), strict=True))
+    assert cuda_ipc.decode(cuda_ipc.encode(shared, "GPU-1")) == (shared, "GPU-1")
+    assert cuda_ipc.device_index("b", ["a", "b"]) == 1
+    with pytest.raises(OSError, match="does not see the trainer's device c"):
+        cuda_ipc.device_index("c", ["a", "b"])
+    assert issubclass(cuda_ipc.Outbox, ring.RingOutbox) and issubclass(cuda_ipc.Inbox, ring.RingInbox)

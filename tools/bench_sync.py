@@ -1,0 +1,445 @@
+"""Measures the sync on this machine's CPUs against plain copies and against the ways of others; prints a table, writes JSON.
+
+    python tools/bench_sync.py [--model NAME] [--train tp=2] [--rollout tp=1] [--repeat N] [--json FILE]
+
+Trainer ranks and engine ranks are processes with random weights in the real layouts. An engine rank is a plain process that runs
+`rollout_sglang.live` and its `Receiver`, the code that runs inside SGLang's scheduler; SGLang itself is not started. Every
+process uses one thread. All cases take turns, so that a busy machine slows all of them; the table shows medians.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.config import Precision, Sync
+from megatron_rl.engine import Engine
+from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.sync import WeightSync
+from megatron_rl.sync_plan import SyncPlan
+from megatron_rl.transport import Link
+from megatron_rl.transport.chunks import Chunk
+from parallel.buckets import Plane, buckets, planes_of
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+from parallel.megatron import trainer_shards
+from parallel.pieces import Rect, Shard
+from parallel.plan import Move, kind_of, scale_name
+from parallel.regions import region
+from parallel.sglang import engine_shards
+from rollout_sglang import live
+
+MODELS = {
+    "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
+    "0.5gb": ModelGeometry(layers=24, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=4096, vocab=8192, tied=True),
+    "0.6b": ModelGeometry(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, vocab=151936, tied=True),
+}
+"""Widths of Qwen3 models. `0.5gb` is one of 0.44 GB of FP8 weights and scales, with a small vocabulary, which stays BF16."""
+
+TRANSPORTS = ("shared_memory", "process_group", "disk")
+MB = 1e6
+_FLAT_COLS = 4096
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all processes are told."""
+
+    model: ModelGeometry
+    train: Layout
+    rollout_tp: int
+    repeat: int
+    folder: str
+
+
+def contract(fp8: bool) -> PrecisionContract:
+    return PrecisionContract.of(Precision(mode="fp8_unified" if fp8 else "bf16"))
+
+
+def plan_of(setup: Setup, fp8: bool, settings: Sync) -> SyncPlan:
+    return SyncPlan.make(setup.model, setup.train, setup.rollout_tp, contract(fp8), settings.chunk_bytes)
+
+
+# --- the engine's side ------------------------------------------------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """Parameters under SGLang's names, which hold dots."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(self._tensors.items())
+
+
+def serve_engine_rank(pipe: Connection, setup: Setup, rank: int) -> None:
+    """Answers requests like the hook in SGLang's scheduler process, for an FP8 and a BF16 engine of the same model."""
+
+    torch.set_num_threads(1)
+    shards = engine_shards(setup.model, setup.rollout_tp)[rank]
+    models = {fp8: Model(empty_planes(shards, contract(fp8)) | (flat_tensors(setup) if fp8 else {})) for fp8 in (True, False)}
+    receivers: dict[str, Any] = {}
+    while True:
+        try:
+            which, fp8, request = pipe.recv()
+        except EOFError:
+            return
+        live._receiver = receivers.get(which)  # this process plays several engines
+        try:
+            pipe.send((live.answer(request, rank, models[fp8]), None))
+        except Exception as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"))
+        receivers[which] = live._receiver
+
+
+def empty_planes(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+    """Tensors as an engine rank holds them, all ones: every page is there before anything is measured."""
+    found = {}
+    for shard in shards:
+        fp8 = kind_of(shard.role, contract.fp8_roles()) == "fp8"
+        found[shard.name] = torch.ones(shard.shape, dtype=torch.uint8 if fp8 else torch.bfloat16)
+        if fp8:
+            found[shard.name] = found[shard.name].view(torch.float8_e4m3fn)
+            found[scale_name(shard.name)] = torch.ones(shard.scale_shape)
+    return found
+
+
+class PlainEngine:
+    """What `WeightSync` asks of an engine, answered by the processes above. It serves nothing, so there is nothing to pause."""
+
+    def __init__(self, pipes: Sequence[Connection], which: str, fp8: bool) -> None:
+        self._pipes, self._which, self._fp8 = pipes, which, fp8
+
+    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+        ranks: dict[str, list[Any]] = {}
+        for chunk in chunks:
+            ranks.setdefault(str(chunk.target), []).append(chunk.to_json())
+        self._ask({"verb": "connect", "link": asdict(link), "staged": staged, "ranks": ranks})
+
+    def disconnect(self) -> None:
+        self._ask({"verb": "disconnect"})
+
+    def start_receiving(self, hashing: bool) -> None:
+        self._ask({"verb": "start", "hashing": hashing})
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        answers = self._ask({"verb": "finish", "hashing": hashing})
+        return {rank: [found[str(index)] for index in range(len(found))] for rank, found in enumerate(answers)}
+
+    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
+        ranks = {str(rank): [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in rects] for rank, rects in wanted.items()}
+        answers = self._ask({"verb": "digest", "ranks": ranks})
+        return {rank: [answers[rank][str(index)] for index in range(len(rects))] for rank, rects in wanted.items()}
+
+    def pause(self, restart: bool) -> None: ...
+    def resume(self) -> None: ...
+    def begin_sync(self) -> None: ...
+    def end_sync(self, version: int) -> None: ...
+
+    def _ask(self, request: dict[str, Any]) -> list[dict[str, str]]:
+        for pipe in self._pipes:
+            pipe.send((self._which, self._fp8, request))
+        answers = [pipe.recv() for pipe in self._pipes]
+        for _, error in answers:
+            if error:
+                raise RuntimeError(error)
+        return [found for found, _ in answers]
+
+
+# --- the trainer's side -----------------------------------------------------------------------------------------------------
+
+
+def random_planes(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, torch.Tensor]:
+    """What `mcore.weights.planes` gives: BF16 tensors, and blocks quantised from them for the FP8 roles."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for shard in shards:
+        value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
+        if fp8 and shard.role in contract(True).fp8_roles():
+            found[shard.name], found[scale_name(shard.name)] = quantize_weight(value, "pow2")
+        else:
+            found[shard.name] = value
+    return found
+
+
+def train_rank(setup: Setup, rank: int, port: int, pipes: Sequence[Connection], results: Any) -> None:
+    """One trainer rank: runs all cases in turns; rank 0 puts {case: [seconds]} and {case: bytes} into `results`."""
+    torch.set_num_threads(1)
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+    dist.init_process_group("gloo", rank=rank, world_size=setup.train.world_size)
+    try:
+        cases = Cases(setup, rank, pipes)
+        cases.run_all()
+        if rank == 0:
+            results.send((cases.seconds, cases.bytes))
+    except MegatronRLError as error:
+        if rank == 0:
+            results.send(error)
+    finally:
+        dist.destroy_process_group()
+
+
+class Cases:
+    """All that is measured, by name."""
+
+    def __init__(self, setup: Setup, rank: int, pipes: Sequence[Connection]) -> None:
+        self.setup, self.rank = setup, rank
+        self.planes = {
+            fp8: random_planes(trainer_shards(setup.model, setup.train, quantised=fp8)[rank], fp8, seed=1) for fp8 in (True, False)
+        }
+        self.seconds: dict[str, list[float]] = {}
+        self.bytes: dict[str, int] = {}
+        self.syncs: dict[str, WeightSync] = {}
+        for transport in TRANSPORTS:
+            for fp8 in (True, False):
+                name = f"{transport} {'fp8' if fp8 else 'bf16'}"
+                settings = Sync(transport=transport, dir=Path(setup.folder), timeout=120)
+                plan, engine = plan_of(setup, fp8, settings), cast(Engine, PlainEngine(pipes, name, fp8))
+                self.syncs[name] = WeightSync(plan, engine, partial(self.planes.__getitem__, fp8), settings)
+                self.bytes[name] = sum(map(plan.bytes_of, plan.moves))
+        self.planes[True] |= flat_tensors(setup)
+        flat = WeightSync(flat_plan(setup), cast(Engine, PlainEngine(pipes, "flat", True)), lambda: self.planes[True], Sync(timeout=120))
+        self.flat = flat
+        self.copy = PlainCopy(self.syncs["shared_memory fp8"].plan, rank, setup.train.world_size)
+        self.gathered = GatherAndQuantise(setup, self.planes[False])
+
+    def run_all(self) -> None:
+        for turn in range(self.setup.repeat + 1):  # the first turn connects, faults pages in, and rereads everything
+            for name, sync in self.syncs.items():
+                self._time(name, turn, partial(sync.run, turn))
+                if name.endswith("fp8"):
+                    self._time(f"{name} unproved", turn, partial(sync.run, turn, hashing=False))
+            self._time("reread proof", turn, self.syncs["shared_memory fp8"].prove)
+            self._time("plain copy", turn, self.copy.run)
+            self._time("plain copy to a process", turn, partial(self.flat.run, turn, hashing=False))
+            self._time("gather, convert, quantise", turn, self.gathered.run)
+        for sync in (*self.syncs.values(), self.flat):
+            sync.close()
+
+    def _time(self, name: str, turn: int, call: Any) -> None:
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        dist.barrier()
+        if turn > 0:
+            self.seconds.setdefault(name, []).append(time.perf_counter() - start)
+
+
+class PlainCopy:
+    """The same bytes, tensor by tensor, from memory to memory with `copy_`: as flat as a copy can be, no layouts, no other process.
+
+    One core for each engine rank, as far as there are trainer ranks to do it.
+    """
+
+    def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
+        mine = {target: shards for target, shards in plan.targets.items() if target % world == rank}
+        sizes = [plane.rows * plane.cols * plane.itemsize for plane in planes_of(mine, contract(True).fp8_roles(), 2)]
+        self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
+
+    def run(self) -> None:
+        for source, target in self._pairs:
+            target.copy_(source)
+
+
+def flat_tensors(setup: Setup) -> dict[str, torch.Tensor]:
+    """One run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
+    planes = planes_of(engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles(), 2)
+    total = sum(plane.rows * plane.cols * plane.itemsize for plane in planes)
+    rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
+    count = max(setup.train.world_size, setup.rollout_tp)
+    return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}
+
+
+def flat_plan(setup: Setup) -> SyncPlan:
+    """Moves those runs of bytes through shared memory: the same processes, buffers and threads as a sync, no model, no proof."""
+    rows = flat_tensors(setup)["flat0"].shape[0]
+    everything = Rect(0, 0, rows, _FLAT_COLS)
+    pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
+    moves = [Move(source, f"flat{target}", everything, target, f"flat{source}", everything, "fp8") for source, target in pairs]
+    planes = [Plane(target, f"flat{source}", rows, _FLAT_COLS, 1) for source, target in pairs]
+    return SyncPlan(tuple(moves), tuple(buckets(planes, Sync().chunk_bytes)), {}, contract(True))
+
+
+class GatherAndQuantise:
+    """The common way, written plainly: whole BF16 tensors are gathered on rank 0, renamed as in the checkpoint, and quantised.
+
+    What then still had to be done, to send the result and to cut it for the engine's ranks, is left out in its favour.
+    """
+
+    def __init__(self, setup: Setup, planes: Mapping[str, torch.Tensor]) -> None:
+        self._layout, self._planes = setup.train, planes
+        self._shards = [{shard.name: shard for shard in shards} for shards in trainer_shards(setup.model, setup.train).values()]
+
+    def run(self) -> None:
+        names = list(dict.fromkeys(name for shards in self._shards for name in shards))
+        for name in names:
+            parts = self._gather(name)
+            if dist.get_rank() == 0:
+                for tensor in self._to_hugging_face(name, parts).values():
+                    if tensor.dim() == 2 and self._role(name) in contract(True).fp8_roles():
+                        quantize_weight(tensor, "pow2")
+
+    def _role(self, name: str) -> str:
+        return next(shards[name].role for shards in self._shards if name in shards)
+
+    def _gather(self, name: str) -> dict[int, torch.Tensor]:
+        """Rank 0: every rank's shard of a parameter."""
+        rank = dist.get_rank()
+        if rank != 0:
+            if name in self._planes:
+                dist.send(self._planes[name].view(torch.uint8), 0)
+            return {}
+        found = {}
+        for other, shards in enumerate(self._shards):
+            if name not in shards:
+                continue
+            shard = shards[name]
+            if other == 0:
+                found[0] = self._planes[name]
+                continue
+            found[other] = torch.empty((shard.rows,) if shard.vector else (shard.rows, shard.cols), dtype=torch.bfloat16)
+            dist.recv(found[other].view(torch.uint8), other)
+        return found
+
+    def _to_hugging_face(self, name: str, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors, whole."""
+        whole: dict[str, torch.Tensor] = {}
+        for rank, value in parts.items():
+            for piece in self._shards[rank][name].pieces:
+                tensor = piece.tensor
+                if tensor.name not in whole:
+                    whole[tensor.name] = torch.empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), dtype=torch.bfloat16)
+                held = Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
+                region(whole[tensor.name], piece.source).copy_(region(value, held))
+        return whole
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------
+
+
+def measure(setup: Setup) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Runs all processes to their end."""
+    spawn = multiprocessing.get_context("spawn")
+    ends = [spawn.Pipe() for _ in range(setup.rollout_tp)]
+    results, told = spawn.Pipe(duplex=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [spawn.Process(target=serve_engine_rank, args=(there, setup, rank)) for rank, (_, there) in enumerate(ends)]
+    here = [end for end, _ in ends]
+    world = range(setup.train.world_size)
+    processes += [spawn.Process(target=train_rank, args=(setup, rank, port, here if rank == 0 else [], told)) for rank in world]
+    for process in processes:
+        process.start()
+    told.close()
+    for _, there in ends:
+        there.close()
+    try:
+        answer = results.recv()
+    except EOFError:
+        raise UserError("bench_sync", None, "a process ended early", "see above") from None
+    finally:
+        for process in processes:
+            process.join(1)
+            process.kill()
+            process.join()
+    if isinstance(answer, MegatronRLError):
+        raise answer
+    return answer
+
+
+def summary(seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Medians by case, and what they say."""
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    size, copy, found = sizes["shared_memory fp8"], median["plain copy"], {}
+    for transport in TRANSPORTS:
+        took, unproved = median[f"{transport} fp8"], median[f"{transport} fp8 unproved"]
+        found[transport] = {
+            "of plain copy in one process": copy / unproved,
+            "of plain copy to a process": median["plain copy to a process"] / unproved,
+            "of plain copy in one process, proof included": copy / took,
+            "of plain copy to a process, proof included": median["plain copy to a process"] / took,
+            "against gather, convert, quantise": median["gather, convert, quantise"] / took,
+            "fp8 against bf16": median[f"{transport} bf16"] / took,
+            "proof's share": 1 - unproved / took,
+        }
+    cases = {
+        name: {"seconds": value, "min": min(seconds[name]), "max": max(seconds[name]), "bytes": sizes.get(name, size)}
+        for name, value in median.items()
+    }
+    return {"cases": cases, "ratios": found}
+
+
+def show(console: Console, found: Mapping[str, Any]) -> None:
+    table = Table("case", "MB", "ms (min - max)", "GB/s", title="medians")
+    for name, case in found["cases"].items():
+        shown = f"{case['seconds'] * 1e3:.0f} ({case['min'] * 1e3:.0f} - {case['max'] * 1e3:.0f})"
+        table.add_row(name, f"{case['bytes'] / MB:.0f}", shown, f"{case['bytes'] / case['seconds'] / 1e9:.2f}")
+    console.print(table)
+    names = next(iter(found["ratios"].values()))
+    table = Table("ratio", *found["ratios"])
+    for name in names:
+        table.add_row(name, *(f"{ratios[name]:.2f}" for ratios in found["ratios"].values()))
+    console.print(table)
+
+
+def _sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """`tp=2,pp=2` as a dictionary."""
+    found = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in allowed or not value.isdigit() or int(value) < 1:
+            raise UserError(option, text, f"must be like {','.join(f'{name}=2' for name in allowed)}")
+        found[name] = int(value)
+    return found
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "0.5gb",
+    train: Annotated[str, typer.Option(help="trainer layout: tp, pp, dp")] = "tp=2",
+    rollout: Annotated[str, typer.Option(help="engine layout: tp")] = "tp=1",
+    repeat: Annotated[int, typer.Option(help="turns that count")] = 5,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers here")] = None,
+) -> None:
+    try:
+        if model not in MODELS:
+            raise UserError("--model", model, f"is not one of {', '.join(MODELS)}")
+        with tempfile.TemporaryDirectory() as folder:
+            layout = Layout(**_sizes("--train", train, ["tp", "pp", "dp"]))
+            setup = Setup(MODELS[model], layout, _sizes("--rollout", rollout, ["tp"])["tp"], repeat, folder)
+            plan_of(setup, True, Sync())  # refuses a layout that does not fit before anything is started
+            found = summary(*measure(setup))
+    except MegatronRLError as error:
+        print(f"bench_sync: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    console = Console()
+    console.print(f"model {model}, trainer {train}, engine {rollout}, {os.cpu_count()} cores, {repeat} turns")
+    show(console, found)
+    if json_file:
+        json_file.write_text(json.dumps({"model": model, "train": train, "rollout": rollout, "cores": os.cpu_count(), **found}, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
