@@ -1,0 +1,72 @@
+"""tools/verify_sync.py as a user runs it, and its dump read by other code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "intermediate_size": 512,
+    "vocab_size": 100,
+}
+
+
+def run(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
+    (folder / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, str(ROOT / "tools" / "verify_sync.py"), "--hf-config", str(folder), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+
+
+def test_pipeline_and_tensor_parallel_to_tensor_parallel(tmp_path):
+    outputs = ["--dump", f"{tmp_path}/dump", "--json", f"{tmp_path}/v.json"]
+    done = run(tmp_path, QWEN3, "--train", "tp=2,pp=2", "--rollout", "tp=2", "--layers", "2", *outputs)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "v.json").read_text())
+    assert found["differences"] == [] and found["blocks"] > 0 and 0 < found["bytes_across_ranks"] < found["bytes_moved"]
+    source, rank1 = load_file(tmp_path / "dump" / "hf.safetensors"), load_file(tmp_path / "dump" / "rollout_rank1.safetensors")
+    down = source["model.layers.1.mlp.down_proj.weight"][128:256, 256:384].float()  # a block that rank 1 holds in its first columns
+    scale = 2.0 ** torch.ceil(torch.log2(down.abs().max() / 448))
+    assert rank1["model.layers.1.mlp.down_proj.weight_scale_inv"][1, 0] == scale
+    held = rank1["model.layers.1.mlp.down_proj.weight"][128:256, :128]
+    assert torch.equal(held.view(torch.uint8), (down / scale).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_experts_to_one_engine_rank(tmp_path):
+    moe = QWEN3 | {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    done = run(tmp_path, moe, "--train", "tp=1,ep=2,dp=2", "--layers", "1", "--scale-format", "fp32")
+    assert done.returncode == 0, done.stderr
+
+
+def test_head_dim_64_on_the_canonical_grid(tmp_path):
+    done = run(tmp_path, QWEN3 | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}, "--train", "tp=2", "--layers", "1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "config, options, words",
+    [
+        (QWEN3, ["--train", "tp=3"], ["layout.tp = 3", "4"]),
+        (QWEN3, ["--train", "mp=3"], ["--train", "tp, pp, vpp"]),
+        (QWEN3 | {"model_type": "mamba"}, [], ["mamba"]),
+        (QWEN3 | {"intermediate_size": 384}, ["--rollout", "tp=2"], ["gate", "192"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path, config, options, words):
+    done = run(tmp_path, config, *options)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("verify_sync: ")
+    for word in words:
+        assert word in done.stderr

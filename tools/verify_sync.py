@@ -1,0 +1,295 @@
+"""Checks the bridge for one model and one pair of layouts, byte by byte, on this machine's CPUs.
+
+    python tools/verify_sync.py --hf-config FILE_OR_DIR --train tp=4,pp=2 --rollout tp=2 [--layers N] [--seed N]
+        [--scale-format pow2|fp32] [--dump DIR] [--json FILE]
+
+Trainer ranks are gloo processes. Each fills its shards, laid out as Megatron lays them (tests/distributed/test_megatron_names.py holds
+that against real Megatron models), with random weights, quantises them as the trainer does, and sends them with `WeightSync`. The
+engine ranks are tensors of SGLang's names and shapes that the engine's own `Receiver` fills. Every byte is then compared with
+quantising the Hugging Face tensors directly on their grid. Exit code 0 only where every byte agrees; 1 where one differs; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from safetensors.torch import save_file
+
+from megatron_rl.config import Precision, Sync
+from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.sync import WeightSync
+from megatron_rl.sync_plan import SyncPlan
+from megatron_rl.transport import Link
+from megatron_rl.transport.chunks import Chunk
+from parallel.geometry import GeometryError, ModelGeometry
+from parallel.layout import Layout
+from parallel.megatron import trainer_shards
+from parallel.pieces import Piece, Rect, Shard, Tensor
+from parallel.plan import blocks, kind_of, scale_name
+from parallel.regions import digests, region
+from rollout_sglang.receiver import Receiver
+
+_DTYPES = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": torch.bfloat16}
+_BYTES = {"fp8": torch.uint8, "fp32": torch.int32, "high": torch.int16}
+_WAIT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every process is told."""
+
+    model: ModelGeometry
+    train: Layout
+    rollout_tp: int
+    contract: PrecisionContract
+    seed: int
+    dump: Path | None
+
+
+def hf_tensor(task: Task, tensor: Tensor) -> torch.Tensor:
+    """The random checkpoint tensor of a name: the same in every process. BF16 values where it stays high, FP32 masters where FP8."""
+    generator = torch.Generator().manual_seed(task.seed * 0x1_0000_0000 + zlib.crc32(tensor.name.encode()))
+    shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
+    return torch.randn(shape, generator=generator).to(
+        torch.bfloat16 if kind_of(tensor.role, task.contract.fp8_roles()) == "high" else torch.float32
+    )
+
+
+def trainer_planes(task: Task, shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
+    """One rank's planes: each shard put together from its pieces, then quantised on the shard's own blocks, as the trainer does."""
+    found: dict[str, torch.Tensor] = {}
+    for shard in shards:
+        kind = kind_of(shard.role, task.contract.fp8_roles())
+        value = torch.zeros(shard.shape, dtype=torch.bfloat16 if kind == "high" else torch.float32)
+        for piece in shard.pieces:
+            region(value, _place(piece)).copy_(region(hf_tensor(task, piece.tensor), piece.source))
+        if kind == "fp8":
+            found[shard.name], found[scale_name(shard.name)] = quantize_weight(value, task.contract.scale_format)
+        else:
+            found[shard.name] = value
+    return found
+
+
+def _place(piece: Piece) -> Rect:
+    return Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
+
+
+class HeldEngine:
+    """What `WeightSync` asks of an engine: tensors of every engine rank in this process, filled by the engine's own receivers."""
+
+    def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
+        self.tensors = {rank: _empty(held, contract) for rank, held in shards.items()}
+        self._receivers: dict[int, Receiver] = {}
+
+    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+        for rank, live in self.tensors.items():
+            self._receivers[rank] = Receiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], live, staged)
+
+    def start_receiving(self, hashing: bool) -> None:
+        for rank, receiver in self._receivers.items():
+            receiver.start(self.tensors[rank], hashing)
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
+
+    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
+        return {rank: digests(self.tensors[rank], list(rects)) for rank, rects in wanted.items()}
+
+    def disconnect(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def pause(self, restart: bool) -> None: ...
+    def resume(self) -> None: ...
+    def begin_sync(self) -> None: ...
+    def end_sync(self, version: int) -> None: ...
+
+
+def _empty(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+    found = {}
+    for shard in shards:
+        kind = kind_of(shard.role, contract.fp8_roles())
+        found[shard.name] = torch.zeros(shard.shape, dtype=torch.uint8).view(_DTYPES[kind]) if kind == "fp8" else _zeros(shard, kind)
+        if kind == "fp8":
+            found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
+    return found
+
+
+def _zeros(shard: Shard, kind: str) -> torch.Tensor:
+    return torch.zeros(shard.shape, dtype=_DTYPES[kind])
+
+
+def differences(task: Task, engine: HeldEngine, shards: Mapping[int, Sequence[Shard]]) -> list[str]:
+    """Engine rectangles that are not the checkpoint's, named; the checkpoint's tensors are quantised whole, on their own grid."""
+    found = []
+    held_by: dict[str, list[tuple[int, Shard, Piece]]] = {}
+    for rank, held in shards.items():
+        for shard in held:
+            for piece in shard.pieces:
+                held_by.setdefault(piece.tensor.name, []).append((rank, shard, piece))
+    for holders in held_by.values():
+        tensor = holders[0][2].tensor
+        kind, value = kind_of(tensor.role, task.contract.fp8_roles()), hf_tensor(task, tensor)
+        grid = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
+        for rank, shard, piece in holders:
+            live = engine.tensors[rank]
+            pairs = [(live[shard.name], grid.data if grid else value, _place(piece), piece.source, _BYTES[kind])]
+            if grid:
+                pairs.append((live[scale_name(shard.name)], grid.scale, blocks(_place(piece)), blocks(piece.source), torch.int32))
+            for there, wanted, at, source, raw in pairs:
+                if not torch.equal(_raw(region(there, at), raw), _raw(region(wanted, source), raw)):
+                    what = "scales" if wanted is not value and grid and wanted is grid.scale else "values"
+                    found.append(f"engine rank {rank}: {what} of {shard.name}, rows {at.row}..{at.row + at.rows - 1}, from {tensor.name}")
+    return found
+
+
+def _raw(values: torch.Tensor, raw: torch.dtype) -> torch.Tensor:
+    return values.contiguous().view(raw)
+
+
+def run_rank(rank: int, task: Task, port: int, results: Any) -> None:
+    """One trainer rank; rank 0 holds the engine, compares, and puts the findings (or an expected error) into `results`."""
+    torch.set_num_threads(1)
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+    dist.init_process_group("gloo", rank=rank, world_size=task.train.world_size)
+    try:
+        found = _sync_and_compare(rank, task)
+    except MegatronRLError as error:
+        found = error
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        results.put(found)
+
+
+def _sync_and_compare(rank: int, task: Task) -> Any:
+    settings = Sync(bucket_mb=64)
+    plan = SyncPlan.make(task.model, task.train, task.rollout_tp, task.contract, settings.chunk_bytes)
+    shards = trainer_shards(task.model, task.train, quantised=bool(task.contract.fp8_roles()))[rank]
+    planes = trainer_planes(task, shards)
+    engine = HeldEngine(plan.targets, task.contract) if rank == 0 else None
+    sync = WeightSync(plan, engine, lambda: planes, settings)  # type: ignore[arg-type] - it generates nothing
+    try:
+        start = time.perf_counter()
+        report = sync.run(1)
+        seconds = time.perf_counter() - start
+    finally:
+        sync.close()
+    if engine is None:
+        return None
+    across = sum(plan.bytes_of(move) for move in plan.moves if move.source_rank != move.target_rank)
+    wrong = differences(task, engine, plan.targets)
+    if task.dump:
+        _dump(task, engine)
+    return {
+        "parameters": report.tensors,
+        "blocks": report.blocks,
+        "bytes_moved": report.bytes,
+        "bytes_across_ranks": across,
+        "seconds": seconds,
+        "differences": wrong,
+    }
+
+
+def _dump(task: Task, engine: HeldEngine) -> None:
+    task.dump.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
+    source = {name: hf_tensor(task, tensor) for name, tensor in task.model.tensors().items()}
+    save_file(source, task.dump / "hf.safetensors", metadata={"format": "pt"})  # type: ignore[operator]
+    for rank, tensors in engine.tensors.items():
+        save_file(tensors, task.dump / f"rollout_rank{rank}.safetensors", metadata={"format": "pt"})  # type: ignore[operator]
+
+
+def _sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """`tp=4,pp=2` -> {"tp": 4, "pp": 2}. Raises UserError."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in allowed or not size.isdigit():
+            raise UserError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
+        found[name] = int(size)
+    return found
+
+
+def _model(path: Path, layers: int | None) -> ModelGeometry:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError("--hf-config", str(path), f"cannot be read ({type(error).__name__})", "name a config.json or its folder") from None
+    if layers is not None:
+        config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
+    return ModelGeometry.from_hf_config(config)
+
+
+def verify(task: Task) -> dict[str, Any]:
+    """Runs all trainer ranks and returns the findings. Raises what rank 0 met, or RunError where a rank is lost."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    ranks = mp.start_processes(run_rank, args=(task, port, results), nprocs=task.train.world_size, join=False, start_method="spawn")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while results.empty():
+        try:
+            if ranks.join(timeout=1) and results.empty():
+                raise RunError("the trainer ranks ended without a result")
+        except mp.ProcessRaisedException as error:
+            raise RunError(f"a trainer rank failed: {error}") from None
+        if time.monotonic() > deadline:
+            for process in ranks.processes:
+                process.terminate()
+            raise RunError(f"no result after {_WAIT_SECONDS} s")
+    found = results.get()
+    ranks.join()
+    if isinstance(found, MegatronRLError):
+        raise found
+    return found
+
+
+def main(
+    hf_config: Annotated[Path, typer.Option(help="A config.json, or the folder that holds it.")],
+    train: Annotated[str, typer.Option(help="tp, pp, vpp, ep, etp, dp, cp: for example tp=4,pp=2")] = "tp=1",
+    rollout: Annotated[str, typer.Option(help="tp of the engine: for example tp=2")] = "tp=1",
+    layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
+    seed: int = 0,
+    scale_format: Literal["pow2", "fp32"] = "pow2",
+    dump: Annotated[Path | None, typer.Option(help="Write hf.safetensors and rollout_rankR.safetensors here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the findings here.")] = None,
+) -> None:
+    """Check that every byte of every engine parameter is the checkpoint's, quantised on the checkpoint's own grid."""
+    try:
+        model = _model(hf_config, layers)
+        layout = Layout(**_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
+        contract = PrecisionContract.of(Precision(mode="fp8_unified", scale_format=scale_format))
+        tp = _sizes("--rollout", rollout, ("tp",)).get("tp", 1)
+        SyncPlan.make(model, layout, tp, contract, Sync().chunk_bytes)  # refuses before a process starts
+        found = verify(Task(model, layout, tp, contract, seed, dump))
+    except (MegatronRLError, GeometryError) as error:
+        print(f"verify_sync: {error}", file=sys.stderr)
+        raise typer.Exit(getattr(error, "exit_code", 2)) from None
+    for name, value in found.items():
+        print(f"{name:20s} {len(value) if isinstance(value, list) else value}")
+    for line in found["differences"][:10]:
+        print(f"  differs: {line}")
+    if json_file:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    raise typer.Exit(1 if found["differences"] else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
