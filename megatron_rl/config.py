@@ -214,7 +214,7 @@ class Sync(_Section):
     """Transfer into a second copy of the weights in the engine while it goes on serving, so that only a local copy stops it."""
     running: Literal["finish", "restart"] = "finish"
     """Completions that run when the weights switch: wait until they are finished, or throw them away and sample them anew."""
-    proof: Literal["streamed", "reread"] = "streamed"
+    proof: Literal["streamed", "reread"] = "reread"
     """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
     host: str = "127.0.0.1"
     """process_group: address of the first trainer rank's host, where all ranks meet."""

@@ -12,6 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.errors import UserError
 from megatron_rl.sync_plan import SyncPlan
+from megatron_rl.transport import check_transport
 from parallel.geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
 
@@ -44,6 +45,7 @@ def preflight(config: Config) -> Layout:
     if config.rollout.prompts_per_step % parts:
         rule = f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})"
         raise UserError("algorithm.updates_per_step", parts, rule, "change one of them")
+    check_transport(config.sync)
     _check_model(config, layout)
     _check_data_files(config)
     return layout

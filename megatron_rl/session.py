@@ -94,7 +94,7 @@ class Session:
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
         engine, worker = self._on_rank0_only()
-        sync = WeightSync(plan, engine, live)
+        sync = WeightSync(plan, engine, live, self.config.sync)
         self._resources.callback(sync.close)
         on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
         sync.prove()

@@ -215,7 +215,7 @@ class Cases:
         for transport in TRANSPORTS:
             for fp8 in (True, False):
                 name = f"{transport} {'fp8' if fp8 else 'bf16'}"
-                settings = Sync(transport=transport, dir=Path(setup.folder), timeout=120)
+                settings = Sync(proof="streamed", transport=transport, dir=Path(setup.folder), timeout=120)
                 plan, engine = plan_of(setup, fp8, settings), cast(Engine, PlainEngine(pipes, name, fp8))
                 self.syncs[name] = WeightSync(plan, engine, partial(self.planes.__getitem__, fp8), settings)
                 self.bytes[name] = sum(map(plan.bytes_of, plan.moves))
