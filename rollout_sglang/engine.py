@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -35,8 +36,19 @@ _IDLE_SECONDS = 10  # the scheduler clears away a request some time after its an
 def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
     """Entry point of the group `megatron_rl.rollout`: starts an engine on `model_path` and waits until it is healthy.
 
-    Raises RunError, with the log's tail, when the engine dies or is not healthy within `rollout.start_timeout` seconds.
+    A port that another program took in the meantime is tried once more with others. Raises RunError, with the log's tail, when the
+    engine dies or is not healthy within `rollout.start_timeout` seconds.
     """
+    try:
+        return _launch_once(config, model_path, log_dir)
+    except RunError as error:
+        if "address already in use" not in error.log_tail.lower():
+            raise
+        print("megatron-rl: a port of the engine was taken by another program; starting it once more", file=sys.stderr)
+        return _launch_once(config, model_path, log_dir)
+
+
+def _launch_once(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
     rollout, contract = config.rollout, PrecisionContract.of(config.precision)
     port, key = _free_port(rollout.host), secrets.token_urlsafe(24)
     arguments = _server_arguments(config, contract, model_path, port)
