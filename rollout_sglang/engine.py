@@ -7,8 +7,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from megatron_rl.config import Config
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.transport import Link
-from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
-from parallel.pieces import Rect
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
+from rollout_sglang.requests import LiveRequests
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.5
@@ -105,7 +102,7 @@ def _free_port(host: str) -> int:
         raise UserError("rollout.host", host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine") from None
 
 
-class SGLangEngine:
+class SGLangEngine(LiveRequests):
     """Client and owner of one engine process. All calls are bounded by `timeout` seconds."""
 
     def __init__(self, process: EngineProcess, url: str, key: str, timeout: float) -> None:
@@ -152,15 +149,6 @@ class SGLangEngine:
     def activation_scale_formats(self) -> dict[str, str]:
         return self._live({"verb": "scale_formats"})[0]
 
-    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        ranks: dict[str, list[Any]] = {}
-        for chunk in chunks:
-            ranks.setdefault(str(chunk.target), []).append(chunk.to_json())
-        self._live({"verb": "connect", "link": asdict(link), "staged": staged, "ranks": ranks})
-
-    def disconnect(self) -> None:
-        self._live({"verb": "disconnect"})
-
     def pause(self, restart: bool) -> None:
         self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if restart else None)
 
@@ -173,23 +161,11 @@ class SGLangEngine:
             self._post("/begin_weight_update", {})
         self._changing = True
 
-    def start_receiving(self, hashing: bool) -> None:
-        self._live({"verb": "start", "hashing": hashing})
-
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        answers = self._live({"verb": "finish", "hashing": hashing})
-        return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
-
     def end_sync(self, version: int) -> None:
         self._post("/end_weight_update", {})
         self._changing = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._post("/flush_cache", None)
-
-    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        ranks = {str(rank): [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in rects] for rank, rects in wanted.items()}
-        answers = self._live({"verb": "digest", "ranks": ranks})
-        return {rank: [answers[rank][str(index)] for index in range(len(rects))] for rank, rects in wanted.items()}
 
     def stop(self) -> None:
         self._http.close()

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,8 +37,6 @@ from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan
-from megatron_rl.transport import Link
-from megatron_rl.transport.chunks import Chunk
 from parallel.buckets import Plane, buckets, planes_of
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
@@ -48,6 +46,7 @@ from parallel.plan import Move, kind_of, scale_name
 from parallel.regions import region
 from parallel.sglang import engine_shards
 from rollout_sglang import live
+from rollout_sglang.requests import LiveRequests
 
 MODELS = {
     "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
@@ -126,39 +125,18 @@ def empty_planes(shards: Sequence[Shard], contract: PrecisionContract) -> dict[s
     return found
 
 
-class PlainEngine:
+class PlainEngine(LiveRequests):
     """What `WeightSync` asks of an engine, answered by the processes above. It serves nothing, so there is nothing to pause."""
 
     def __init__(self, pipes: Sequence[Connection], which: str, fp8: bool) -> None:
         self._pipes, self._which, self._fp8 = pipes, which, fp8
-
-    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        ranks: dict[str, list[Any]] = {}
-        for chunk in chunks:
-            ranks.setdefault(str(chunk.target), []).append(chunk.to_json())
-        self._ask({"verb": "connect", "link": asdict(link), "staged": staged, "ranks": ranks})
-
-    def disconnect(self) -> None:
-        self._ask({"verb": "disconnect"})
-
-    def start_receiving(self, hashing: bool) -> None:
-        self._ask({"verb": "start", "hashing": hashing})
-
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        answers = self._ask({"verb": "finish", "hashing": hashing})
-        return {rank: [found[str(index)] for index in range(len(found))] for rank, found in enumerate(answers)}
-
-    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        ranks = {str(rank): [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in rects] for rank, rects in wanted.items()}
-        answers = self._ask({"verb": "digest", "ranks": ranks})
-        return {rank: [answers[rank][str(index)] for index in range(len(rects))] for rank, rects in wanted.items()}
 
     def pause(self, restart: bool) -> None: ...
     def resume(self) -> None: ...
     def begin_sync(self) -> None: ...
     def end_sync(self, version: int) -> None: ...
 
-    def _ask(self, request: dict[str, Any]) -> list[dict[str, str]]:
+    def _live(self, request: dict[str, Any]) -> list[dict[str, str]]:
         for pipe in self._pipes:
             pipe.send((self._which, self._fp8, request))
         answers = [pipe.recv() for pipe in self._pipes]

@@ -124,14 +124,10 @@ def _empty(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, to
     found = {}
     for shard in shards:
         kind = kind_of(shard.role, contract.fp8_roles())
-        found[shard.name] = torch.zeros(shard.shape, dtype=torch.uint8).view(_DTYPES[kind]) if kind == "fp8" else _zeros(shard, kind)
+        found[shard.name] = torch.zeros(shard.shape, dtype=_DTYPES[kind])
         if kind == "fp8":
             found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
     return found
-
-
-def _zeros(shard: Shard, kind: str) -> torch.Tensor:
-    return torch.zeros(shard.shape, dtype=_DTYPES[kind])
 
 
 def differences(task: Task, engine: HeldEngine, shards: Mapping[int, Sequence[Shard]]) -> list[str]:
