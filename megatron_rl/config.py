@@ -86,10 +86,18 @@ class Precision(_Section):
 
 
 class TrainLayout(_Section):
-    """How the trainer's ranks share the model. tp * pp * cp * dp is the number of ranks."""
+    """How the trainer's ranks share the model. tp * pp * dp is the number of ranks."""
 
     tp: int = Field(1, ge=1)
     """Tensor parallel ranks."""
+    pp: int = Field(1, ge=1)
+    """Pipeline stages."""
+    ep: int = Field(1, ge=1)
+    """Ranks that share the experts of a mixture-of-experts model; ep * etp divides tp * dp."""
+    etp: int | None = Field(None, ge=1)
+    """Tensor parallel ranks within an expert; as many as `tp` where it is not given."""
+    dp: int = Field(1, ge=1)
+    """Data parallel replicas."""
 
 
 class Train(_Section):
@@ -119,6 +127,8 @@ class Rollout(_Section):
     """Name of the engine's entry point in the group `megatron_rl.rollout`."""
     tp: int = Field(1, ge=1)
     """Tensor parallel ranks of the engine."""
+    ep: int = Field(1, ge=1)
+    """Ranks among them that share the experts of a mixture-of-experts model; divides `tp`."""
     prompts_per_step: int = Field(32, ge=1)
     group_size: int = Field(8, ge=2)
     """Completions per prompt."""

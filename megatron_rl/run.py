@@ -36,11 +36,7 @@ def preflight(config: Config) -> Layout:
         raise UserError("precision.mode", config.precision.mode, "is not built yet", f"use one of {', '.join(_BUILT_MODES)}")
     if config.precision.backend != "emulated":
         raise UserError("precision.backend", config.precision.backend, "is not built yet", "use emulated")
-    layout = Layout(tp=config.train.layout.tp)
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if layout.world_size != world_size:
-        fix = f"start with torchrun --nproc-per-node {layout.world_size}, or set train.layout.tp = {world_size}"
-        raise UserError("train.layout.tp", layout.tp, f"needs {layout.world_size} ranks, this launch has {world_size}", fix)
+    layout = _layout(config)
     parts = config.algorithm.updates_per_step
     if config.rollout.prompts_per_step % parts:
         rule = f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})"
@@ -48,6 +44,21 @@ def preflight(config: Config) -> Layout:
     check_transport(config.sync)
     _check_model(config, layout)
     _check_data_files(config)
+    return layout
+
+
+def _layout(config: Config) -> Layout:
+    """The trainer's layout. Raises UserError where it is none, or does not fit the number of processes that were launched."""
+    sizes = config.train.layout
+    try:
+        layout = Layout(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp)
+    except GeometryError as error:
+        raise UserError(f"train.{error.field}", error.value, error.rule, error.fix) from None
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if layout.world_size != launched:
+        rule = f"needs {layout.world_size} ranks (tp * pp * dp), this launch has {launched}"
+        fix = f"start with torchrun --nproc-per-node {layout.world_size}, or change train.layout"
+        raise UserError("train.layout", None, rule, fix)
     return layout
 
 

@@ -30,15 +30,17 @@ class SyncPlan:
     contract: PrecisionContract
 
     @classmethod
-    def make(cls, model: ModelGeometry, train: Layout, rollout_tp: int, contract: PrecisionContract, bucket_bytes: int) -> SyncPlan:
-        """Plans trainer -> engine. Raises UserError where the layouts do not fit the model or cut FP8 blocks."""
+    def make(
+        cls, model: ModelGeometry, train: Layout, rollout: tuple[int, int], contract: PrecisionContract, bucket_bytes: int
+    ) -> SyncPlan:
+        """Plans trainer -> engine of `rollout` (tp, ep). Raises UserError where the layouts do not fit the model or cut FP8 blocks."""
         roles = contract.fp8_roles()
         try:
-            targets = engine_shards(model, rollout_tp)
+            targets = engine_shards(model, *rollout)
             planned = moves(reshard(trainer_shards(model, train, quantised=bool(roles)), targets, roles))
             cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high]), bucket_bytes)
         except GeometryError as error:
-            told = explained(error, model, train, (rollout_tp, 1), roles, quantised=bool(roles))
+            told = explained(error, model, train, rollout, roles, quantised=bool(roles))
             raise UserError(told.field, told.value, told.rule, told.fix) from None
         except ValueError as error:
             raise UserError("sync.bucket_mb", bucket_bytes >> 20, str(error), "raise it") from None
@@ -47,7 +49,9 @@ class SyncPlan:
     @classmethod
     def of_config(cls, model: ModelGeometry, train: Layout, config: Config) -> SyncPlan:
         """`make` with the configuration's rollout, precision and chunk size."""
-        return cls.make(model, train, config.rollout.tp, PrecisionContract.of(config.precision), config.sync.chunk_bytes)
+        return cls.make(
+            model, train, (config.rollout.tp, config.rollout.ep), PrecisionContract.of(config.precision), config.sync.chunk_bytes
+        )
 
     @property
     def bucket_bytes(self) -> int:

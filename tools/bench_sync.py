@@ -76,7 +76,7 @@ def contract(fp8: bool) -> PrecisionContract:
 
 
 def plan_of(setup: Setup, fp8: bool, settings: Sync) -> SyncPlan:
-    return SyncPlan.make(setup.model, setup.train, setup.rollout_tp, contract(fp8), settings.chunk_bytes)
+    return SyncPlan.make(setup.model, setup.train, (setup.rollout_tp, 1), contract(fp8), settings.chunk_bytes)
 
 
 # --- the engine's side ------------------------------------------------------------------------------------------------------

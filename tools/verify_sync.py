@@ -175,7 +175,7 @@ def run_rank(rank: int, task: Task, port: int, results: Any) -> None:
 
 def _sync_and_compare(rank: int, task: Task) -> Any:
     settings = Sync(bucket_mb=64)
-    plan = SyncPlan.make(task.model, task.train, task.rollout_tp, task.contract, settings.chunk_bytes)
+    plan = SyncPlan.make(task.model, task.train, (task.rollout_tp, 1), task.contract, settings.chunk_bytes)
     shards = trainer_shards(task.model, task.train, quantised=bool(task.contract.fp8_roles()))[rank]
     planes = trainer_planes(task, shards)
     engine = HeldEngine(plan.targets, task.contract) if rank == 0 else None
@@ -273,7 +273,7 @@ def main(
         layout = Layout(**_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
         contract = PrecisionContract.of(Precision(mode="fp8_unified", scale_format=scale_format))
         tp = _sizes("--rollout", rollout, ("tp",)).get("tp", 1)
-        SyncPlan.make(model, layout, tp, contract, Sync().chunk_bytes)  # refuses before a process starts
+        SyncPlan.make(model, layout, (tp, 1), contract, Sync().chunk_bytes)  # refuses before a process starts
         found = verify(Task(model, layout, tp, contract, seed, dump))
     except (MegatronRLError, GeometryError) as error:
         print(f"verify_sync: {error}", file=sys.stderr)

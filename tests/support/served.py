@@ -41,7 +41,7 @@ class Served:
 
     def plan(self, bucket_bytes: int) -> SyncPlan:
         geometry = ModelGeometry.from_hf_config(self.trainer.hf_config)
-        return SyncPlan.make(geometry, self.trainer.layout, 1, self.trainer.contract, bucket_bytes)
+        return SyncPlan.make(geometry, self.trainer.layout, (1, 1), self.trainer.contract, bucket_bytes)
 
     def sync(self, bucket_bytes: int) -> WeightSync:
         return WeightSync(self.plan(bucket_bytes), self.engine, self.trainer.planes)

@@ -59,7 +59,7 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
         (["--precision.backend=deep_gemm"], "precision.backend = 'deep_gemm': is not built yet; use emulated"),
         (
             ["--train.layout.tp=2"],
-            "train.layout.tp = 2: needs 2 ranks, this launch has 1; start with torchrun --nproc-per-node 2, or set train.layout.tp = 1",
+            "train.layout: needs 2 ranks (tp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2, or change train.layout",
         ),
         (
             ["--model.path=nowhere"],
@@ -86,7 +86,9 @@ def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
 
 def test_more_ranks_than_the_layout_needs(workplace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert refused().startswith("train.layout.tp = 1: needs 1 ranks, this launch has 4; start with torchrun --nproc-per-node 1, or set")
+    assert refused().startswith(
+        "train.layout: needs 1 ranks (tp * pp * dp), this launch has 4; start with torchrun --nproc-per-node 1, or change"
+    )
 
 
 @pytest.mark.parametrize("ranks, overrides", [("2", ["--train.layout.tp=2"]), ("1", ["--rollout.tp=2"])])

@@ -21,7 +21,7 @@ FP8 = "('float8_e4m3fn', (1024, 256))"
 
 def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = None, rollout_tp: int = 2, **widths: object) -> SyncPlan:
     contract = PrecisionContract.of(Precision(mode=mode, high=high))
-    return SyncPlan.make(model(**widths), train or Layout(), rollout_tp, contract, 1 << 20)
+    return SyncPlan.make(model(**widths), train or Layout(), (rollout_tp, 1), contract, 1 << 20)
 
 
 def live_engine(high: str = "bfloat16") -> list[dict[str, LiveTensor]]:
@@ -143,4 +143,4 @@ def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):
 def test_a_bucket_smaller_than_a_row_is_refused():
     wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
     with pytest.raises(UserError, match=r"sync.bucket_mb = 1: one row of .* is \d+ bytes, a bucket holds 1048576; raise it"):
-        SyncPlan.make(wide, Layout(), 1, PrecisionContract.of(Precision()), 1 << 20)
+        SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.of(Precision()), 1 << 20)

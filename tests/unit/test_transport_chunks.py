@@ -60,7 +60,7 @@ DENSE = model()
     ],
 )
 def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
-    plan = SyncPlan.make(geometry, train, rollout, CONTRACT, limit)
+    plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
     chunks = chunks_of(plan.moves, plan.buckets)
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.bytes_of, plan.moves))
@@ -87,7 +87,7 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
 
 
 def test_engine_ranks_take_turns():
-    plan = SyncPlan.make(model(), Layout(), 2, CONTRACT, 50_000)
+    plan = SyncPlan.make(model(), Layout(), (2, 1), CONTRACT, 50_000)
     order = [chunk.target for chunk in chunks_of(plan.moves, plan.buckets)]
     assert order[:6] == [0, 1] * 3
 
