@@ -54,7 +54,12 @@ def start_megatron(layout: Layout, seed: int) -> None:
             dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
         else:
             dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
     model_parallel_cuda_manual_seed(seed)
 
 
@@ -93,6 +98,9 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,

@@ -17,6 +17,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import in_order
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.ranks import raise_together
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron import megatron_shards, row_order
@@ -79,8 +80,18 @@ class Checkpoint:
 def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype.
 
-    Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN.
+    Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN. Collective: ranks read different
+    tensors, and what one of them finds is raised on all.
     """
+    broken = None
+    try:
+        _fill(model, folder, shards)
+    except UserError as error:
+        broken = error
+    raise_together(broken)
+
+
+def _fill(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
     checkpoint = Checkpoint(folder)
     checkpoint.check(shards)
     parameters = global_parameters(model)
