@@ -19,6 +19,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore import gather
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
+from megatron_rl.mcore.names import global_name
 from megatron_rl.ranks import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -135,7 +136,7 @@ class Actor(Policy):
     def _refuse_bad_gradients(self) -> None:
         """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
         parameters = self.model.named_parameters()
-        bad = next((name for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
+        bad = next((global_name(self.model, name) for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_together(error)
 

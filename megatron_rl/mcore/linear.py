@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.errors import RunError
 from megatron_rl.fp8 import products
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.mcore.names import global_name
 from megatron_rl.ranks import raise_together
 
 
@@ -127,13 +129,13 @@ def fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
 
 
-def quantize_model(model: torch.nn.Module) -> None:
+def quantize_model(model: GPTModel) -> None:
     """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
     names a broken weight is raised on every rank."""
     broken = None
     try:
         for name, layer in fp8_layers(model).items():
-            layer.quantize(f"{name}.weight")
+            layer.quantize(global_name(model, f"{name}.weight"))
     except RunError as error:
         broken = error
     raise_together(broken)

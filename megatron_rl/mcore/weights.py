@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import in_order
+from megatron_rl.mcore.names import global_name
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.ranks import raise_together
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron import megatron_shards, row_order
@@ -80,18 +80,8 @@ class Checkpoint:
 def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype.
 
-    Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN. Collective: ranks read different
-    tensors, and what one of them finds is raised on all.
+    Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN.
     """
-    broken = None
-    try:
-        _fill(model, folder, shards)
-    except UserError as error:
-        broken = error
-    raise_together(broken)
-
-
-def _fill(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
     checkpoint = Checkpoint(folder)
     checkpoint.check(shards)
     parameters = global_parameters(model)
@@ -118,7 +108,7 @@ def piece_rect(piece: Piece) -> Rect:
 
 def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
     """This rank's parameters, layers numbered over the whole model rather than within the pipeline stage."""
-    return {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
+    return {global_name(model, name): parameter for name, parameter in model.named_parameters()}
 
 
 def set_row_orders(model: GPTModel, geometry: ModelGeometry, layout: Layout) -> None:
@@ -126,7 +116,7 @@ def set_row_orders(model: GPTModel, geometry: ModelGeometry, layout: Layout) -> 
     place = layout.coordinates(torch.distributed.get_rank())
     for name, module in model.named_modules():
         if name.endswith("linear_qkv"):
-            order = row_order(geometry, layout, place, _global_name(model, f"{name}.weight"))
+            order = row_order(geometry, layout, place, global_name(model, f"{name}.weight"))
             module.row_order = None if order is None else torch.tensor(order)
 
 
@@ -138,7 +128,7 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
     order of `parallel.megatron`.
     """
     found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
-    layers = {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
+    layers = {global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
     for shard in shards:
         if shard.role in contract.fp8_roles():
             layer = layers[shard.name]
@@ -147,17 +137,6 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
                 blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
             found[shard.name], found[scale_name(shard.name)] = blocks
     return found
-
-
-def _global_name(model: GPTModel, name: str) -> str:
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        layer = model.decoder.layers[int(parts[2])]
-        parts[2] = str(layer.layer_number - 1)
-        if "local_experts" in parts:
-            at = parts.index("local_experts") + 1
-            parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
-    return ".".join(parts)
 
 
 def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:
