@@ -1,0 +1,31 @@
+"""Every architecture the trainer builds computes what Hugging Face transformers computes from the same checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import ARCHITECTURES, FP8, FP32, make_model, random_sequences
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[name for name in ARCHITECTURES if name != "qwen3"])
+def model(request, tmp_path_factory):
+    """A random checkpoint; qwen3 itself is in test_tensor_parallel.py."""
+    return make_model(tmp_path_factory.mktemp(request.param), ARCHITECTURES[request.param])
+
+
+def test_logits_equal_transformers(model, one, two, plain):
+    ids = torch.randint(0, 384, (3, 40), generator=torch.Generator().manual_seed(5)).tolist()
+    expected = plain.call("support.transformers_side:logits", model, ids)[0]
+    assert expected.std() > 0.1
+    for world in (one, two):
+        parts = world.call("support.trainer:logits", model, FP32, ids)
+        difference = (torch.cat(parts, dim=-1) - expected).abs().max()
+        assert difference < 1e-5 * expected.abs().max(), f"{len(parts)} ranks: {difference}"
+
+
+def test_training_in_fp8_lowers_the_loss(model, one):
+    learnt = one.call("support.trainer:learn_text", model, FP8, {"learning_rate": 2e-3}, random_sequences(4, seed=7), 4)[0]
+    assert learnt["losses"][-1] < 0.8 * learnt["losses"][0]
+    assert {learnt["dtypes"][name] for name in learnt["dtypes"]} == {"torch.float32"}
