@@ -76,6 +76,7 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_rng()
     _patch_moe()
+    _patch_latent_attention()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -151,3 +152,10 @@ def _patch_moe() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _patch_latent_attention() -> None:
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    if not isinstance(latent.TELinear, type):  # it asks isinstance(..., TELinear) without Transformer Engine too
+        latent.TELinear = type("TELinear", (torch.nn.Module,), {})

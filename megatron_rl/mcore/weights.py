@@ -24,6 +24,9 @@ from parallel.megatron import megatron_shards, row_order
 from parallel.plan import scale_name
 from parallel.regions import region
 
+Model = GPTModel | list[GPTModel]
+"""A rank's model, or its virtual pipeline stages."""
+
 INDEX = "model.safetensors.index.json"
 
 
@@ -77,7 +80,7 @@ class Checkpoint:
         return view[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
 
 
-def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
+def load_checkpoint(model: Model, folder: Path, shards: list[Shard]) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype.
 
     Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN.
@@ -106,29 +109,51 @@ def piece_rect(piece: Piece) -> Rect:
     return Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
 
 
-def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters, layers numbered over the whole model rather than within the pipeline stage."""
-    return {global_name(model, name): parameter for name, parameter in model.named_parameters()}
+def global_parameters(model: Model) -> dict[str, torch.Tensor]:
+    """This rank's parameters, and the correction biases of its routers: buffers in Megatron, weights of the checkpoint.
+
+    Layers are numbered over the whole model rather than within the pipeline stage, experts likewise.
+    """
+    return {
+        global_name(chunk, name): tensor
+        for chunk in _chunks(model)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if isinstance(tensor, torch.nn.Parameter) or name.endswith(".router.expert_bias")
+    }
 
 
-def set_row_orders(model: GPTModel, geometry: ModelGeometry, layout: Layout) -> None:
+def set_row_orders(model: Model, geometry: ModelGeometry, layout: Layout) -> None:
     """Gives every linear_qkv its `row_order`, FP8 or not: int64 [N], or None where blocks lie right as they are."""
     place = layout.coordinates(torch.distributed.get_rank())
-    for name, module in model.named_modules():
-        if name.endswith("linear_qkv"):
-            order = row_order(geometry, layout, place, global_name(model, f"{name}.weight"))
+    for name, module in _weight_holders(model).items():
+        if name.endswith("linear_qkv.weight"):
+            order = row_order(geometry, layout, place, name)
             module.row_order = None if order is None else torch.tensor(order)
 
 
-def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+def _weight_holders(model: Model) -> dict[str, Any]:
+    """Global name of a weight -> the module that holds it."""
+    return {
+        global_name(chunk, f"{name}.weight"): module
+        for chunk in _chunks(model)
+        for name, module in chunk.named_modules()
+        if hasattr(module, "weight")
+    }
+
+
+def _chunks(model: Model) -> list[GPTModel]:
+    return model if isinstance(model, list) else [model]
+
+
+def planes(model: Model, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 roles E4M3 bytes and scales.
 
     An FP8 layer gives the very blocks it computes with. Where the trainer is not FP8 but the engine is (`fp8_rollout`), the blocks
     are made here. Views of live memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised
     order of `parallel.megatron`.
     """
-    found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
-    layers = {global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
+    found = {name: tensor.detach() for name, tensor in global_parameters(model).items()}
+    layers = _weight_holders(model)
     for shard in shards:
         if shard.role in contract.fp8_roles():
             layer = layers[shard.name]
