@@ -62,7 +62,9 @@ class Policy:
         It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
         replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        batches = micro_batches(sequences, self.micro_batch_size, replica, replicas)
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every sequence
+        batches = micro_batches(sequences, self.micro_batch_size, replica, replicas, multiple)
 
         def step(iterator: Any, model: Any) -> Any:
             batch = next(iterator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import FP8, FP32, make_checkpoint, random_sequences, read_weights
+from support.models import ARCHITECTURES, FP8, FP32, make_checkpoint, make_model, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
 from parallel.layout import Layout
@@ -18,6 +18,11 @@ LAYOUTS = {
     "tp2_pp2": Layout(tp=2, pp=2),
     "tp2_dp2": Layout(tp=2, dp=2),
     "pp2_dp2": Layout(pp=2, dp=2),
+    "ep2": Layout(dp=2, ep=2),
+    "ep2_dp4": Layout(dp=4, ep=2),
+    "ep2_pp2": Layout(dp=2, ep=2, pp=2),
+    "tp2_ep2_etp1": Layout(tp=2, dp=2, ep=2, etp=1),
+    "tp2_ep2_etp2": Layout(tp=2, dp=2, ep=2, etp=2),
 }
 
 TRAIN = {"micro_batch_size": 2, "adam_eps": 1e-4}
@@ -45,6 +50,16 @@ def tied(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3_moe"), {**ARCHITECTURES["qwen3_moe"], "num_hidden_layers": 2, "mlp_only_layers": [0]})
+
+
+@pytest.fixture(scope="module")
+def deepseek_v3(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("deepseek_v3"), {**ARCHITECTURES["deepseek_v3"], "num_hidden_layers": 2})
+
+
+@pytest.fixture(scope="module")
 def alone(one):
     """(checkpoint, precision) -> what one process finds, computed once."""
     known: dict = {}
@@ -61,12 +76,15 @@ def alone(one):
 @pytest.mark.parametrize(
     "layout, model, precision",
     [
-        *((name, "untied", "fp32") for name in LAYOUTS),
+        *((name, "untied", "fp32") for name in ("tp2", "pp2", "dp2", "tp2_pp2", "tp2_dp2", "pp2_dp2")),
         ("pp2", "tied", "fp32"),
         ("pp2_dp2", "tied", "fp32"),
         ("dp2", "untied", "fp8"),
         ("pp2", "untied", "fp8"),
         ("pp2_dp2", "tied", "fp8"),
+        *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "tp2_ep2_etp2")),
+        *((name, "deepseek_v3", "fp32") for name in ("tp2", "ep2_pp2", "tp2_ep2_etp1")),
+        ("ep2", "qwen3_moe", "fp8"),
     ],
 )
 def test_training_equals_that_of_one_process(request, two, four, alone, layout, model, precision):
@@ -88,15 +106,16 @@ def test_training_equals_that_of_one_process(request, two, four, alone, layout, 
     assert found["masters"].keys() == expected["masters"].keys() == start.keys()
     for name, weight in expected["masters"].items():
         way = weight - start[name]
-        assert way.abs().max() > 1e-3, f"{name} was not trained"
-        assert (weight - found["masters"][name]).norm() < 3 * tolerance * way.norm(), f"{name}: the ranks took another path"
+        assert way.abs().max() > 1e-3 or name.endswith("e_score_correction_bias"), f"{name} was not trained"
+        assert (weight - found["masters"][name]).norm() <= 3 * tolerance * way.norm(), f"{name}: the ranks took another path"
     assert (found["after"] - expected["after"]).abs().mean() < tolerance * (expected["after"] - expected["before"]).abs().mean()
 
 
-def test_one_sequence_for_two_replicas(one, two, checkpoint):
-    batch = [random_sequences(1, seed=4)]
-    expected = one.call("support.trainer:train_grpo", checkpoint, FP32, TRAIN, batch)[0]
-    found = two.call("support.trainer:train_grpo", checkpoint, FP32, TRAIN, batch, Layout(dp=2))[1]
+@pytest.mark.parametrize("layout, model", [("dp2", "untied"), ("ep2", "qwen3_moe")])
+def test_one_sequence_for_two_replicas(request, one, two, layout, model):
+    folder, batch = request.getfixturevalue(model), [random_sequences(1, seed=4)]
+    expected = one.call("support.trainer:train_grpo", folder, FP32, TRAIN, batch)[0]
+    found = two.call("support.trainer:train_grpo", folder, FP32, TRAIN, batch, LAYOUTS[layout])[1]
     assert found["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5)
     assert torch.allclose(found["after"], expected["after"], atol=1e-5)
 
@@ -116,10 +135,10 @@ def test_a_nan_in_a_weight_of_one_stage_is_named_on_every_rank(two, checkpoint):
         two.call("support.trainer:poison_weight", checkpoint, FP8, name, LAYOUTS["pp2"])
 
 
-@pytest.mark.parametrize("model", ["untied", "tied"])
-def test_a_checkpoint_of_stages_and_replicas_is_the_same_model_in_one_process(request, one, four, tmp_path, model):
+@pytest.mark.parametrize("layout, model", [("pp2_dp2", "untied"), ("pp2_dp2", "tied"), ("ep2_pp2", "qwen3_moe")])
+def test_a_checkpoint_of_stages_and_replicas_is_the_same_model_in_one_process(request, one, four, tmp_path, layout, model):
     folder = tmp_path / "step_00001"
-    args = request.getfixturevalue(model), FP8, random_sequences(4, seed=1), folder, LAYOUTS["pp2_dp2"]
+    args = request.getfixturevalue(model), FP8, random_sequences(4, seed=1), folder, LAYOUTS[layout]
     held = four.call("support.trainer:save_checkpoint", *args)[0]
     loaded = one.call("support.trainer:load_checkpoint_alone", folder)[0]
     for part, tensors in held.items():
