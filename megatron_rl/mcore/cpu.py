@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.errors import UserError
 
@@ -77,6 +78,7 @@ def install() -> None:
     _patch_rng()
     _patch_moe()
     _patch_latent_attention()
+    _patch_uneven_collectives()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -159,3 +161,30 @@ def _patch_latent_attention() -> None:
 
     if not isinstance(latent.TELinear, type):  # it asks isinstance(..., TELinear) without Transformer Engine too
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
+
+
+def _patch_uneven_collectives() -> None:
+    # experts cut over tensor-parallel ranks exchange as many tokens as were routed to each; gloo knows equal parts only
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        parts = output.split(output_split_sizes)
+        parts[group.rank()].copy_(input_)
+        for source, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group_src=source, group=group)
+        return output
+
+    def reduce_scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        summed = input_.clone()
+        dist.all_reduce(summed, group=group)
+        return summed.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, reduce_scatter_uneven

@@ -1,11 +1,12 @@
-"""Real Megatron models in many layouts: every rank gives away the planes that the geometry says, with the checkpoint's own FP8 blocks."""
+"""Real Megatron models in many layouts: every rank gives away the planes that the geometry says, with the checkpoint's own FP8 blocks,
+and tensor- and expert-parallel ranks train as one process does."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from support.models import ARCHITECTURES, make_model
+from support.models import ARCHITECTURES, make_model, random_sequences, read_weights
 from support.world import World
 
 from parallel.layout import Layout
@@ -57,6 +58,36 @@ def test_planes_are_the_checkpoints_blocks(four, folder_of, name, layout, precis
         assert found["fp8_layers"] == (found["scales"] if precision["mode"] == "fp8_unified" else 0), rank
         assert (found["scales"] > 0) == (precision["mode"] != "bf16"), rank
         assert found["computed"] == 0, "a model that is only synced holds no dequantised values"
+
+
+TRAINED = [
+    ("llama", Layout(tp=4)),
+    ("qwen2", Layout(tp=4)),
+    ("qwen3_moe", Layout(tp=4)),
+    ("qwen3_moe", Layout(tp=4, etp=1)),  # replicas of every expert within a tensor-parallel group
+    ("qwen3_moe", Layout(tp=4, ep=2, etp=1)),
+    ("qwen3_moe_raw_weights", Layout(tp=4, ep=4, etp=1)),
+    ("qwen3_moe", Layout(tp=4, ep=2, etp=2)),
+    ("deepseek_v3", Layout(tp=4, ep=2, etp=2)),
+    ("deepseek_direct_q", Layout(tp=4, etp=2)),
+]
+
+
+@pytest.mark.parametrize("name, layout", TRAINED, ids=[f"{name}-{layout}" for name, layout in TRAINED])
+def test_four_ranks_train_as_one(one, four, folder_of, name, layout):
+    # sequence parallelism, which experts need, cuts the batch's width: a multiple of four here
+    seed = next(seed for seed in range(99) if max(sequence.length for sequence in random_sequences(4, seed)) % 4 == 1)
+    batches, folder = [random_sequences(4, seed)] * 2, folder_of(name)
+    alone, masters = one.call("support.built:train", folder, Layout(), batches)[0]
+    together, others = four.call("support.built:train", folder, layout, batches)[0]
+    for a, b in zip(alone, together, strict=True):
+        assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
+    start = read_weights(folder)
+    assert masters.keys() == others.keys() == start.keys()
+    for weight_name, weight in masters.items():
+        way, apart = weight - start[weight_name], weight - others[weight_name]
+        assert (way.abs().max() > 1e-4) == (not weight_name.endswith("correction_bias")), weight_name  # that one stays
+        assert apart.norm() <= 1e-3 * way.norm(), f"{weight_name}: the ranks took another path"
 
 
 def test_the_cases_use_every_dimension():

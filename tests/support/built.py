@@ -11,10 +11,13 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from megatron_rl import hf
-from megatron_rl.config import Precision
+from megatron_rl.batch import Sequence
+from megatron_rl.config import Precision, Train
+from megatron_rl.export import gather_tensors
 from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.linear import fp8_layers, quantize_model
-from megatron_rl.mcore.model import build_chunks, start_megatron
+from megatron_rl.mcore.model import build_chunks, build_model, start_megatron
 from megatron_rl.mcore.weights import load_checkpoint, piece_rect, planes, rank_shards
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
@@ -23,6 +26,7 @@ from parallel.megatron import trainer_shards
 from parallel.pieces import Rect, Shard
 from parallel.plan import blocks, kind_of, scale_name
 from parallel.regions import raw_bytes, region
+from support.trainer import TRAIN, negative_log_likelihood
 
 
 def start(layout: Layout) -> None:
@@ -31,6 +35,22 @@ def start(layout: Layout) -> None:
         parallel_state.destroy_model_parallel()
     start_megatron(layout, seed=0)
     torch.set_num_threads(1)
+
+
+def train(folder: Path, layout: Layout, batches: list[list[Sequence]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Supervised steps in FP32: what each step returned, and on rank 0 the weights afterwards under Hugging Face names.
+
+    Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
+    """
+    start(layout)
+    hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(mode="bf16", high="fp32"))
+    shards = rank_shards(hf_config, layout, dist.get_rank())
+    model = build_model(hf_config, layout, contract)
+    load_checkpoint(model, folder, shards)
+    actor = Actor(model, Train(**TRAIN, adam_eps=1e-4), temperature=1.0)
+    steps = [actor.update(batch, negative_log_likelihood) for batch in batches]
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    return steps, gather_tensors(planes(model, shards, contract), geometry, layout, frozenset(), "fp32")
 
 
 def compare_planes(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
