@@ -30,16 +30,16 @@ _E4M3 = "F8_E4M3"
 _FP8_SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
-def is_fp8(hf_config: Mapping[str, Any], field: str = "model.path") -> bool:
+def is_fp8(hf_config: Mapping[str, Any]) -> bool:
     """Whether a config.json tells of 128x128 FP8 blocks. Raises UserError for any other quantisation."""
     told = hf_config.get("quantization_config")
     if told is None:
         return False
-    for name, built in _FP8_SETTINGS.items():
-        found = told.get(name, "e4m3" if name == "fmt" else None) if isinstance(told, dict) else told
-        if found != built:
-            fix = "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
-            raise UserError(field, f"config.json quantization_config.{name} = {found}", f"is not read, only {built} is", fix)
+    settings = {"fmt": "e4m3", **told} if isinstance(told, dict) else {}
+    for name, read in _FP8_SETTINGS.items():
+        if settings.get(name) != read:
+            rule, fix = f"is not read, only {read} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
+            raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
     return True
 
 
@@ -61,7 +61,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], field: str = "model.path") -> None:
         self.folder, self.field = folder, field
-        self.fp8 = is_fp8(hf_config, field)
+        self.fp8 = is_fp8(hf_config)
         """Weights of `FP8_ROLES` are blocks with scales."""
         self._config = hf_config
         self._open: dict[Path, Any] = {}

@@ -66,8 +66,7 @@ def _layout(config: Config) -> Layout:
 
 def _check_model(config: Config, layout: Layout) -> None:
     folder = config.model.path
-    there = (folder / "config.json").is_file() or config.model.create is None
-    if there:
+    if (folder / "config.json").is_file() or config.model.create is None:
         hf_config = hf.read_config(folder)
         _check_same_model(config, hf_config)
     else:
@@ -87,7 +86,7 @@ def _check_model(config: Config, layout: Layout) -> None:
     if longest > limit:
         rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
-    if there:
+    if folder.exists():
         _check_weights(config, hf_config, geometry)
 
 
