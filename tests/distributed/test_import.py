@@ -15,19 +15,22 @@ from support.models import make_checkpoint, random_sequences, read_weights
 from megatron_rl import hf
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight
+from parallel.layout import Layout
 from parallel.plan import scale_name
 from tests.unit.golden import slow_fp8
 
 pytestmark = pytest.mark.slow
 
 WORLDS = ["one", "two"]
+PLACES: list[tuple[str, Layout | None]] = [("one", None), ("two", None)]
+"""Worlds, and the layout where not all of a world's ranks are tensor parallel."""
 WIDTHS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
     "narrow": {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4},  # blocks lie in another order than Megatron's rows
 }
 LAYERS = ["mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv"]
-NAMES = [f"decoder.layers.0.{name}" for name in LAYERS]
+NAMES = sorted(f"decoder.layers.{layer}.{name}" for layer in range(2) for name in LAYERS)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def fp8(tmp_path_factory):
 
     def get(widths: str, scales: str = "pow2") -> Path:
         if (widths, scales) not in made:
-            made[widths, scales] = make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), scales, **WIDTHS[widths])
+            made[widths, scales] = make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), scales, num_hidden_layers=2, **WIDTHS[widths])
         return made[widths, scales]
 
     return get
@@ -61,17 +64,17 @@ def dequantised(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world, layout", PLACES)
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 @pytest.mark.parametrize("widths", WIDTHS)
-def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world, widths, scales):
+def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world, layout, widths, scales):
     folder = fp8(widths, scales)
-    for adopted in request.getfixturevalue(world).call(
-        "support.fp8_checkpoints:import_and_export", folder, unified(scales), tmp_path / "out"
-    ):
-        assert sorted(adopted) == NAMES
+    found = request.getfixturevalue(world).call(
+        "support.fp8_checkpoints:import_and_export", folder, unified(scales), tmp_path / "out", layout
+    )
+    assert all(adopted == layers > 0 for adopted, layers in found)
     assert different(folder, tmp_path / "out") == []
-    assert len(read_weights(folder)) == 3 + 4 + 2 * 7 - (widths == "tied")
+    assert len(read_weights(folder)) == 3 + 2 * (4 + 2 * 7) - (widths == "tied")
 
 
 def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_path):
@@ -81,31 +84,31 @@ def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_p
     one.call("support.fp8_checkpoints:import_and_export", tmp_path, unified(), again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)
-    assert len(wrong) == 2 * 7
+    assert len(wrong) == 2 * 2 * 7
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_a_bf16_checkpoint_comes_out_as_it_went_in(request, tmp_path, world):
+@pytest.mark.parametrize("world, layout", PLACES)
+def test_a_bf16_checkpoint_comes_out_as_it_went_in(request, tmp_path, world, layout):
     folder = make_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
     save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
     request.getfixturevalue(world).call(
-        "support.fp8_checkpoints:import_and_export", folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out"
+        "support.fp8_checkpoints:import_and_export", folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout
     )
     assert different(folder, tmp_path / "out") == []
 
 
 def test_several_files_with_an_index_are_the_same_checkpoint(fp8, two, tmp_path):
-    whole, parts = fp8("plain"), make_fp8_checkpoint(tmp_path / "parts")
+    whole, parts = fp8("plain"), make_fp8_checkpoint(tmp_path / "parts", num_hidden_layers=2)
     two.call("support.fp8_checkpoints:import_and_export", split(parts, 3), unified(), tmp_path / "out")
     assert different(whole, tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world, layout", PLACES)
 @pytest.mark.parametrize("widths", ["plain", "narrow"])
 @pytest.mark.parametrize("precision", [unified(), {"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
-def test_masters_are_the_dequantised_values(request, fp8, world, widths, precision):
+def test_masters_are_the_dequantised_values(request, fp8, world, layout, widths, precision):
     folder = fp8(widths)
-    found = request.getfixturevalue(world).call("support.fp8_checkpoints:masters", folder, precision)[0]
+    found = request.getfixturevalue(world).call("support.fp8_checkpoints:masters", folder, precision, layout)[0]
     expected = dequantised(folder)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -147,7 +150,7 @@ def test_scales_that_are_no_powers_of_two_need_another_scale_format(fp8, one):
 
 
 def test_scales_in_bfloat16_are_those_in_float32(fp8, one, tmp_path):
-    folder, expected = make_fp8_checkpoint(tmp_path / "bf16"), fp8("plain")
+    folder, expected = make_fp8_checkpoint(tmp_path / "bf16", num_hidden_layers=2), fp8("plain")
     weights = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in read_weights(folder).items()}
     save_file(weights, folder / "model.safetensors")
     one.call("support.fp8_checkpoints:import_and_export", folder, unified(), tmp_path / "out")

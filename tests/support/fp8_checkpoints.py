@@ -14,6 +14,7 @@ from megatron_rl.batch import Sequence
 from megatron_rl.export import save_hf
 from megatron_rl.precision import FP8_ROLES
 from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
 from parallel.plan import scale_name
 from support.models import edit_config, make_checkpoint, read_weights
 
@@ -63,22 +64,26 @@ def different(folder: Path, other: Path) -> list[str]:
     return sorted(name for name in mine.keys() | theirs.keys() if not same(mine.get(name), theirs.get(name)))
 
 
-def import_and_export(folder: Path, precision: dict[str, Any], to: Path) -> list[str]:
-    """On every rank: imports a checkpoint, exports it as it is. Returns the FP8 layers that adopted blocks."""
-    from megatron_rl.mcore.linear import fp8_layers, quantize_model
+def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> Any:
     from support.trainer import Trainer
 
-    trainer = Trainer(folder, precision)
+    return Trainer(folder, precision, **({"layout": layout} if layout else {}))
+
+
+def import_and_export(folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None) -> tuple[int, int]:
+    """On every rank: imports a checkpoint, exports it as it is. Returns how many FP8 layers adopted blocks, and how many there are."""
+    from megatron_rl.mcore.linear import fp8_layers, quantize_model
+
+    trainer = _trainer(folder, precision, layout)
     quantize_model(trainer.model)  # once more: no step was made
     save_hf(to, trainer.planes(), trainer.hf_config, trainer.layout, trainer.contract, folder)
-    return [name for name, layer in fp8_layers(trainer.model).items() if layer.adopted]
+    layers = fp8_layers(trainer.model).values()
+    return sum(layer.adopted for layer in layers), len(layers)
 
 
-def masters(folder: Path, precision: dict[str, Any]) -> dict[str, torch.Tensor]:
+def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
     """What the trainer starts from, under Hugging Face names, on rank 0: float32, whatever the parameters' dtype."""
-    from support.trainer import Trainer
-
-    return Trainer(folder, precision).tensors(fp8=False)
+    return _trainer(folder, precision, layout).tensors(fp8=False)
 
 
 def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learning_rate: float) -> dict[str, list[str]]:
