@@ -15,7 +15,7 @@ from megatron_rl import hf
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import Blocks, quantize_weight
 from megatron_rl.hf_checkpoint import Checkpoint
-from megatron_rl.mcore.linear import fp8_layers, in_order
+from megatron_rl.mcore.linear import in_order
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import raise_together
 from parallel.blocks import blocks_in
@@ -62,12 +62,11 @@ def _load(model: GPTModel, checkpoint: Checkpoint, shards: list[Shard]) -> None:
     parameters = global_parameters(model)
     if parameters.keys() != {shard.name for shard in shards}:
         raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
-    layers = {_global_name(model, f"{name}.weight"): layer for name, layer in fp8_layers(model).items()}
+    holders = _weight_holders(model)
     for shard in shards:
-        layer = layers.get(shard.name)
-        tensors = [piece.tensor for piece in shard.pieces]
-        checkpoint.check_scales(tensors, layer.scale_format if layer else None)
-        if layer and checkpoint.holds_blocks(tensors[0]):
+        layer, tensors = holders.get(shard.name), [piece.tensor for piece in shard.pieces]
+        checkpoint.check_scales(tensors, getattr(layer, "scale_format", None))
+        if hasattr(layer, "adopt") and checkpoint.holds_blocks(tensors[0]):
             layer.adopt(_shard_blocks(checkpoint, in_quantised_order(shard), layer.weight.device))
             continue
         for piece in shard.pieces:
@@ -118,7 +117,7 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
     order of `parallel.megatron`.
     """
     found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
-    layers = {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
+    layers = _weight_holders(model)
     for shard in shards:
         if shard.role in contract.fp8_roles():
             layer = layers[shard.name]
@@ -127,6 +126,11 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
                 blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
             found[shard.name], found[scale_name(shard.name)] = blocks
     return found
+
+
+def _weight_holders(model: GPTModel) -> dict[str, Any]:
+    """Global name of a weight -> the module that holds it."""
+    return {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
 
 
 def _global_name(model: GPTModel, name: str) -> str:

@@ -15,6 +15,7 @@ from megatron_rl.export import save_hf
 from megatron_rl.precision import FP8_ROLES
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.pieces import FP32_ROLES
 from parallel.plan import scale_name
 from support.models import edit_config, make_checkpoint, read_weights
 
@@ -22,17 +23,23 @@ SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"
 
 
 def make_fp8_checkpoint(folder: Path, scales: str = "pow2", seed: int = 0, **widths: Any) -> Path:
-    """Random E4M3 bytes, NaN apart, with random scales, "pow2" or "fp32"; everything else BF16.
+    """`with_random_blocks` of `make_checkpoint`."""
+    return with_random_blocks(make_checkpoint(folder, seed, **widths), scales, seed + 1)
+
+
+def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
+    """Makes a checkpoint an FP8 one: random E4M3 bytes, NaN apart, with random scales, "pow2" or "fp32"; everything else becomes BF16.
 
     In every other block the largest magnitude is 224 or less, so that quantising its values again would give other bytes; in the first
     block of a weight all bytes are zero.
     """
-    make_checkpoint(folder, seed, **widths)
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
-    generator = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator().manual_seed(seed)
     for tensor in ModelGeometry.from_hf_config(hf.read_config(folder)).tensors().values():
         if tensor.role in FP8_ROLES:
             tensors[tensor.name], tensors[scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
+        elif tensor.role in FP32_ROLES:
+            tensors[tensor.name] = tensors[tensor.name].float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edit_config(folder, {"torch_dtype": "bfloat16", "quantization_config": SETTINGS})
     return folder
