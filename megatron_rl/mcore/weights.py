@@ -64,7 +64,8 @@ def _load(model: GPTModel, checkpoint: Checkpoint, shards: list[Shard]) -> None:
         raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
     holders = _weight_holders(model)
     for shard in shards:
-        layer, tensors = holders.get(shard.name), [piece.tensor for piece in shard.pieces]
+        layer: Any = holders.get(shard.name)
+        tensors = [piece.tensor for piece in shard.pieces]
         checkpoint.check_scales(tensors, getattr(layer, "scale_format", None))
         if hasattr(layer, "adopt") and checkpoint.holds_blocks(tensors[0]):
             layer.adopt(_shard_blocks(checkpoint, in_quantised_order(shard), layer.weight.device))
