@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints out of a Megatron model: BF16 or FP32 masters, or the very FP8 blocks that the engine is given.
+"""Hugging Face checkpoints out of a Megatron model: BF16 or FP32 masters, or the very FP8 blocks that the engine is given. Also out of
+another Hugging Face checkpoint, in the other precision.
 
 The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
 """
@@ -12,13 +13,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import hf
+from megatron_rl.config import Precision
 from megatron_rl.errors import UserError
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.precision import PrecisionContract
 from parallel.buckets import planes_of
-from parallel.geometry import ModelGeometry
+from parallel.geometry import GeometryError, ModelGeometry, whole
 from parallel.layout import Layout
 from parallel.megatron import trainer_shards
-from parallel.plan import moves, reshard
+from parallel.plan import kind_of, moves, reshard, scale_name
 from parallel.regions import region
 
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -67,29 +71,68 @@ def save_hf(
     model = ModelGeometry.from_hf_config(hf_config)
     tensors = gather_tensors(planes, model, layout, contract.fp8_roles(), contract.high)
     if tensors:
-        config = {**hf_config, "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[contract.high]}
-        config.pop("quantization_config", None)
-        quantization = contract.hf_quantization_config()
-        if quantization:
-            config["quantization_config"] = quantization
-        with hf.whole_folder(folder) as temporary:
-            hf.write_checkpoint(temporary, config, tensors, tokenizer)
+        _write(folder, hf_config, tensors, contract, tokenizer)
     dist.barrier()
 
 
-def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
-    """The command `export`: a run's checkpoint to a Hugging Face folder, `precision` "bf16" or "fp8".
+def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract, tokenizer: Path) -> None:
+    config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
+    config["torch_dtype"] = {"bf16": "bfloat16", "fp32": "float32"}[contract.high]
+    quantization = contract.hf_quantization_config()
+    if quantization:
+        config["quantization_config"] = quantization
+    with hf.whole_folder(folder) as temporary:
+        hf.write_checkpoint(temporary, config, tensors, tokenizer)
 
-    FP8 blocks are quantised from the FP32 masters, as the trainer does; everything else keeps the run's high-precision dtype.
-    Raises UserError when `checkpoint` is none, or `output` exists.
+
+def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
+    """The command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder, `precision` "bf16" or "fp8".
+
+    A run's FP8 blocks are quantised from the FP32 masters, as the trainer does; everything else keeps the run's high-precision dtype.
+    For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output` exists.
     """
     if output.exists():
         raise UserError("--output", str(output), "exists already", "name a new folder")
+    to = {"mode": "fp8_unified"} if precision == "fp8" else {"mode": "bf16", "high": "bf16"}
+    if (checkpoint / "config.json").is_file():
+        return convert(checkpoint, output, to)
     from megatron_rl.mcore.checkpoint import load_alone
 
     model, shards, saved, hf_config = load_alone(checkpoint)
     from megatron_rl.mcore.weights import planes
 
-    to = {"mode": "fp8_unified"} if precision == "fp8" else {"mode": "bf16", "high": "bf16"}
     contract = PrecisionContract.of(saved.model_copy(update=to))
     save_hf(output, planes(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")
+
+
+def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
+    """A Hugging Face checkpoint in another precision: FP8 dequantised to BF16, or quantised to FP8 with the default scale format.
+
+    `to` are the fields of a `Precision`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
+    Raises UserError for what `Checkpoint` refuses, and where FP8 would become FP8.
+    """
+    hf_config = hf.read_config(folder)
+    source = Checkpoint(folder, hf_config, "--checkpoint")
+    if source.fp8 and to["mode"] != "bf16":
+        raise UserError("--precision", "fp8", f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")
+    model = _geometry(hf_config)
+    source.check(model)
+    source.check_scales(model.tensors().values(), None)
+    own = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
+    contract = PrecisionContract.of(Precision.model_validate({"high": own, **to}))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.tensors().items():
+        value = source.values(whole(tensor))
+        kind = kind_of(tensor.role, contract.fp8_roles())
+        if kind == "fp8":
+            tensors[name], tensors[scale_name(name)] = quantize_weight(value, contract.scale_format)
+        else:
+            tensors[name] = value.to(torch.float32 if kind == "fp32" else _TORCH[contract.high])
+    _write(output, hf_config, tensors, contract, folder)
+
+
+def _geometry(hf_config: dict[str, Any]) -> ModelGeometry:
+    try:
+        return ModelGeometry.from_hf_config(hf_config)
+    except GeometryError as error:
+        raise UserError(error.field, error.value, error.rule, error.fix) from None

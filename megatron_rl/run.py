@@ -11,6 +11,8 @@ from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.errors import UserError
+from megatron_rl.hf_checkpoint import Checkpoint
+from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import check_transport
 from parallel.geometry import GeometryError, ModelGeometry
@@ -31,7 +33,7 @@ def run_training(config: Config) -> Path:
 
 
 def preflight(config: Config) -> Layout:
-    """All checks that need neither torch nor a process: modes, world size, files, model widths, FP8 blocks. Returns the layout."""
+    """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout."""
     if config.precision.mode not in _BUILT_MODES:
         raise UserError("precision.mode", config.precision.mode, "is not built yet", f"use one of {', '.join(_BUILT_MODES)}")
     if config.precision.backend != "emulated":
@@ -86,6 +88,15 @@ def _check_model(config: Config, layout: Layout) -> None:
     if longest > limit:
         rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
+    if folder.exists():
+        _check_weights(config, hf_config, geometry)
+
+
+def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeometry) -> None:
+    """Names, shapes and dtypes from the files' headers, and an FP8 checkpoint's scales; the weights themselves are read at loading."""
+    checkpoint, contract = Checkpoint(config.model.path, hf_config), PrecisionContract.of(config.precision)
+    checkpoint.check(geometry)
+    checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
 
 
 def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine import Engine, find_launcher
 from megatron_rl.errors import MegatronRLError, RunError
 from megatron_rl.export import save_hf
+from megatron_rl.hf_checkpoint import is_fp8
 from megatron_rl.loop import Loop
 from megatron_rl.mcore import checkpoint
 from megatron_rl.mcore.actor import Actor, Policy
@@ -87,6 +88,8 @@ class Session:
         shards = this_rank_shards(hf_config, self.layout)
         model = build_model(hf_config, self.layout, self.contract)
         load_checkpoint(model, model_path, shards)
+        if is_fp8(hf_config) and not self.contract.train_fp8:
+            self.say("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
 
         def live() -> dict[str, torch.Tensor]:

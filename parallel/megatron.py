@@ -108,11 +108,12 @@ def _shards(
     model: ModelGeometry, layout: Layout, place: Coordinates, quantised: bool, vocab_rows: int, split_latent: bool
 ) -> tuple[Shard, ...]:
     rank = _Rank(model, layout, place, vocab_rows, split_latent)
-    return tuple(_in_quantised_order(shard) if quantised else shard for shard in rank.shards())
+    return tuple(in_quantised_order(shard) if quantised else shard for shard in rank.shards())
 
 
-def _in_quantised_order(shard: Shard) -> Shard:
-    """[q ; k ; v] where the interleaved order would cut blocks, else the shard itself. FP8 or not is the plan's business."""
+def in_quantised_order(shard: Shard) -> Shard:
+    """The shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else itself. FP8 or not is the
+    plan's business."""
     if not shard.name.endswith("linear_qkv.weight") or cut_piece(shard) is None:
         return shard
     by_tensor = sorted(shard.pieces, key=lambda piece: ("qkv".index(piece.tensor.name.split(".")[-2][0]), piece.source.row))

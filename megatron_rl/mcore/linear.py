@@ -79,11 +79,26 @@ class _FP8Linear:
     row_order: torch.Tensor | None = None
     """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
     within a block (`parallel.megatron.row_order`). None: the same order."""
+    adopted: bool = False
+    """`blocks` are a checkpoint's, not `quantize`'s."""
+
+    def adopt(self, blocks: Blocks) -> None:
+        """Takes a checkpoint's blocks, rows in quantised order, as they are; the master becomes their values."""
+        self.blocks, self.adopted = blocks, True
+        with torch.no_grad():
+            in_rows = slice(None) if self.row_order is None else self.row_order
+            self.weight[in_rows] = dequantize_weight(blocks)
 
     def quantize(self, name: str) -> None:
-        """Makes `blocks` from the master; call once per optimizer step. Raises RunError naming the weight if it is inf or NaN."""
+        """Makes `blocks` from the master; call once per optimizer step. Raises RunError naming the weight if it is inf or NaN.
+
+        Adopted blocks stay for as long as the master is exactly their values, which the first optimizer step ends.
+        """
+        ordered = in_order(self.weight.detach(), self.row_order)
+        self.adopted = self.adopted and torch.equal(ordered, dequantize_weight(self.blocks))
         try:
-            self.blocks = quantize_weight(in_order(self.weight.detach(), self.row_order), self.scale_format)
+            if not self.adopted:
+                self.blocks = quantize_weight(ordered, self.scale_format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
         self._block_values = None

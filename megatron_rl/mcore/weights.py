@@ -5,29 +5,31 @@ Both use the geometry of `parallel`; no layer names are known here beyond how Me
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
-from safetensors import SafetensorError, safe_open
 
+from megatron_rl import hf
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.fp8.quantize import Blocks, quantize_weight
+from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.mcore.linear import in_order
 from megatron_rl.mcore.names import global_name
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.ranks import raise_together
+from parallel.blocks import blocks_in
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards, row_order
+from parallel.megatron import in_quantised_order, megatron_shards, row_order
+from parallel.pieces import cut_piece
+from parallel.plan import blocks as block_rect
 from parallel.plan import scale_name
 from parallel.regions import region
 
 Model = GPTModel | list[GPTModel]
 """A rank's model, or its virtual pipeline stages."""
-
-INDEX = "model.safetensors.index.json"
 
 
 def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
@@ -38,70 +40,59 @@ def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Sh
         raise UserError(error.field, error.value, error.rule, error.fix) from None
 
 
-class Checkpoint:
-    """The safetensors files of a Hugging Face checkpoint, read rectangle by rectangle."""
-
-    def __init__(self, folder: Path) -> None:
-        index = folder / INDEX
-        if index.is_file():
-            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        else:
-            single = folder / "model.safetensors"
-            if not single.is_file():
-                raise UserError("model.path", str(folder), "holds neither model.safetensors nor its index")
-            self._file_of = {name: single for name in self._open(single).keys()}  # noqa: SIM118 - not a dict
-        self._folder = folder
-
-    @staticmethod
-    def _open(path: Path) -> Any:
-        try:
-            return safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                "model.path", str(path), f"cannot be read ({error})", "the file is missing, truncated or no safetensors file"
-            ) from None
-
-    def check(self, shards: list[Shard]) -> None:
-        """Raises UserError, by name, for a tensor that is missing or has another shape than the config says."""
-        for tensor in {piece.tensor.name: piece.tensor for shard in shards for piece in shard.pieces}.values():
-            if tensor.name not in self._file_of:
-                raise UserError("model.path", str(self._folder), f"tensor {tensor.name} is missing")
-            shape = self._open(self._file_of[tensor.name]).get_slice(tensor.name).get_shape()
-            wanted = [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]
-            if shape != wanted:
-                raise UserError("model.path", str(self._folder), f"tensor {tensor.name} has shape {shape}, config.json says {wanted}")
-
-    def read(self, piece: Piece) -> torch.Tensor:
-        """The piece's rectangle of its tensor, [rows, cols] (or [rows] for a vector), in the file's dtype."""
-        name, rect = piece.tensor.name, piece.source
-        view = self._open(self._file_of[name]).get_slice(name)
-        if piece.tensor.vector:
-            return view[rect.row : rect.row + rect.rows]
-        return view[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-
-
 def load_checkpoint(model: Model, folder: Path, shards: list[Shard]) -> None:
-    """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype.
+    """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
 
-    Raises UserError for missing tensors, wrong shapes, FP8 or otherwise unexpected dtypes, inf or NaN.
+    FP8 layers adopt the blocks of an FP8 checkpoint byte for byte, and the optimizer steps from their values. A trainer that is not FP8
+    starts from the dequantised values. Then in mode `fp8_rollout` the engine is given the blocks of those values, at version 0 as at any
+    other: with pow2 scales and a checkpoint of such, the same values in every block (if not the same bytes: a block whose largest
+    magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may move by one rounding.
+
+    Raises UserError on every rank for what `Checkpoint` refuses.
     """
-    checkpoint = Checkpoint(folder)
-    checkpoint.check(shards)
+    broken = None
+    try:
+        hf_config = hf.read_config(folder)
+        checkpoint = Checkpoint(folder, hf_config)
+        checkpoint.check(ModelGeometry.from_hf_config(hf_config))
+        _load(model, checkpoint, shards)
+    except UserError as error:
+        broken = error
+    raise_together(broken)
+
+
+@torch.no_grad()
+def _load(model: Model, checkpoint: Checkpoint, shards: list[Shard]) -> None:
     parameters = global_parameters(model)
-    by_name = {shard.name: shard for shard in shards}
-    if parameters.keys() != by_name.keys():
-        raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ by_name.keys())[:4]}")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            for piece in by_name[name].pieces:
-                value = checkpoint.read(piece)
-                if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                    raise UserError(
-                        "model.path", str(folder), f"tensor {piece.tensor.name} is {value.dtype}", "give a BF16, FP16 or FP32 checkpoint"
-                    )
-                if not torch.isfinite(value).all():
-                    raise UserError("model.path", str(folder), f"tensor {piece.tensor.name} holds inf or NaN")
-                region(parameter, piece_rect(piece)).copy_(value)
+    if parameters.keys() != {shard.name for shard in shards}:
+        raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
+    holders = _weight_holders(model)
+    for shard in shards:
+        layer: Any = holders.get(shard.name)
+        tensors = [piece.tensor for piece in shard.pieces]
+        checkpoint.check_scales(tensors, getattr(layer, "scale_format", None))
+        if hasattr(layer, "adopt") and checkpoint.holds_blocks(tensors[0]):
+            layer.adopt(_shard_blocks(checkpoint, in_quantised_order(shard), layer.weight.device))
+            continue
+        for piece in shard.pieces:
+            region(parameters[shard.name], piece_rect(piece)).copy_(checkpoint.values(piece))
+
+
+def _shard_blocks(checkpoint: Checkpoint, shard: Shard, device: torch.device) -> Blocks:
+    """The blocks of a shard in quantised order, put together from the checkpoint's."""
+    cut = cut_piece(shard)
+    if cut is not None:
+        raise UserError(
+            "train.layout", None, f"a shard boundary cuts a 128x128 FP8 block of {cut.tensor.name}", "use a smaller train.layout.tp"
+        )
+    data = torch.empty(shard.rows, shard.cols, dtype=torch.float8_e4m3fn, device=device)
+    scale = torch.empty(blocks_in(shard.rows), blocks_in(shard.cols), device=device)
+    for piece in shard.pieces:
+        rect = piece_rect(piece)
+        found = checkpoint.blocks(piece)
+        region(data, rect).copy_(found.data)
+        region(scale, block_rect(rect)).copy_(found.scale)
+    return Blocks(data, scale)
 
 
 def piece_rect(piece: Piece) -> Rect:

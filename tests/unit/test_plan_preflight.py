@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.fp8_checkpoints import make_fp8_checkpoint
+from support.hollow import tensors_of, write_hollow
 from typer.testing import CliRunner
 
 from megatron_rl import hf
@@ -22,14 +25,17 @@ def workplace(tmp_path, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(hf.new_config(Architecture(), 0, "fp32")))
+    write_config(tmp_path)
     (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[data]\nmax_prompt_tokens = 512\n[rollout]\nmax_new_tokens = 512\n')
     return tmp_path
 
 
 def write_config(workplace, **changes: object) -> None:
     config = {**hf.new_config(Architecture(), 0, "fp32"), **changes}
-    (workplace / "model" / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+    config = {key: value for key, value in config.items() if value != "absent"}
+    (workplace / "model" / "config.json").write_text(json.dumps(config))
+    if "head_dim" in config:  # else it is no model
+        write_hollow(workplace / "model" / "model.safetensors", tensors_of(config))
 
 
 def refused(*overrides: str) -> str:
@@ -136,6 +142,32 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 def test_a_checkpoint_of_another_kind(workplace, changes, start):
     write_config(workplace, **changes)
     assert refused().startswith(start)
+
+
+def test_weights_that_are_not_those_of_the_config(workplace):
+    file = workplace / "model" / "model.safetensors"
+    tensors = tensors_of(hf.new_config(Architecture(), 0, "fp32"))
+    write_hollow(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
+    assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
+    write_hollow(file, {name: told for name, told in tensors.items() if name != "model.norm.weight"})
+    assert "tensor model.norm.weight is missing" in refused()
+    file.unlink()
+    assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; give a folder with safetensors weights"
+
+
+def test_an_fp8_checkpoint_of_another_scale_format(workplace):
+    make_fp8_checkpoint(workplace / "fp8", "fp32")
+    line = refused("--model.path=fp8")
+    assert 'holds scales that are no powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
+    for working in (["--precision.scale_format=fp32"], ["--precision.mode=bf16"], ["--precision.mode=fp8_rollout"]):
+        preflight(load_config(workplace / "run.toml", ["--model.path=fp8", *working]))
+
+
+def test_an_fp8_checkpoint_with_a_broken_scale(workplace):
+    weights = load_file(make_fp8_checkpoint(workplace / "fp8") / "model.safetensors")
+    weights["model.layers.0.self_attn.o_proj.weight_scale_inv"][1, 0] = float("nan")
+    save_file(weights, workplace / "fp8" / "model.safetensors")
+    assert "tensor model.layers.0.self_attn.o_proj.weight_scale_inv holds a scale that is inf, NaN" in refused("--model.path=fp8")
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_overwritten(workplace):

@@ -1,0 +1,157 @@
+"""A Hugging Face checkpoint imported into a layout and exported again is the same bytes, FP8 blocks with their scales included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.fp8_checkpoints import different, make_fp8_checkpoint, split
+from support.models import make_checkpoint, random_sequences, read_weights
+
+from megatron_rl import hf
+from megatron_rl.errors import UserError
+from megatron_rl.fp8.quantize import Blocks, dequantize_weight
+from parallel.layout import Layout
+from parallel.plan import scale_name
+from tests.unit.golden import slow_fp8
+
+pytestmark = pytest.mark.slow
+
+WORLDS = ["one", "two"]
+PLACES: list[tuple[str, Layout | None]] = [("one", None), ("two", None)]
+"""Worlds, and the layout where not all of a world's ranks are tensor parallel."""
+WIDTHS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "narrow": {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 4},  # blocks lie in another order than Megatron's rows
+}
+LAYERS = ["mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv"]
+NAMES = sorted(f"decoder.layers.{layer}.{name}" for layer in range(2) for name in LAYERS)
+
+
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory):
+    """Makes the FP8 checkpoint of some widths and scales, once each."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(widths: str, scales: str = "pow2") -> Path:
+        if (widths, scales) not in made:
+            made[widths, scales] = make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), scales, num_hidden_layers=2, **WIDTHS[widths])
+        return made[widths, scales]
+
+    return get
+
+
+def unified(scale_format: str = "pow2") -> dict[str, Any]:
+    return {"mode": "fp8_unified", "scale_format": scale_format, "high": "bf16"}
+
+
+def dequantised(folder: Path) -> dict[str, torch.Tensor]:
+    """float32 values of an FP8 checkpoint, from the definition of the format."""
+    found = {}
+    for name, tensor in read_weights(folder).items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            values = slow_fp8.from_codes(tensor.view(torch.uint8).numpy())
+            scale = read_weights(folder)[scale_name(name)].numpy().astype(np.float64)
+            rows, cols = values.shape
+            found[name] = torch.from_numpy((values * np.kron(scale, np.ones((128, 128)))[:rows, :cols]).astype(np.float32))
+        elif not name.endswith("_scale_inv"):
+            found[name] = tensor.float()
+    return found
+
+
+@pytest.mark.parametrize("world, layout", PLACES)
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world, layout, widths, scales):
+    folder = fp8(widths, scales)
+    found = request.getfixturevalue(world).call(
+        "support.fp8_checkpoints:import_and_export", folder, unified(scales), tmp_path / "out", layout
+    )
+    assert all(adopted == layers > 0 for adopted, layers in found)
+    assert different(folder, tmp_path / "out") == []
+    assert len(read_weights(folder)) == 3 + 2 * (4 + 2 * 7) - (widths == "tied")
+
+
+def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_path):
+    """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
+    folder, again = fp8("plain"), tmp_path / "again"
+    hf.write_checkpoint(tmp_path, {**hf.read_config(folder), "quantization_config": None}, dequantised(folder), folder)
+    one.call("support.fp8_checkpoints:import_and_export", tmp_path, unified(), again)
+    wrong = different(folder, again)
+    assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)
+    assert len(wrong) == 2 * 2 * 7
+
+
+@pytest.mark.parametrize("world, layout", PLACES)
+def test_a_bf16_checkpoint_comes_out_as_it_went_in(request, tmp_path, world, layout):
+    folder = make_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
+    save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
+    request.getfixturevalue(world).call(
+        "support.fp8_checkpoints:import_and_export", folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout
+    )
+    assert different(folder, tmp_path / "out") == []
+
+
+def test_several_files_with_an_index_are_the_same_checkpoint(fp8, two, tmp_path):
+    whole, parts = fp8("plain"), make_fp8_checkpoint(tmp_path / "parts", num_hidden_layers=2)
+    two.call("support.fp8_checkpoints:import_and_export", split(parts, 3), unified(), tmp_path / "out")
+    assert different(whole, tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("world, layout", PLACES)
+@pytest.mark.parametrize("widths", ["plain", "narrow"])
+@pytest.mark.parametrize("precision", [unified(), {"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
+def test_masters_are_the_dequantised_values(request, fp8, world, layout, widths, precision):
+    folder = fp8(widths)
+    found = request.getfixturevalue(world).call("support.fp8_checkpoints:masters", folder, precision, layout)[0]
+    expected = dequantised(folder)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(fp8, one, tmp_path):
+    """`fp8_rollout` quantises what the trainer holds: with pow2 scales other bytes where a block was not filled, but the same values."""
+    folder = fp8("plain")
+    one.call("support.fp8_checkpoints:import_and_export", folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
+    served, expected = read_weights(tmp_path / "out"), dequantised(folder)
+    assert different(folder, tmp_path / "out") != []
+    for name, values in expected.items():
+        if scale_name(name) in served:
+            assert torch.equal(dequantize_weight(Blocks(served[name], served[scale_name(name)])), values), name
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("widths", ["plain", "narrow"])
+def test_the_first_optimizer_step_quantises_anew(request, fp8, world, widths):
+    for found in request.getfixturevalue(world).call(
+        "support.fp8_checkpoints:step", fp8(widths), unified(), random_sequences(4, seed=2), 1e-3
+    ):
+        assert sorted(found["all"]) == NAMES == sorted(found["quantised"])
+        assert found["kept"] == []
+
+
+def test_a_broken_value_on_one_rank_stops_every_rank(two, tmp_path):
+    folder = make_fp8_checkpoint(tmp_path)
+    weights = read_weights(folder)
+    weights["model.layers.0.mlp.gate_proj.weight"].view(torch.uint8)[300, 3] = 0xFF  # rank 1 holds rows 256 to 511
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"tensor model\.layers\.0\.mlp\.gate_proj\.weight holds inf or NaN"):
+        two.call("support.fp8_checkpoints:masters", folder, unified())
+
+
+def test_scales_that_are_no_powers_of_two_need_another_scale_format(fp8, one):
+    with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are no powers of two.*scale_format = .fp32"):
+        one.call("support.fp8_checkpoints:masters", fp8("plain", "fp32"), unified("pow2"))
+
+
+def test_scales_in_bfloat16_are_those_in_float32(fp8, one, tmp_path):
+    folder, expected = make_fp8_checkpoint(tmp_path / "bf16", num_hidden_layers=2), fp8("plain")
+    weights = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in read_weights(folder).items()}
+    save_file(weights, folder / "model.safetensors")
+    one.call("support.fp8_checkpoints:import_and_export", folder, unified(), tmp_path / "out")
+    assert different(expected, tmp_path / "out") == []

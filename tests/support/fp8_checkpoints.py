@@ -1,0 +1,130 @@
+"""FP8 checkpoints of arbitrary blocks, most of which the project's own quantiser would never make, and what ranks do with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_rl import hf
+from megatron_rl.batch import Sequence
+from megatron_rl.export import save_hf
+from megatron_rl.precision import FP8_ROLES
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+from parallel.pieces import FP32_ROLES
+from parallel.plan import scale_name
+from support.models import edit_config, make_checkpoint, read_weights
+
+SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def make_fp8_checkpoint(folder: Path, scales: str = "pow2", seed: int = 0, **widths: Any) -> Path:
+    """`with_random_blocks` of `make_checkpoint`."""
+    return with_random_blocks(make_checkpoint(folder, seed, **widths), scales, seed + 1)
+
+
+def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
+    """Makes a checkpoint an FP8 one: random E4M3 bytes, NaN apart, with random scales, "pow2" or "fp32"; everything else becomes BF16.
+
+    In every other block the largest magnitude is 224 or less, so that quantising its values again would give other bytes; in the first
+    block of a weight all bytes are zero.
+    """
+    tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in ModelGeometry.from_hf_config(hf.read_config(folder)).tensors().values():
+        if tensor.role in FP8_ROLES:
+            tensors[tensor.name], tensors[scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
+        elif tensor.role in FP32_ROLES:
+            tensors[tensor.name] = tensors[tensor.name].float()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    edit_config(folder, {"torch_dtype": "bfloat16", "quantization_config": SETTINGS})
+    return folder
+
+
+def random_blocks(rows: int, cols: int, scales: str, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """float8_e4m3fn [rows, cols] and float32 scales that make values of at most 0.22."""
+    codes = torch.randint(0, 127, (rows, cols), generator=generator)  # 126 is 448, 127 NaN
+    low = codes.clamp(max=118)  # 224
+    grid = torch.arange(-(-rows // 128))[:, None] + torch.arange(-(-cols // 128))
+    odd = (grid % 2).repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :cols]
+    codes = torch.where(odd == 1, low, codes)
+    codes[:128, :128] = 0
+    sign = torch.randint(0, 2, codes.shape, generator=generator) * 128
+    scale = torch.exp2(torch.randint(-14, -11, grid.shape, generator=generator).float())
+    if scales == "fp32":
+        scale = scale * (1 + torch.rand(scale.shape, generator=generator))
+    return (codes + sign).to(torch.uint8).view(torch.float8_e4m3fn), scale
+
+
+def different(folder: Path, other: Path) -> list[str]:
+    """Names of tensors that are not the same in both checkpoints: absent, of another dtype or shape, or one byte apart."""
+    mine, theirs = read_weights(folder), read_weights(other)
+
+    def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+        alike = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
+        return alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+    return sorted(name for name in mine.keys() | theirs.keys() if not same(mine.get(name), theirs.get(name)))
+
+
+def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> Any:
+    from support.trainer import Trainer
+
+    return Trainer(folder, precision, **({"layout": layout} if layout else {}))
+
+
+def import_and_export(folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None) -> tuple[int, int]:
+    """On every rank: imports a checkpoint, exports it as it is. Returns how many FP8 layers adopted blocks, and how many there are."""
+    from megatron_rl.mcore.linear import fp8_layers, quantize_model
+
+    trainer = _trainer(folder, precision, layout)
+    quantize_model(trainer.model)  # once more: no step was made
+    save_hf(to, trainer.planes(), trainer.hf_config, trainer.layout, trainer.contract, folder)
+    layers = fp8_layers(trainer.model).values()
+    return sum(layer.adopted for layer in layers), len(layers)
+
+
+def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
+    """What the trainer starts from, under Hugging Face names, on rank 0: float32, whatever the parameters' dtype."""
+    return _trainer(folder, precision, layout).tensors(fp8=False)
+
+
+def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learning_rate: float) -> dict[str, list[str]]:
+    """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
+    quantised master."""
+    from megatron_rl.fp8.quantize import quantize_weight
+    from megatron_rl.mcore.linear import fp8_layers, in_order
+    from support.trainer import Trainer, negative_log_likelihood
+
+    def same(one: Any, two: Any) -> bool:
+        return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, two, strict=True))
+
+    trainer = Trainer(folder, precision, {"learning_rate": learning_rate})
+    layers = fp8_layers(trainer.model)
+    first = {name: [part.clone() for part in layer.blocks] for name, layer in layers.items()}
+    trainer.actor.update(batch, negative_log_likelihood)
+    return {
+        "all": list(layers),
+        "kept": [name for name, layer in layers.items() if same(layer.blocks, first[name])],
+        "quantised": [
+            name
+            for name, layer in layers.items()
+            if same(layer.blocks, quantize_weight(in_order(layer.weight.detach(), layer.row_order), layer.scale_format))
+        ],
+    }
+
+
+def split(folder: Path, files: int = 2) -> Path:
+    """Cuts model.safetensors into several files with an index."""
+    tensors = read_weights(folder)
+    names = sorted(tensors)
+    weight_map = {name: f"model-{place % files:05d}.safetensors" for place, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: tensors[name] for name in names if weight_map[name] == file}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder

@@ -1,0 +1,86 @@
+"""`export` of a Hugging Face checkpoint: FP8 blocks become their values in BF16, high precision becomes the contract's blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from golden import slow_fp8
+from support.fp8_checkpoints import make_fp8_checkpoint
+from support.models import make_checkpoint, read_weights
+from typer.testing import CliRunner
+
+from megatron_rl import hf
+from megatron_rl.cli import app
+from megatron_rl.fp8.quantize import Blocks, dequantize_weight
+from megatron_rl.hf_checkpoint import Checkpoint, is_fp8
+from parallel.geometry import ModelGeometry
+
+
+def export(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
+    return result.exit_code, (result.stdout if result.exit_code == 0 else result.stderr).rstrip()
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_fp8_to_bf16(tmp_path, scales):
+    source, output = make_fp8_checkpoint(tmp_path / "fp8", scales), tmp_path / "bf16"
+    assert export("--checkpoint", source, "--output", output) == (0, f"checkpoint: {output}")
+    blocks, found = read_weights(source), read_weights(output)
+    assert found.keys() == {name for name in blocks if not name.endswith("_scale_inv")}
+    for name, tensor in found.items():
+        expected = blocks[name]
+        if expected.dtype == torch.float8_e4m3fn:
+            scale = np.kron(blocks[name + "_scale_inv"].numpy().astype(np.float64), np.ones((128, 128)))
+            values = slow_fp8.from_codes(expected.view(torch.uint8).numpy()) * scale
+            expected = torch.from_numpy(values.astype(np.float32)).bfloat16()
+        assert torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16, name
+    config = hf.read_config(output)
+    assert not is_fp8(config) and config["torch_dtype"] == "bfloat16"
+    Checkpoint(output, config).check(ModelGeometry.from_hf_config(config))
+    assert {file.name for file in hf.tokenizer_files(output)} == {file.name for file in hf.tokenizer_files(source)} != set()
+
+
+def test_high_precision_to_fp8(tmp_path):
+    source, output = make_checkpoint(tmp_path / "fp32"), tmp_path / "fp8"
+    assert export("--checkpoint", source, "--output", output, "--precision", "fp8")[0] == 0
+    weights, found, config = read_weights(source), read_weights(output), hf.read_config(output)
+    assert config["quantization_config"]["scale_fmt"] == "ue8m0" and config["torch_dtype"] == "float32"
+    checkpoint, model = Checkpoint(output, config), ModelGeometry.from_hf_config(config)
+    checkpoint.check(model)
+    checkpoint.check_scales(model.tensors().values(), "pow2")
+    for name, tensor in weights.items():
+        if name + "_scale_inv" in found:
+            codes, scales = slow_fp8.quantize_matrix(tensor.numpy(), "pow2")
+            assert np.array_equal(found[name].view(torch.uint8).numpy(), codes) and np.array_equal(
+                found[name + "_scale_inv"].numpy(), scales
+            )
+        else:
+            assert torch.equal(found[name], tensor), name
+    assert sum(name.endswith("_scale_inv") for name in found) == 7
+
+
+def test_there_and_back_again_is_the_same_values(tmp_path):
+    """With pow2 scales BF16 holds every value of a block exactly. Its bytes may double, at half the scale: where the largest was rounded
+    down to 224."""
+    make_checkpoint(tmp_path / "start")
+    for source, output, precision in (("start", "fp8", "fp8"), ("fp8", "bf16", "bf16"), ("bf16", "again", "fp8")):
+        assert export("--checkpoint", tmp_path / source, "--output", tmp_path / output, "--precision", precision)[0] == 0
+    first, again = read_weights(tmp_path / "fp8"), read_weights(tmp_path / "again")
+    weights = [name for name in first if name + "_scale_inv" in first]
+    for name in weights:
+        values, second = (dequantize_weight(Blocks(found[name], found[name + "_scale_inv"])) for found in (first, again))
+        assert torch.equal(values, second), name
+    assert len(weights) == 7
+
+
+def test_refusals(tmp_path):
+    source = make_fp8_checkpoint(tmp_path / "fp8")
+    code, line = export("--checkpoint", source, "--output", tmp_path / "out", "--precision", "fp8")
+    assert code == 2 and "is FP8 already, and blocks are not quantised twice; use --precision bf16" in line
+    code, line = export("--checkpoint", source, "--output", source)
+    assert code == 2 and "exists already" in line
+    (source / "model.safetensors").unlink()
+    code, line = export("--checkpoint", source, "--output", tmp_path / "out")
+    assert (code, line.startswith("megatron-rl: --checkpoint = ")) == (2, True) and "holds neither model.safetensors" in line
+    assert not (tmp_path / "out").exists()

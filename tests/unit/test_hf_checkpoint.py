@@ -1,0 +1,237 @@
+"""Checkpoints as published are read; whatever else is in a folder is refused by tensor or file name, in one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.fp8_checkpoints import SETTINGS, make_fp8_checkpoint, split
+from support.hollow import tensors_of, write_hollow
+from support.models import edit_config, make_checkpoint
+
+from megatron_rl import hf
+from megatron_rl.errors import UserError
+from megatron_rl.fp8.quantize import Blocks, dequantize_weight
+from megatron_rl.hf_checkpoint import INDEX, Checkpoint, is_fp8
+from parallel.geometry import ModelGeometry, Piece, Rect, whole
+
+GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
+SCALES = GATE + "_scale_inv"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A BF16-like (here FP32) and an FP8 checkpoint that nobody changes."""
+    return {"high": make_checkpoint(tmp_path_factory.mktemp("high")), "fp8": make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"))}
+
+
+@pytest.fixture
+def folder(request, made, tmp_path):
+    """A copy to break; the test names which by parametrising `folder` indirectly."""
+    return Path(shutil.copytree(made[request.param], tmp_path / "model"))
+
+
+high, fp8 = (pytest.mark.parametrize("folder", [which], indirect=True) for which in ("high", "fp8"))
+
+
+def opened(folder: Path) -> Checkpoint:
+    return Checkpoint(folder, hf.read_config(folder))
+
+
+def geometry(folder: Path) -> ModelGeometry:
+    return ModelGeometry.from_hf_config(hf.read_config(folder))
+
+
+def check(folder: Path) -> None:
+    checkpoint, model = opened(folder), geometry(folder)
+    checkpoint.check(model)
+    checkpoint.check_scales(model.tensors().values(), "pow2")
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        check(folder)
+    line = str(caught.value)
+    assert line.startswith("model.path = ") and str(folder) in line and "\n" not in line and caught.value.fix
+    return line
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replaces tensors; None takes one out. Names have : for the dot."""
+    weights = load_file(folder / "model.safetensors") | {name.replace(":", "."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in weights.items() if tensor is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
+    check(folder)
+    check(split(folder, 3))
+
+
+@pytest.mark.parametrize("which", ["high", "fp8"])
+@pytest.mark.parametrize(
+    "name, tensor, line",
+    [
+        (NORM, None, f"tensor {NORM} is missing"),
+        (GATE, torch.zeros(2, 2), f"tensor {GATE} has shape [2, 2], config.json says [512, 256]"),
+        (NORM, torch.zeros(256, 1), f"tensor {NORM} has shape [256, 1], config.json says [256]"),
+        (NORM, torch.zeros(256, dtype=torch.int32), f"tensor {NORM} is I32, must be BF16 or F16 or F32"),
+        (NORM, torch.zeros(256, dtype=torch.float64), f"tensor {NORM} is F64, must be"),
+        (NORM, torch.zeros(256).to(torch.float8_e4m3fn), f"tensor {NORM} is F8_E4M3, must be BF16 or"),
+        ("model.layers.1.mlp.up_proj.weight", torch.zeros(1), "tensor model.layers.1.mlp.up_proj.weight belongs to no qwen3 model"),
+        ("model.layers.0.self_attn.q_proj.bias", torch.zeros(256), "tensor model.layers.0.self_attn.q_proj.bias belongs to no"),
+        (NORM + "_scale_inv", torch.ones(2, 1), f"tensor {NORM}_scale_inv belongs to no"),
+    ],
+)
+def test_tensors_that_are_not_the_models(made, tmp_path, which, name, tensor, line):
+    folder = Path(shutil.copytree(made[which], tmp_path / "model"))
+    change(folder, **{name: tensor})
+    assert line in refused(folder)
+
+
+@fp8
+@pytest.mark.parametrize(
+    "name, tensor, line",
+    [
+        (SCALES, None, f"tensor {SCALES} is missing"),
+        (SCALES, torch.ones(4, 1), f"tensor {SCALES} has shape [4, 1], config.json says [4, 2]"),
+        (SCALES, torch.ones(4, 2, dtype=torch.float16), f"tensor {SCALES} is F16, must be F32 or BF16; convert it"),
+        (GATE, torch.zeros(512, 256), f"tensor {GATE} is F32, must be F8_E4M3; FP8 are all weights of attention, MLP and experts"),
+        (HEAD, torch.zeros(384, 256).to(torch.float8_e4m3fn), f"tensor {HEAD} is F8_E4M3, must be BF16 or F16 or F32; FP8 are"),
+        (SCALES, torch.full((4, 2), float("nan")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+        (SCALES, torch.full((4, 2), float("inf")), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+        (SCALES, torch.full((4, 2), -1.0), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+        (SCALES, torch.full((4, 2), 1e38), f"tensor {SCALES} holds a scale that is inf, NaN or not positive"),
+        (SCALES, torch.full((4, 2), 0.75), f'tensor {SCALES} holds scales that are no powers of two, precision.scale_format is "pow2"'),
+    ],
+)  # fmt: skip
+def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
+    change(folder, **{name: tensor})
+    assert line in refused(folder)
+
+
+@high
+def test_fp8_tensors_without_a_word_in_the_config(folder):
+    change(folder, **{GATE: torch.zeros(512, 256).to(torch.float8_e4m3fn), SCALES: torch.ones(4, 2)})
+    assert f"tensor {GATE} is F8_E4M3, must be BF16 or F16 or F32; config.json has no quantization_config" in refused(folder)
+
+
+@high
+@pytest.mark.parametrize(
+    "told, line",
+    [
+        ({**SETTINGS, "quant_method": "gptq"}, "config.json quantization_config.quant_method = 'gptq': is not read, only fp8 is"),
+        (
+            {**SETTINGS, "weight_block_size": None},
+            "config.json quantization_config.weight_block_size = 'None': is not read, only [128, 128] is",
+        ),
+        ({**SETTINGS, "weight_block_size": [64, 64]}, "config.json quantization_config.weight_block_size = '[64, 64]': is not read"),
+        ({**SETTINGS, "activation_scheme": "static"}, "config.json quantization_config.activation_scheme = 'static': is not read"),
+        ({**SETTINGS, "fmt": "e5m2"}, "config.json quantization_config.fmt = 'e5m2': is not read"),
+        ("fp8", "config.json quantization_config.quant_method = 'None': is not read"),
+    ],
+)
+def test_other_quantisations(folder, told, line):
+    edit_config(folder, {"quantization_config": told})
+    with pytest.raises(UserError) as caught:
+        check(folder)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_the_settings_that_are_read():
+    assert not is_fp8({}) and not is_fp8({"quantization_config": None})
+    assert is_fp8({"quantization_config": SETTINGS})
+    assert is_fp8({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
+
+
+@high
+@pytest.mark.parametrize("cut", [0, 5, 200, -1], ids=["empty", "no length", "half a header", "a byte short"])
+def test_a_truncated_file(folder, cut):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:cut])
+    line = refused(folder)
+    assert str(file) in line and "cannot be read" in line and "truncated" in line
+
+
+@high
+def test_garbage_and_no_file_at_all(folder):
+    (folder / "model.safetensors").write_bytes(b"<html>not found</html>" * 100)
+    assert "cannot be read" in refused(folder)
+    (folder / "model.safetensors").unlink()
+    assert "holds neither model.safetensors nor its index" in refused(folder)
+
+
+@high
+def test_indexes_that_lie(folder):
+    split(folder)
+    index, first = folder / INDEX, folder / "model-00000.safetensors"
+    good = json.loads(index.read_text())
+    other = {**good["weight_map"], GATE: "model-00007.safetensors"}
+    index.write_text(json.dumps({"weight_map": other}))
+    assert f"{INDEX}': names model-00007.safetensors, which is missing" in refused(folder)
+    swapped = {name: "model-00000.safetensors" for name in good["weight_map"]} | {NORM: "model-00001.safetensors"}
+    index.write_text(json.dumps({"weight_map": swapped}))
+    assert f"{INDEX} says that model-0000" in refused(folder) and "which it does not" in refused(folder)
+    for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}', "{}"):
+        index.write_text(text)
+        assert f"{INDEX}': is no index of safetensors files" in refused(folder)
+    index.write_text(json.dumps(good))
+    check(folder)
+    save_file({**load_file(first), **load_file(folder / "model-00001.safetensors")}, first)
+    assert "is in model-00000.safetensors and in model-00001.safetensors" in refused(folder)
+
+
+@high
+def test_what_may_be_there_and_is_not_read(folder):
+    change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64), "model.rotary_emb.inv_freq": torch.zeros(64)})
+    check(folder)
+    edit_config(folder, {"tie_word_embeddings": True})
+    check(folder)  # lm_head.weight stays beside the embedding
+
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512,
+    "vocab_size": 384, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
+
+def test_deepseeks_layers_for_multi_token_prediction_are_not_read(tmp_path):
+    tensors = tensors_of(DEEPSEEK, "BF16") | {"model.layers.2.eh_proj.weight": ("BF16", [256, 512])}
+    config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
+    write_hollow(tmp_path / "model.safetensors", tensors)
+    Checkpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
+    write_hollow(tmp_path / "model.safetensors", tensors | {"model.layers.3.eh_proj.weight": ("BF16", [256, 512])})
+    with pytest.raises(UserError, match=r"tensor model\.layers\.3\.eh_proj\.weight belongs to no deepseek_v3 model"):
+        Checkpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
+
+
+def test_rectangles_of_values_and_of_blocks(made):
+    tensor, checkpoint = geometry(made["fp8"]).tensors()[GATE], opened(made["fp8"])
+    weights = load_file(made["fp8"] / "model.safetensors")
+    values = dequantize_weight(Blocks(weights[GATE], weights[SCALES]))
+    assert torch.equal(checkpoint.values(whole(tensor)), values)
+    uneven = Piece(tensor, Rect(100, 37, 200, 150))  # over the edges of blocks
+    assert torch.equal(checkpoint.values(uneven), values[100:300, 37:187])
+    data, scale = checkpoint.blocks(Piece(tensor, Rect(128, 128, 256, 128)))
+    assert torch.equal(data.view(torch.uint8), weights[GATE][128:384, 128:256].view(torch.uint8))
+    assert torch.equal(scale, weights[SCALES][1:3, 1:2])
+
+
+@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+def test_values_that_are_no_numbers(folder):
+    weights = load_file(folder / "model.safetensors")
+    broken, tensor = weights[GATE].clone(), geometry(folder).tensors()[GATE]
+    broken.view(torch.uint8)[400, -4:] = torch.tensor([0x00, 0x00, 0x80, 0x7F])  # FP32 +inf; its last byte is the E4M3 NaN
+    change(folder, **{GATE: broken})
+    checkpoint = opened(folder)
+    checkpoint.values(Piece(tensor, Rect(0, 0, 384, 256)))  # what other ranks read
+    with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
+        checkpoint.values(whole(tensor))
+    if checkpoint.fp8:
+        with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
+            checkpoint.blocks(whole(tensor))
