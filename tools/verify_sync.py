@@ -3,10 +3,10 @@
     python tools/verify_sync.py --hf-config FILE_OR_DIR --train tp=4,pp=2 --rollout tp=2 [--layers N] [--seed N]
         [--scale-format pow2|fp32] [--dump DIR] [--json FILE]
 
-Trainer ranks are gloo processes. Each fills its shards, laid out as Megatron lays them (tests/distributed/test_megatron_names.py holds
-that against real Megatron models), with random weights, quantises them as the trainer does, and sends them with `WeightSync`. The
-engine ranks are tensors of SGLang's names and shapes that the engine's own `Receiver` fills. Every byte is then compared with
-quantising the Hugging Face tensors directly on their grid. Exit code 0 only where every byte agrees; 1 where one differs; 2 for bad input.
+Trainer ranks are gloo processes. Each builds its part of the real Megatron model, fills it with random weights, quantises it as the
+trainer does, and sends it with `WeightSync`. The engine ranks are tensors of SGLang's names and shapes that the engine's own `Receiver`
+fills. Every byte is then compared with quantising the Hugging Face tensors directly on their grid. Exit code 0 only where every byte
+agrees; 1 where one differs; 2 for bad input.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ import torch.multiprocessing as mp
 import typer
 from safetensors.torch import save_file
 
+from megatron_rl.architecture import traits_of
 from megatron_rl.config import Precision, Sync
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.mcore.model import build_chunks, start_megatron
+from megatron_rl.mcore.weights import global_parameters, piece_rect, planes, rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan
@@ -38,7 +42,6 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
 from parallel.pieces import Piece, Rect, Shard, Tensor
 from parallel.plan import blocks, kind_of, scale_name
 from parallel.regions import digests, region
@@ -47,18 +50,25 @@ from rollout_sglang.receiver import Receiver
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": torch.bfloat16}
 _BYTES = {"fp8": torch.uint8, "fp32": torch.int32, "high": torch.int16}
 _WAIT_SECONDS = 600
+_NO_WEIGHTS_DEPEND_ON = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
+"""Settings of a config.json that may be of kinds the trainer does not compute: set to ones it does."""
 
 
 @dataclass(frozen=True)
 class Task:
     """What every process is told."""
 
-    model: ModelGeometry
+    hf_config: dict[str, Any]
     train: Layout
-    rollout_tp: int
+    rollout: tuple[int, int]
+    """tp and ep of the engine."""
     contract: PrecisionContract
     seed: int
     dump: Path | None
+
+    @property
+    def model(self) -> ModelGeometry:
+        return ModelGeometry.from_hf_config(self.hf_config)
 
 
 def hf_tensor(task: Task, tensor: Tensor) -> torch.Tensor:
@@ -70,23 +80,21 @@ def hf_tensor(task: Task, tensor: Tensor) -> torch.Tensor:
     )
 
 
-def trainer_planes(task: Task, shards: Sequence[Shard]) -> dict[str, torch.Tensor]:
-    """One rank's planes: each shard put together from its pieces, then quantised on the shard's own blocks, as the trainer does."""
-    found: dict[str, torch.Tensor] = {}
+def trainer_planes(task: Task, rank: int) -> dict[str, torch.Tensor]:
+    """One rank's planes, from a real Megatron model. Masters are dropped as soon as they are quantised: big models fit so."""
+    start_megatron(task.train, task.seed)
+    chunks = build_chunks(task.hf_config, task.train, task.contract)
+    shards, parameters = rank_shards(task.hf_config, task.train, rank), global_parameters(chunks)
+    layers = {id(layer.weight): layer for chunk in chunks for layer in fp8_layers(chunk).values()}
     for shard in shards:
-        kind = kind_of(shard.role, task.contract.fp8_roles())
-        value = torch.zeros(shard.shape, dtype=torch.bfloat16 if kind == "high" else torch.float32)
+        parameter = parameters[shard.name].detach()
         for piece in shard.pieces:
-            region(value, _place(piece)).copy_(region(hf_tensor(task, piece.tensor), piece.source))
-        if kind == "fp8":
-            found[shard.name], found[scale_name(shard.name)] = quantize_weight(value, task.contract.scale_format)
-        else:
-            found[shard.name] = value
-    return found
-
-
-def _place(piece: Piece) -> Rect:
-    return Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
+            region(parameter, piece_rect(piece)).copy_(region(hf_tensor(task, piece.tensor), piece.source))
+        layer = layers.get(id(parameters[shard.name]))
+        if layer is not None:
+            layer.quantize(shard.name)
+            layer.weight.data = torch.empty(0)
+    return planes(chunks, shards, task.contract)
 
 
 class HeldEngine:
@@ -144,9 +152,9 @@ def differences(task: Task, engine: HeldEngine, shards: Mapping[int, Sequence[Sh
         grid = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
         for rank, shard, piece in holders:
             live = engine.tensors[rank]
-            pairs = [(live[shard.name], grid.data if grid else value, _place(piece), piece.source, _BYTES[kind])]
+            pairs = [(live[shard.name], grid.data if grid else value, piece_rect(piece), piece.source, _BYTES[kind])]
             if grid:
-                pairs.append((live[scale_name(shard.name)], grid.scale, blocks(_place(piece)), blocks(piece.source), torch.int32))
+                pairs.append((live[scale_name(shard.name)], grid.scale, blocks(piece_rect(piece)), blocks(piece.source), torch.int32))
             for there, wanted, at, source, raw in pairs:
                 if not torch.equal(_raw(region(there, at), raw), _raw(region(wanted, source), raw)):
                     what = "scales" if wanted is not value and grid and wanted is grid.scale else "values"
@@ -175,11 +183,10 @@ def run_rank(rank: int, task: Task, port: int, results: Any) -> None:
 
 def _sync_and_compare(rank: int, task: Task) -> Any:
     settings = Sync(bucket_mb=64)
-    plan = SyncPlan.make(task.model, task.train, (task.rollout_tp, 1), task.contract, settings.chunk_bytes)
-    shards = trainer_shards(task.model, task.train, quantised=bool(task.contract.fp8_roles()))[rank]
-    planes = trainer_planes(task, shards)
+    plan = SyncPlan.make(task.model, task.train, task.rollout, task.contract, settings.chunk_bytes)
+    held = trainer_planes(task, rank)
     engine = HeldEngine(plan.targets, task.contract) if rank == 0 else None
-    sync = WeightSync(plan, engine, lambda: planes, settings)  # type: ignore[arg-type] - it generates nothing
+    sync = WeightSync(plan, engine, lambda: held, settings)  # type: ignore[arg-type] - it generates nothing
     try:
         start = time.perf_counter()
         report = sync.run(1)
@@ -221,15 +228,18 @@ def _sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _model(path: Path, layers: int | None) -> ModelGeometry:
+def _hf_config(path: Path, layers: int | None) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise UserError("--hf-config", str(path), f"cannot be read ({type(error).__name__})", "name a config.json or its folder") from None
+    if not isinstance(config, dict):
+        raise UserError("--hf-config", str(path), "must be a JSON object", "name a config.json or its folder")
     if layers is not None:
         config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
-    return ModelGeometry.from_hf_config(config)
+    config.setdefault("max_position_embeddings", 4096)
+    return config | _NO_WEIGHTS_DEPEND_ON
 
 
 def verify(task: Task) -> dict[str, Any]:
@@ -260,7 +270,7 @@ def verify(task: Task) -> dict[str, Any]:
 def main(
     hf_config: Annotated[Path, typer.Option(help="A config.json, or the folder that holds it.")],
     train: Annotated[str, typer.Option(help="tp, pp, vpp, ep, etp, dp, cp: for example tp=4,pp=2")] = "tp=1",
-    rollout: Annotated[str, typer.Option(help="tp of the engine: for example tp=2")] = "tp=1",
+    rollout: Annotated[str, typer.Option(help="tp and ep of the engine: for example tp=2")] = "tp=1",
     layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
     seed: int = 0,
     scale_format: Literal["pow2", "fp32"] = "pow2",
@@ -269,12 +279,14 @@ def main(
 ) -> None:
     """Check that every byte of every engine parameter is the checkpoint's, quantised on the checkpoint's own grid."""
     try:
-        model = _model(hf_config, layers)
+        config = _hf_config(hf_config, layers)
+        traits_of(config)
         layout = Layout(**_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
         contract = PrecisionContract.of(Precision(mode="fp8_unified", scale_format=scale_format))
-        tp = _sizes("--rollout", rollout, ("tp",)).get("tp", 1)
-        SyncPlan.make(model, layout, (tp, 1), contract, Sync().chunk_bytes)  # refuses before a process starts
-        found = verify(Task(model, layout, tp, contract, seed, dump))
+        engine = _sizes("--rollout", rollout, ("tp", "ep"))
+        task = Task(config, layout, (engine.get("tp", 1), engine.get("ep", 1)), contract, seed, dump)
+        SyncPlan.make(task.model, layout, task.rollout, contract, Sync().chunk_bytes)  # refuses before a process starts
+        found = verify(task)
     except (MegatronRLError, GeometryError) as error:
         print(f"verify_sync: {error}", file=sys.stderr)
         raise typer.Exit(getattr(error, "exit_code", 2)) from None

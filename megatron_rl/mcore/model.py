@@ -32,6 +32,7 @@ from megatron_rl.mcore.weights import set_row_orders
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.megatron import padded_vocabulary
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
@@ -150,7 +151,7 @@ def _build_chunk(
     model = GPTModel(
         config=config,
         transformer_layer_spec=block_spec(config, fp8=contract.train_fp8, vp_stage=vp_stage),
-        vocab_size=geometry.vocab,
+        vocab_size=padded_vocabulary(geometry.vocab, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
