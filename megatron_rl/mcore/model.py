@@ -36,9 +36,10 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration plus the contract's scale format, which the FP8 linear layers read."""
+    """Megatron's configuration plus what the FP8 linear layers read: the contract's scale format, and who computes."""
 
     fp8_scale_format: str = "pow2"
+    fp8_backend: str = "emulated"
 
 
 def start_megatron(layout: Layout, seed: int) -> None:
@@ -100,6 +101,7 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
         variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
+        fp8_backend=contract.backend,
     )
     model = GPTModel(
         config=config,
