@@ -81,7 +81,8 @@ def _quantize_tile(
         scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
         start, length = tl.zeros([], tl.int64), padded_tokens
         if GROUPED:  # every group of tokens (an expert's) has a matrix [width, its length] of its own, one after the other
-            start, length = tl.load(group_start + token_block), tl.load(group_length + token_block)
+            start = tl.multiple_of(tl.load(group_start + token_block), TILE)
+            length = tl.multiple_of(tl.load(group_length + token_block), TILE)
         place = column_data + start * width + column[:, None] * length + (token - start)[None, :]
         tl.store(place, tl.trans(_e4m3_bytes(values * inverse[None, :])))
         tl.store(column_scale + token_block * width + column, scale)
@@ -126,6 +127,7 @@ def quantize_activation(
             LARGEST=E4M3_MAX,
             TILE=BLOCK,
             num_warps=8,
+            enable_fp_fusion=False,  # x * inverse + magic in one rounding would not be the reference's
         )
     of_rows = (row_data.view(torch.float8_e4m3fn), row_scale.t()[:tokens]) if rows else None
     data = column_data.flatten() if groups is not None else column_data
