@@ -22,6 +22,9 @@ from parallel.blocks import BLOCK
 
 Quantised = tuple[torch.Tensor, torch.Tensor]
 
+LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
+"""No fused multiply-add: x * inverse + magic in one rounding would not be the reference's."""
+
 
 @triton.jit
 def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
@@ -126,8 +129,7 @@ def quantize_activation(
             EPSILON=AMAX_EPSILON,
             LARGEST=E4M3_MAX,
             TILE=BLOCK,
-            num_warps=8,
-            enable_fp_fusion=False,  # x * inverse + magic in one rounding would not be the reference's
+            **LAUNCH,
         )
     of_rows = (row_data.view(torch.float8_e4m3fn), row_scale.t()[:tokens]) if rows else None
     data = column_data.flatten() if groups is not None else column_data
