@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_rl.errors import UserError
+from megatron_rl.fp8.backends import needs
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
 """The versions that the project's tests ran with. Hooks reach into private names of the last two: another version may break them."""
@@ -111,13 +113,23 @@ def job_facts() -> list[Fact]:
     engine = "SGLang's CUDA kernels" if on_gpu else "SGLang's CPU device, platform plug-in megatron_rl_cpu"
     note = "this project has not run its engine on a GPU yet" if on_gpu else "FP8 products emulated in torch, the trainer's own code"
     return [
-        Fact("trainer's FP8 linears", "emulated", "", "the back ends transformer_engine and deep_gemm are not built yet"),
+        *backend_facts(),
         Fact("trainer's attention", "torch scaled_dot_product_attention"),
         Fact("optimizer", "Megatron's optimizer over the project's fused-Adam stand-in", "", "float32 master weights"),
         Fact("engine's kernels", engine, "", note),
         Fact("engine's attention", "SGLang's default for this GPU" if on_gpu else "SGLang's torch_native back end"),
         Fact("weight sync", "shared memory", "", "trainer and engine on one machine"),
     ]
+
+
+def backend_facts() -> list[Fact]:
+    """The back ends of the trainer's FP8 linear layers: which of them this machine can run, and what the others lack."""
+    rows = [Fact("trainer's FP8 linears", "emulated, the default", "", "precision.backend names another")]
+    for name in needs.BACKENDS:
+        lacks = needs.missing(name)
+        advice = "; ".join(f"{what}: {fix}" for what, fix in lacks)
+        rows.append(Fact(f"back end {name}", "cannot run here" if lacks else "can run", "" if lacks else "ok", escape(advice)))
+    return rows
 
 
 def needed_package(name: str) -> Fact:

@@ -38,6 +38,8 @@ class PrecisionContract:
     """The engine's linear layers compute in FP8."""
     scale_format: str
     high: str
+    backend: str = "emulated"
+    """Who computes the trainer's FP8 products; every backend keeps the contract."""
 
     @classmethod
     def of(cls, precision: Precision) -> PrecisionContract:
@@ -46,6 +48,7 @@ class PrecisionContract:
             rollout_fp8=precision.mode in ("fp8_unified", "fp8_rollout"),
             scale_format=precision.scale_format,
             high=precision.high,
+            backend=precision.backend,
         )
 
     def fp8_roles(self) -> frozenset[str]:

@@ -11,6 +11,7 @@ from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.errors import UserError
+from megatron_rl.fp8.backends import needs
 from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan
@@ -36,8 +37,7 @@ def preflight(config: Config) -> Layout:
     """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout."""
     if config.precision.mode not in _BUILT_MODES:
         raise UserError("precision.mode", config.precision.mode, "is not built yet", f"use one of {', '.join(_BUILT_MODES)}")
-    if config.precision.backend != "emulated":
-        raise UserError("precision.backend", config.precision.backend, "is not built yet", "use emulated")
+    needs.check_machine(config.precision)
     layout = _layout(config)
     parts = config.algorithm.updates_per_step
     if config.rollout.prompts_per_step % parts:
@@ -81,6 +81,7 @@ def _check_model(config: Config, layout: Layout) -> None:
         if geometry.experts is None and layout.etp != layout.tp:  # it would be ignored without a word
             raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {geometry.kind} has none", "leave it out")
         SyncPlan.of_config(geometry, layout, config)
+        needs.check_model(config.precision, geometry, layout)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens

@@ -62,6 +62,20 @@ def dequantize_weight(blocks: Blocks) -> torch.Tensor:
     return blocks.data.float() * scale
 
 
+def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q_1x128(x) in bytes: (float8_e4m3fn [T, K], float32 scales [T, ceil(K/128)]) of x [T, K], any K."""
+    groups = _padded(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    scale, inverse = scales_of(groups.abs().amax(2), scale_format)
+    data = (groups * inverse[..., None]).flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn)
+    return data.contiguous(), scale
+
+
+def quantize_128x1(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q_128x1(x) in bytes: (float8_e4m3fn [T, K], float32 scales [ceil(T/128), K]) of x [T, K], any T."""
+    data, scale = quantize_1x128(x.t(), scale_format)
+    return data.t().contiguous(), scale.t().contiguous()
+
+
 def round_trip_1x128(x: torch.Tensor, scale_format: str) -> torch.Tensor:
     """float32 values of Q_1x128(x), groups of 128 along the last dimension; x [..., K], any K."""
     length = x.shape[-1]

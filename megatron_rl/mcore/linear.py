@@ -1,8 +1,8 @@
-"""Megatron's column- and row-parallel linear layers computing in unified FP8 (backend `emulated`).
+"""Megatron's column- and row-parallel linear layers computing in unified FP8.
 
 A layer keeps three things: `weight`, the FP32 master that the optimizer steps; `blocks`, the E4M3 bytes and scales made from it
-once per optimizer step by `quantize()`; and the blocks' dequantised values, which the emulated products multiply with. Forward and
-backward never look at `weight`, so what the engine is given is what the trainer computes with.
+once per optimizer step by `quantize()`; and `operand`, the blocks as the backend multiplies with them. Forward and backward never
+look at the values of `weight`, so what the engine is given is what the trainer computes with.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.errors import RunError
-from megatron_rl.fp8 import products
+from megatron_rl.fp8.backends import Backend, Operand, make_backend
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
 from megatron_rl.mcore.latent import ReplicatedLinear
 from megatron_rl.mcore.names import global_name
@@ -30,52 +30,71 @@ def _gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
     return gathered
 
 
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[..., h] -> [T, h]."""
+    return x.reshape(-1, x.shape[-1])
+
+
 class _FP8Product(torch.autograd.Function):
-    """The three products with Megatron's tensor- and sequence-parallel communication around them."""
+    """The three products with Megatron's tensor- and sequence-parallel communication around them.
+
+    Saved for the backward pass is what WGrad takes of x, which is smaller than x where the backend quantised it; under sequence
+    parallelism it is this rank's part of x, gathered anew as Megatron does.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group = layer, sum_dgrad, sequence_parallel, group
         inputs = _gather_sequence(x, group) if sequence_parallel else x
-        return products.fprop(inputs, layer.block_values, layer.scale_format)
+        operand = layer.backend.quantize(_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
+        ctx.save_for_backward(weight, *((x,) if sequence_parallel else operand.columns))
+        ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group, ctx.shape = layer, sum_dgrad, sequence_parallel, group, x.shape
+        return layer.backend.fprop(operand, layer.operand).unflatten(0, inputs.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        layer, group = ctx.layer, ctx.group
-        dx = products.dgrad(dy, layer.block_values, layer.scale_format)
-        pending = None
-        if ctx.sum_dgrad:
-            pending = dist.all_reduce(dx, group=group, async_op=True)
-        elif ctx.sequence_parallel:
-            full, dx = dx.contiguous(), torch.empty_like(x)
-            pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
-        inputs = _gather_sequence(x, group) if ctx.sequence_parallel else x
-        dw = products.wgrad(dy.reshape(-1, dy.shape[-1]), inputs.reshape(-1, inputs.shape[-1]), layer.scale_format)
+        weight, *saved = ctx.saved_tensors
+        layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        gradient = backend.quantize(_tokens(dy), rows=needs_dx, columns=needs_dw)
+        dx, dw, pending = None, None, None
+        if needs_dx:
+            dx = backend.dgrad(gradient, layer.operand).unflatten(0, dy.shape[:-1])
+            if ctx.sum_dgrad:
+                pending = dist.all_reduce(dx, group=group, async_op=True)
+            elif ctx.sequence_parallel:
+                full, dx = dx.contiguous(), dx.new_empty(ctx.shape)
+                pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
+        if needs_dw:
+            if ctx.sequence_parallel:
+                operand = backend.quantize(_tokens(_gather_sequence(saved[0], group)), rows=False, columns=True)
+            else:
+                operand = Operand(gradient.tokens, columns=tuple(saved))
+            dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
             pending.wait()
-        return dx, _accumulate(weight, dw), None, None, None, None
+        return dx, dw, None, None, None, None
 
 
-def _accumulate(weight: Any, dw: torch.Tensor) -> torch.Tensor:
-    """Adds the FP32 weight gradient to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
-    if not hasattr(weight, "main_grad"):
+def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
+    """WGrad, added to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
+    into = getattr(weight, "main_grad", None)
+    dw = backend.wgrad(dy, x, into)
+    if into is None:
         return dw
-    weight.main_grad.add_(dw)
     weight.grad_added_to_main_grad = True
-    return torch.empty_like(dw)  # never read: DDP's hook sees the flag and drops it
+    return torch.empty_like(weight)  # never read: DDP's hook sees the flag and drops it
 
 
 class _FP8Linear:
-    """What both parallel layers share. `config.fp8_scale_format` comes from `model.build_model`."""
+    """What both parallel layers share. `config.fp8_scale_format` and `config.fp8_backend` come from `model.build_model`."""
 
     weight: torch.nn.Parameter
     blocks: Blocks
-    _block_values: torch.Tensor | None = None
+    config: TransformerConfig
     scale_format: str
+    _operand: Any = None
     row_order: torch.Tensor | None = None
     """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
     within a block (`parallel.megatron.row_order`). None: the same order."""
@@ -101,16 +120,19 @@ class _FP8Linear:
                 self.blocks = quantize_weight(ordered, self.scale_format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
-        self._block_values = None
+        self._operand = None
 
     @property
-    def block_values(self) -> torch.Tensor:
-        """float32 [N, K]: the blocks' values in the weight's own row order. Made when first asked for: a model that only serves an
-        engine holds none."""
-        if self._block_values is None:
-            values = dequantize_weight(self.blocks)
-            self._block_values = values if self.row_order is None else torch.empty_like(values).index_copy_(0, self.row_order, values)
-        return self._block_values
+    def backend(self) -> Backend:
+        """Who computes the products."""
+        return make_backend(self.config.fp8_backend, self.scale_format)
+
+    @property
+    def operand(self) -> Any:
+        """The blocks as the backend multiplies with them, made when first asked for: a model that only serves an engine needs none."""
+        if self._operand is None:
+            self._operand = self.backend.prepare(self.blocks, self.row_order)
+        return self._operand
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
         y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])

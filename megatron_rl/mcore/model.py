@@ -40,9 +40,10 @@ _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass
 class PolicyConfig(TransformerConfig):
-    """Megatron's configuration plus the contract's scale format, which the FP8 linear layers read."""
+    """Megatron's configuration plus what the FP8 linear layers read: the contract's scale format, and who computes."""
 
     fp8_scale_format: str = "pow2"
+    fp8_backend: str = "emulated"
 
 
 @dataclass
@@ -139,6 +140,7 @@ def _megatron_config(hf_config: Mapping[str, Any], geometry: ModelGeometry, layo
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
         variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
+        fp8_backend=contract.backend,
         **attention_options(geometry, traits.rope),
         **expert_options(geometry, traits.routing, layout),
     )

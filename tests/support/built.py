@@ -74,7 +74,7 @@ def compare_planes(folder: Path, layout: Layout, precision: dict[str, Any]) -> d
         "different": [name for name in expected.keys() & found.keys() if not _same_bytes(found[name], expected[name])],
         "scales": sum(name.endswith("_scale_inv") for name in expected),
         "fp8_layers": sum(len(fp8_layers(chunk)) for chunk in chunks),
-        "computed": sum(layer._block_values is not None for chunk in chunks for layer in fp8_layers(chunk).values()),
+        "computed": sum(layer._operand is not None for chunk in chunks for layer in fp8_layers(chunk).values()),
     }
 
 

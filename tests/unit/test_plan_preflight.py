@@ -62,7 +62,10 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
     "overrides, line",
     [
         (["--precision.mode=int8_rollout"], "precision.mode = 'int8_rollout': is not built yet; use one of bf16, fp8_rollout, fp8_unified"),
-        (["--precision.backend=deep_gemm"], "precision.backend = 'deep_gemm': is not built yet; use emulated"),
+        (
+            ["--precision.backend=deep_gemm", "--precision.high=fp32"],
+            "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
+        ),
         (
             ["--train.layout.tp=2"],
             "train.layout: needs 2 ranks (tp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2, or change train.layout",

@@ -1,0 +1,173 @@
+"""Stand-ins for DeepGEMM and Transformer Engine that check every shape, dtype and stride the real ones check, then multiply slowly.
+
+`install` puts them, and the reference quantiser in place of the Triton kernel, where the back ends import the real ones. They test what
+is handed over, not the kernels: those are tested by tests/gpu.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_rl.fp8.quantize import quantize_1x128, quantize_128x1
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def install(monkeypatch: Any) -> None:
+    def module(name: str, **members: Any) -> None:
+        fake = ModuleType(name)
+        vars(fake).update(members)
+        monkeypatch.setitem(sys.modules, name, fake)
+
+    module("megatron_rl.fp8.backends.activation_kernel", quantize_activation=quantize_activation)
+    module(
+        "deep_gemm",
+        fp8_gemm_nt=fp8_gemm_nt,
+        m_grouped_fp8_gemm_nt_contiguous=m_grouped_fp8_gemm_nt_contiguous,
+        k_grouped_fp8_gemm_nt_contiguous=k_grouped_fp8_gemm_nt_contiguous,
+        get_mk_alignment_for_contiguous_layout=lambda: 128,
+    )
+    module("transformer_engine_torch", DType=SimpleNamespace(kFloat8E4M3="e4m3"))
+    for name in ("", ".pytorch", ".pytorch.tensor", ".pytorch.tensor.storage"):
+        module(f"transformer_engine{name}", __path__=[])
+    module("transformer_engine.pytorch.tensor.float8_blockwise_tensor", Float8BlockQuantizer=Quantizer)
+    storage = "transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage"
+    module(storage, Float8BlockwiseQTensorStorage=Quantised)
+    module("transformer_engine.pytorch.cpp_extensions", general_gemm=general_gemm)
+
+
+def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Any = None) -> Any:
+    """The kernel's results and layouts, from the reference quantiser."""
+    tokens, width = x.shape
+    of_rows, of_columns = None, None
+    if rows:
+        data, scale = quantize_1x128(x, scale_format)
+        memory = torch.zeros(width // 128, -(-tokens // 4) * 4)
+        memory[:, :tokens] = scale.t()
+        of_rows = data, memory.t()[:tokens]
+    if columns:
+        padded = torch.cat([x, x.new_zeros(-tokens % 128, width)])
+        data, scale = quantize_128x1(padded, scale_format)
+        parts = [part.t().contiguous() for part in torch.split(data.view(torch.uint8), list(groups) if groups else [len(padded)])]
+        flat = torch.cat([part.flatten() for part in parts])
+        of_columns = (flat if groups else parts[0]).view(torch.float8_e4m3fn), torch.empty(scale.shape).copy_(scale).t()
+    return of_rows, of_columns
+
+
+def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:
+    """float32 [mn, k] of data [mn, k] with scales [mn / recipe[0], k / 128], after DeepGEMM's checks of both."""
+    data, scale = operand
+    mn, k = data.shape
+    assert data.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32 and data.is_contiguous()
+    assert scale.shape == (-(-mn // recipe[0]), -(-k // recipe[1])), (data.shape, scale.shape)
+    if recipe[0] == 1:
+        assert scale.stride() == (1, -(-mn // 4) * 4), "not aligned for TMA: a copy would be made"
+    else:
+        assert scale.is_contiguous()
+    spread = scale.repeat_interleave(recipe[0], 0)[:mn].repeat_interleave(recipe[1], 1)[:, :k]
+    return data.float() * spread
+
+
+def fp8_gemm_nt(a: Pair, b: Pair, d: torch.Tensor, c: Any = None, recipe: Any = None) -> None:
+    product = _values(a, (recipe[0], recipe[2])) @ _values(b, (recipe[1], recipe[2])).t()
+    assert d.shape == product.shape and d.stride(-1) == 1
+    if recipe == (1, 128, 128):
+        assert c is None and d.dtype == torch.bfloat16
+        d.copy_(product)
+    else:
+        assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.dtype == torch.float32 and d.data_ptr() % 16 == 0
+        d.add_(product)
+
+
+def m_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, rows_of: torch.Tensor, recipe: Any = None) -> None:
+    assert rows_of.dtype == torch.int32 and len(rows_of) == len(a[0]) and b[0].is_contiguous() and b[1].is_contiguous()
+    first = rows_of.view(-1, 128)
+    assert (first == first[:, :1]).all(), "a tile of 128 rows holds two experts"
+    for expert in range(len(b[0])):
+        rows = rows_of == expert
+        values = _values(a, (1, 128))[rows] @ _values((b[0][expert], b[1][expert]), (128, 128)).t()
+        d[rows] = values.to(d.dtype)
+
+
+def k_grouped_fp8_gemm_nt_contiguous(a: Pair, b: Pair, d: torch.Tensor, ks: list[int], ks_tensor: Any, c: Any, recipe: Any) -> None:
+    groups, m, n = d.shape
+    assert recipe == (1, 1, 128) and c.data_ptr() == d.data_ptr() and d.is_contiguous() and ks_tensor.dtype == torch.int32
+    assert len(ks) == groups and a[0].shape == (sum(ks) * m,) and b[0].shape == (sum(ks) * n,) and not any(k % 128 for k in ks)
+    before = 0
+    for group, k in enumerate(ks):
+        left, right = (
+            data[before * rows : (before + k) * rows].view(rows, k).float()
+            * scale[:, before // 128 : (before + k) // 128].repeat_interleave(128, 1)
+            for (data, scale), rows in ((a, m), (b, n))
+        )
+        d[group] += left @ right.t()
+        before += k
+
+
+class Quantised(SimpleNamespace):
+    """Float8BlockwiseQTensorStorage."""
+
+    def get_metadata(self) -> dict[str, Any]:
+        return vars(self)
+
+    def values(self, side: str) -> torch.Tensor:
+        """float32 of the side's matrix as it is stored: the contraction innermost."""
+        data, scale = vars(self)[f"{side}_data"], vars(self)[f"{side}_scale_inv"]
+        mn, k = data.shape
+        assert data.dtype == torch.uint8 and data.is_contiguous() and scale.is_contiguous() and k % 16 == 0
+        if self.is_2D_scaled:
+            assert scale.shape == (-(-mn // 128), -(-k // 128 // 4) * 4)
+            spread = scale.repeat_interleave(128, 0)[:mn].repeat_interleave(128, 1)[:, :k]
+        else:
+            assert scale.shape == (-(-k // 128), -(-mn // 4) * 4) and mn % 8 == 0
+            spread = scale.t()[:mn].repeat_interleave(128, 1)[:, :k]
+        return data.view(torch.float8_e4m3fn).float() * spread
+
+
+class Quantizer:
+    """Float8BlockQuantizer."""
+
+    def __init__(
+        self, dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float, force_pow_2_scales: bool, block_scaling_dim: int
+    ):
+        assert amax_epsilon == 1e-10 and dtype == "e4m3"
+        self.dtype, self.block_scaling_dim, self.scale_format = dtype, block_scaling_dim, "pow2" if force_pow_2_scales else "fp32"
+        self.set_usage(rowwise=rowwise, columnwise=columnwise)
+
+    def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
+        self.rowwise, self.columnwise = rowwise, columnwise
+
+    def __call__(self, x: torch.Tensor) -> Quantised:
+        assert self.block_scaling_dim == 1 and x.is_contiguous()
+        found = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
+        pad = lambda scale: torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # noqa: E731
+        if self.rowwise:
+            data, scale = quantize_1x128(x, self.scale_format)
+            found |= {"rowwise_data": data.view(torch.uint8), "rowwise_scale_inv": pad(scale.t())}
+        if self.columnwise:
+            data, scale = quantize_128x1(x, self.scale_format)
+            found |= {"columnwise_data": data.view(torch.uint8).t().contiguous(), "columnwise_scale_inv": pad(scale)}
+        return Quantised(**found, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=False)
+
+
+def general_gemm(
+    A: Quantised,
+    B: Quantised,
+    out_dtype: torch.dtype,
+    layout: str,
+    use_split_accumulator: bool,
+    out: Any = None,
+    accumulate: bool = False,
+    grad: bool = False,
+) -> tuple[torch.Tensor, None, None, None]:
+    assert use_split_accumulator and not (A.is_2D_scaled and B.is_2D_scaled) and (out is not None or not accumulate)
+    a, b = A.values("rowwise" if layout[0] == "T" else "columnwise"), B.values("columnwise" if layout[1] == "T" else "rowwise")
+    product = (b @ a.t()).to(out_dtype)
+    if out is None:
+        return product, None, None, None
+    assert out.is_contiguous() and out.dtype == out_dtype and out.shape == product.shape
+    return (out.add_(product) if accumulate else out.copy_(product)), None, None, None

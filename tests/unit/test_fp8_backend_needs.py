@@ -1,0 +1,121 @@
+"""A backend that cannot run is refused before anything starts, with what is missing and how to get it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from megatron_rl import hf
+from megatron_rl.config import Architecture, Precision, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.fp8.backends import needs
+from megatron_rl.run import preflight
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+
+GPU_BACKENDS = ("transformer_engine", "deep_gemm")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine on which every backend can run, as far as it can be asked."""
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    versions = {"sgl-deep-gemm": "0.2.3.post2", "triton": "3.9.0", "transformer-engine": "2.20.2"}
+    monkeypatch.setattr(needs, "_version", versions.get)
+    monkeypatch.setattr(needs, "_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    return versions
+
+
+def refused(backend: str, **precision: str) -> str:
+    with pytest.raises(UserError) as caught:
+        needs.check_machine(Precision(backend=backend, **precision))
+    return str(caught.value)
+
+
+def test_a_whole_machine_can_run_them_all(hopper):
+    assert all(needs.missing(name) == [] for name in needs.BACKENDS)
+    for name in needs.BACKENDS:
+        needs.check_machine(Precision(backend=name))
+
+
+def test_modes_without_fp8_layers_need_no_backend():
+    needs.check_machine(Precision(backend="deep_gemm", mode="bf16"))
+
+
+def test_everything_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(needs, "_version", {}.get)
+    monkeypatch.setattr(needs, "_nvcc", lambda: None)
+    line = refused("deep_gemm")
+    assert line.startswith(
+        "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
+        "no nvcc to compile its kernels; install torch's CUDA build"
+    )
+    assert "pip install sgl-deep-gemm==0.2.3.post2" in line and line.endswith("or use emulated")
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_another_gpu_or_an_older_cuda_is_refused(hopper, monkeypatch, backend):
+    monkeypatch.setattr(torch.version, "cuda", "12.4")
+    assert "torch is built for CUDA 12.4" in refused(backend)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
+    assert "NVIDIA B200 is no Hopper GPU" in refused(backend)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "torch sees no GPU" in refused(backend)
+
+
+@pytest.mark.parametrize(
+    "package, version, backend",
+    [
+        ("sgl-deep-gemm", "0.3.0", "deep_gemm"),
+        ("sgl-deep-gemm", "0.1.9", "deep_gemm"),
+        ("transformer-engine", "2.11.0", "transformer_engine"),
+        ("transformer-engine", "2.21.0+abc", "transformer_engine"),
+    ],
+)
+def test_an_unknown_version_is_refused(hopper, package, version, backend):
+    hopper[package] = version
+    assert f"{package} {version} is not one of the known versions" in refused(backend)
+
+
+def test_the_original_deep_gemm_will_do(hopper):
+    del hopper["sgl-deep-gemm"]
+    assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
+    hopper["deep_gemm"] = "2.6.1+54e2261"
+    needs.check_machine(Precision(backend="deep_gemm"))
+    hopper["deep_gemm"] = "2.7.0"
+    assert "deep_gemm 2.7.0 is not one of the known versions, 2.1 to below 2.7" in refused("deep_gemm")
+
+
+def geometry(**widths: int) -> ModelGeometry:
+    return ModelGeometry.from_hf_config(hf.new_config(Architecture(**widths), 0, "bf16"))
+
+
+@pytest.mark.parametrize("backend", GPU_BACKENDS)
+def test_weights_that_are_cut_within_a_block_are_refused(backend):
+    precision = Precision(backend=backend)
+    wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
+    needs.check_model(precision, geometry(**wide), Layout(tp=2))
+    with pytest.raises(
+        UserError, match=r"needs widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"
+    ):
+        needs.check_model(precision, geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+    with pytest.raises(UserError, match=r"blocks that hold one of q, k and v each, .*linear_qkv.weight would mix them on rank 0"):
+        needs.check_model(precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout())
+    needs.check_model(Precision(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+
+
+def test_the_preflight_asks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf.new_config(Architecture(), 0, "bf16")))
+    (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
+    monkeypatch.setattr(needs, "_version", {}.get)
+    with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):
+        preflight(load_config(tmp_path / "run.toml"))

@@ -1,0 +1,117 @@
+"""What the GPU back ends hand to their libraries, checked by stand-ins for these, and that the products are the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import fake_kernels
+from test_fp8_quantize import FORMATS, uneven
+
+from megatron_rl.errors import RunError
+from megatron_rl.fp8.backends import make_backend
+from megatron_rl.fp8.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
+from megatron_rl.fp8.quantize import quantize_weight
+
+N, K = 256, 384
+BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
+BF16_ROUNDING = 2**-8
+"""Relative. Both sides round the same FP32 sum to bf16, but sums in another order may round to neighbouring numbers."""
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    fake_kernels.install(monkeypatch)
+    make_backend.cache_clear()  # no back end keeps a stand-in
+    yield
+    make_backend.cache_clear()
+
+
+def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):
+    backend = make_backend(name, scale_format)
+    weight = backend.prepare(quantize_weight(uneven(N, K, 3), scale_format), None)
+    forward = backend.quantize(x, rows=True, columns=True)
+    gradient = backend.quantize(dy, rows=True, columns=True)
+    return backend.fprop(forward, weight), backend.dgrad(gradient, weight), backend.wgrad(gradient, forward, into)
+
+
+def activations(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return uneven(tokens, K, 1).bfloat16(), uneven(tokens, N, 2).bfloat16()
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
+    """Relative to each element, or where terms cancelled, to the whole: FP32 sums in another order."""
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    assert torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-6 * float(expected.float().norm()))
+
+
+@FORMATS
+@BACKENDS
+@pytest.mark.parametrize("tokens", [128, 150, 3])
+def test_products_are_the_references(name, scale_format, tokens):
+    x, dy = activations(tokens)
+    y, dx, dw = products(name, scale_format, x, dy)
+    expected = products("emulated", scale_format, x, dy)
+    assert y.dtype == dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
+    for got, wanted, rtol in zip((y, dx, dw), expected, (BF16_ROUNDING, BF16_ROUNDING, 1e-5), strict=True):
+        assert_close(got, wanted, rtol)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "make", [torch.ones, lambda *shape: torch.ones(N * K + 1)[1:].view(shape), lambda *shape: torch.ones(shape).bfloat16()]
+)
+def test_weight_gradients_are_added_to_a_buffer(name, make):
+    """Also to one that a kernel cannot write to: off its alignment, or in bf16."""
+    x, dy = activations(130)
+    buffer = make(N, K)
+    returned = products(name, "pow2", x, dy, buffer)[2]
+    assert returned is buffer
+    expected = (1 + products("emulated", "pow2", x, dy)[2]).to(buffer.dtype)
+    assert_close(buffer, expected, 1e-5 if buffer.dtype == torch.float32 else BF16_ROUNDING)
+
+
+@BACKENDS
+def test_no_tokens_give_no_rows_and_no_gradient(name):
+    x, dy = activations(0)
+    y, dx, dw = products(name, "pow2", x, dy)
+    assert y.shape == (0, N) and dx.shape == (0, K) and dw.shape == (N, K) and not dw.any()
+    buffer = torch.ones(N, K)
+    assert products(name, "pow2", x, dy, buffer)[2] is buffer and (buffer == 1).all()
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
+def test_what_a_kernel_cannot_do_is_refused(name):
+    backend = make_backend(name, "pow2")
+    with pytest.raises(RunError, match=r"was asked for torch.float32"):
+        backend.quantize(torch.zeros(128, 128), rows=True, columns=False)
+    blocks = quantize_weight(torch.zeros(128, 128), "pow2")
+    for shape, order in (((128, 192), None), ((192, 128), None), ((128, 128), torch.arange(128))):
+        with pytest.raises(RunError, match="cut or reordered"):
+            backend.prepare(blocks if order is not None else quantize_weight(torch.zeros(shape), "pow2"), order)
+
+
+@FORMATS
+def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
+    counts = [130, 0, 3, 256]
+    groups, places = padded_groups(counts, "cpu")
+    assert groups == [256, 0, 128, 256] and len(places) == sum(counts)
+    blocks = [quantize_weight(uneven(N, K, seed), scale_format) for seed in range(4)]
+    experts, single = DeepGemmExperts(scale_format), make_backend("deep_gemm", scale_format)
+    x, dy = activations(sum(counts))
+
+    def padded(values: torch.Tensor):
+        spread = values.new_zeros(sum(groups), values.shape[1]).index_copy_(0, places, values)
+        return experts.quantize(spread, groups, rows=True, columns=True)
+
+    forward, gradient, weight = padded(x), padded(dy), experts.prepare(blocks)
+    y, dx = experts.fprop(forward, weight, groups), experts.dgrad(gradient, weight, groups)
+    dw = experts.wgrad(gradient, forward, groups)
+    for expert, (xs, dys) in enumerate(zip(x.split(counts), dy.split(counts), strict=True)):
+        mine = places[sum(counts[:expert]) :][: counts[expert]]
+        one = single.prepare(blocks[expert], None)
+        operand, slope = (single.quantize(values, rows=True, columns=True) for values in (xs, dys))
+        assert_close(y[mine], single.fprop(operand, one), BF16_ROUNDING)
+        assert_close(dx[mine], single.dgrad(slope, one), BF16_ROUNDING)
+        assert_close(dw[expert], single.wgrad(slope, operand, None), 1e-5)
+    others = torch.ones(sum(groups), dtype=torch.bool).index_fill_(0, places, False)
+    assert not y[others].any() and not dx[others].any()
