@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints out of a Megatron model: BF16 or FP32 masters, or the very FP8 blocks that the engine is given.
+"""Hugging Face checkpoints out of a Megatron model: BF16 or FP32 masters, or the very FP8 or INT8 bytes that the engine is given.
 
 The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
 """
@@ -25,26 +25,31 @@ _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def gather_tensors(
-    planes: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], high: str
+    planes: dict[str, torch.Tensor],
+    model: ModelGeometry,
+    layout: Layout,
+    fp8_roles: frozenset[str],
+    high: str,
+    int8_roles: frozenset[str] = frozenset(),
 ) -> dict[str, torch.Tensor]:
-    """Collects the checkpoint's tensors on rank 0 (elsewhere: an empty dict); collective. FP8 roles come as bytes and scales.
+    """Collects the checkpoint's tensors on rank 0 (elsewhere: an empty dict); collective. FP8 and INT8 roles come as bytes and scales.
 
-    `planes` is this rank's `mcore.weights.planes`; what is not FP8 is cast to `high` ("bf16" or "fp32").
+    `planes` is this rank's `mcore.weights.planes`; what is not quantised is cast to `high` ("bf16" or "fp32").
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sources = trainer_shards(model, layout, quantised=bool(fp8_roles))
     targets = {0: model.checkpoint_shards()}
     mine = []
-    for move in moves(reshard(sources, targets, fp8_roles)):
+    for move in moves(reshard(sources, targets, fp8_roles, int8_roles=int8_roles)):
         if move.source_rank == rank:
             mine.append((move, region(planes[move.source], move.source_rect).contiguous()))
     gathered: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object([(move, _as_bytes(value) if move.kind == "fp8" else value) for move, value in mine], gathered)
     if gathered is None:
         return {}
-    kinds = {"fp8": torch.float8_e4m3fn, "scale": torch.float32, "fp32": torch.float32, "high": _TORCH[high]}
+    kinds = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "scale": torch.float32, "fp32": torch.float32, "high": _TORCH[high]}
     found: dict[str, torch.Tensor] = {}
-    shapes = {plane.name: (plane.rows, plane.cols) for plane in planes_of(targets, fp8_roles, 4)}
+    shapes = {plane.name: (plane.rows, plane.cols) for plane in planes_of(targets, fp8_roles, 4, int8_roles)}
     vectors = {tensor.name for tensor in model.tensors().values() if tensor.vector}
     for move, value in (pair for part in gathered for pair in part):
         shape = shapes[move.target][:1] if move.target in vectors else shapes[move.target]
@@ -62,10 +67,10 @@ def save_hf(
 ) -> None:
     """Writes a whole Hugging Face checkpoint folder from all ranks' planes; collective, rank 0 writes.
 
-    FP8 where `contract.rollout_fp8` (with `quantization_config`), else every tensor in `contract.high`.
+    FP8 or INT8 where the engine is (with `quantization_config`), else every tensor in `contract.high`.
     """
     model = ModelGeometry.from_hf_config(hf_config)
-    tensors = gather_tensors(planes, model, layout, contract.fp8_roles(), contract.high)
+    tensors = gather_tensors(planes, model, layout, contract.fp8_roles(), contract.high, contract.int8_roles())
     if tensors:
         config = {**hf_config, "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[contract.high]}
         config.pop("quantization_config", None)
@@ -78,9 +83,9 @@ def save_hf(
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
-    """The command `export`: a run's checkpoint to a Hugging Face folder, `precision` "bf16" or "fp8".
+    """The command `export`: a run's checkpoint to a Hugging Face folder, `precision` "bf16", "fp8" or "int8".
 
-    FP8 blocks are quantised from the FP32 masters, as the trainer does; everything else keeps the run's high-precision dtype.
+    FP8 blocks and INT8 channels are quantised as a sync does; everything else keeps the run's high-precision dtype.
     Raises UserError when `checkpoint` is none, or `output` exists.
     """
     if output.exists():
@@ -90,6 +95,6 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
     model, shards, saved, hf_config = load_alone(checkpoint)
     from megatron_rl.mcore.weights import planes
 
-    to = {"mode": "fp8_unified"} if precision == "fp8" else {"mode": "bf16", "high": "bf16"}
-    contract = PrecisionContract.of(saved.model_copy(update=to))
+    to = {"bf16": {"mode": "bf16", "high": "bf16"}, "fp8": {"mode": "fp8_unified"}, "int8": {"mode": "int8_rollout"}}
+    contract = PrecisionContract.of(saved.model_copy(update=to[precision]))
     save_hf(output, planes(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")

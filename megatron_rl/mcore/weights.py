@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.mcore.int8_weights import int8_planes
 from megatron_rl.mcore.linear import in_order
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
@@ -120,11 +121,11 @@ def set_row_orders(model: GPTModel, geometry: ModelGeometry, layout: Layout) -> 
 
 
 def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 roles E4M3 bytes and scales.
+    """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 and INT8 roles bytes and scales.
 
-    An FP8 layer gives the very blocks it computes with. Where the trainer is not FP8 but the engine is (`fp8_rollout`), the blocks
-    are made here. Views of live memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised
-    order of `parallel.megatron`.
+    An FP8 layer gives the very blocks it computes with. Where the trainer is in high precision but the engine is not (`fp8_rollout`,
+    `int8_rollout`), they are made here, of the parameters that the trainer computes with; for INT8 this is collective. Views of live
+    memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised order of `parallel.megatron`.
     """
     found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
     layers = {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
@@ -135,7 +136,8 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
             if blocks is None:
                 blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
             found[shard.name], found[scale_name(shard.name)] = blocks
-    return found
+    int8 = [shard for shard in shards if shard.role in contract.int8_roles()]
+    return found | int8_planes(int8, found, layers)
 
 
 def _global_name(model: GPTModel, name: str) -> str:
