@@ -72,8 +72,6 @@ def _check_model(config: Config, layout: Layout) -> None:
         geometry = ModelGeometry.from_hf_config(hf_config)
         if geometry.vocab % layout.tp:  # padded rows would take part in the softmax
             raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({geometry.vocab})", "use a divisor of it")
-        if geometry.experts is not None and config.precision.mode == "int8_rollout":
-            raise UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout or bf16")
         SyncPlan.of_config(geometry, layout, config)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None

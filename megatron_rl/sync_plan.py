@@ -34,7 +34,10 @@ class SyncPlan:
     def make(
         cls, model: ModelGeometry, train: Layout, rollout: tuple[int, int], contract: PrecisionContract, bucket_bytes: int
     ) -> SyncPlan:
-        """Plans trainer -> engine of `rollout` (tp, ep). Raises UserError where the layouts do not fit the model or cut FP8 blocks."""
+        """Plans trainer -> engine of `rollout` (tp, ep). Raises UserError where the layouts do not fit the model or cut FP8 blocks, and
+        for INT8 experts."""
+        if contract.rollout_int8 and model.experts is not None:
+            raise UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
         roles, int8_roles = contract.fp8_roles(), contract.int8_roles()
         try:
             targets = engine_shards(model, *rollout)

@@ -1,6 +1,6 @@
-"""What SGLang computes on a CPU in place of its Triton kernels: the block-FP8 and INT8 linear layers and the decoding attention.
+"""What SGLang computes on a CPU in place of its Triton kernels: the block-FP8 linear layer and the decoding attention.
 
-The FP8 linear layer calls the very function the trainer's forward pass calls, `megatron_rl.fp8.products.fprop`.
+The linear layer calls the very function the trainer's forward pass calls, `megatron_rl.fp8.products.fprop`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_rl import int8
 from megatron_rl.fp8.products import fprop
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight
 from parallel.blocks import BLOCK
 
 _values: dict[int, torch.Tensor] = {}
-"""Float values by the address of their E4M3 or INT8 bytes: dequantising at every decoded token would cost as much as the product.
+"""Float values by the address of the bytes they are made from: dequantising at every decoded token would cost as much as the product.
 `forget_values` empties it whenever live bytes are written or proved, so it never outlives what was proved."""
+
+
+def values_of(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float32 [N, K] of a quantised weight: dequantised values of E4M3 bytes, the bare numbers of INT8 ones."""
+    key = data.data_ptr()
+    if key not in _values:
+        _values[key] = data.float() if data.dtype == torch.int8 else dequantize_weight(Blocks(data, scale))
+    return _values[key]
 
 
 def forget_values() -> None:
@@ -46,30 +53,8 @@ def block_fp8_linear(
     """Stands in for SGLang's `triton_w8a8_block_fp8_linear`, same arguments: input [..., K], weight E4M3 [N, K]; returns [..., N]."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
-    key = weight.data_ptr()
-    if key not in _values:
-        _values[key] = dequantize_weight(Blocks(weight, weight_scale))
-    y = fprop(input, _values[key], "pow2" if act_scale_ue8m0 else "fp32")
+    y = fprop(input, values_of(weight, weight_scale), "pow2" if act_scale_ue8m0 else "fp32")
     return y if bias is None else y + bias
-
-
-def int8_linear(self: Any, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Stands in for SGLang's `W8A8Int8LinearMethod.apply`, same arguments: x [..., K]; returns [..., N]."""
-    key = layer.weight.data_ptr()
-    if key not in _values:
-        _values[key] = layer.weight.float()
-    y = int8.product(x, _values[key], layer.weight_scale)
-    return y if bias is None else y + bias
-
-
-def keep_int8_layout(self: Any, layer: torch.nn.Module) -> None:
-    """Stands in for `W8A8Int8LinearMethod.process_weights_after_loading`, which transposes a weight every time it is called: when the
-    checkpoint was loaded and at the end of every sync. A GPU's kernel wants it transposed; here that is done once. On a CPU, where
-    SGLang knows AMX alone, it stays [N, K]."""
-    weight = layer.weight.detach()
-    transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
-    layer.weight = torch.nn.Parameter(transposed, requires_grad=False)
-    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.detach(), requires_grad=False)
 
 
 def decode_attention(

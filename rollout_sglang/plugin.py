@@ -29,16 +29,16 @@ def check_version() -> None:
 
 def _hooks() -> list[tuple[str, Any, str]]:
     """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import kernels, live
+    from rollout_sglang import int8_linear, kernels, live
 
     hooks: list[tuple[str, Any, str]] = [
         (_LIVE, live.handle, "AROUND"),
-        (_INT8 + "process_weights_after_loading", kernels.keep_int8_layout, "REPLACE"),
+        (_INT8 + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
     ]
     if not torch.cuda.is_available():
         hooks += [
             (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
-            (_INT8 + "apply", kernels.int8_linear, "REPLACE"),
+            (_INT8 + "apply", int8_linear.apply, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
             (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
         ]

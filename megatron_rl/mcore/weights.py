@@ -14,14 +14,11 @@ from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.mcore.int8_weights import int8_planes
-from megatron_rl.mcore.linear import in_order
+from megatron_rl.mcore.rollout_weights import quantised_planes
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron import megatron_shards, row_order
-from parallel.plan import scale_name
 from parallel.regions import region
 
 INDEX = "model.safetensors.index.json"
@@ -124,20 +121,12 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
     """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 and INT8 roles bytes and scales.
 
     An FP8 layer gives the very blocks it computes with. Where the trainer is in high precision but the engine is not (`fp8_rollout`,
-    `int8_rollout`), they are made here, of the parameters that the trainer computes with; for INT8 this is collective. Views of live
-    memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised order of `parallel.megatron`.
+    `int8_rollout`), they are made here: see `quantised_planes`. Collective. Views of live memory where possible: read them again after
+    every optimizer step. FP8 planes lie in the quantised order of `parallel.megatron`.
     """
     found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
     layers = {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
-    for shard in shards:
-        if shard.role in contract.fp8_roles():
-            layer = layers[shard.name]
-            blocks = getattr(layer, "blocks", None)
-            if blocks is None:
-                blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
-            found[shard.name], found[scale_name(shard.name)] = blocks
-    int8 = [shard for shard in shards if shard.role in contract.int8_roles()]
-    return found | int8_planes(int8, found, layers)
+    return found | quantised_planes(shards, found, layers, contract)
 
 
 def _global_name(model: GPTModel, name: str) -> str:
