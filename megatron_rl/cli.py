@@ -64,7 +64,7 @@ def train(
 def export(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
     output: Annotated[Path, typer.Option(help="The new folder for the Hugging Face checkpoint.", show_default=False)],
-    precision: Annotated[Literal["bf16", "fp8"], typer.Option(help="fp8: the very blocks that the engine served.")] = "bf16",
+    precision: Annotated[Literal["bf16", "fp8", "int8"], typer.Option(help="fp8, int8: the very bytes that the engine served.")] = "bf16",
 ) -> None:
     """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint."""
     with _expected_errors():

@@ -76,7 +76,8 @@ class Precision(_Section):
     """The precision flow of trainer and engine. See docs/precision.md."""
 
     mode: Literal["bf16", "fp8_rollout", "int8_rollout", "fp8_unified"] = "fp8_unified"
-    """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL)."""
+    """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the trainer
+    computes in `high`, the engine with weights quantised at each sync. `bf16`: both in `high`."""
     scale_format: Literal["pow2", "fp32"] = "pow2"
     """Format of block scales. `pow2` is exact on both sides."""
     backend: Literal["emulated", "transformer_engine", "deep_gemm"] = "emulated"

@@ -1,4 +1,4 @@
-"""The precision contract: which tensors are FP8, how they are quantised, what stays in high precision. The one truth.
+"""The precision contract: which tensors are FP8 or INT8, how they are quantised, what stays in high precision. The one truth.
 
 Trainer, engine settings, converter, checkpoint and proof all read this file; none keeps a list of its own. No torch here.
 
@@ -9,6 +9,9 @@ The three products of a linear layer y = x W^T in unified FP8 (Jet-RL, arXiv 260
     WGrad   dW = Q_1x128(dy^T) . Q_128x1(x)      -> FP32, accumulated
 
 Weights are quantised once per optimizer step from the FP32 master; those blocks serve FProp, DGrad and the engine.
+
+In `fp8_rollout` and `int8_rollout` (FlashRL) the trainer computes in high precision and quantises, at every sync, the weights that it
+computes with: y = Q_1x128(x) . Q_128x128(W)^T, or with a scale per token and per output channel (`megatron_rl.int8`), in the engine alone.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ AMAX_EPSILON = 1e-10
 """Smallest block maximum, as SGLang clamps it; with it a pow2 block of zeros has scale 2^-42 on both sides."""
 
 FP8_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
-"""Roles of weights (see parallel.geometry) that are FP8 in the FP8 modes; every other role stays in high precision."""
+"""Roles of weights (see parallel.geometry) that are FP8 in the FP8 modes, INT8 in `int8_rollout`; every other stays in high precision."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class PrecisionContract:
     """The engine's linear layers compute in FP8."""
     scale_format: str
     high: str
+    rollout_int8: bool = False
+    """The engine's linear layers compute in INT8."""
     backend: str = "emulated"
     """Who computes the trainer's FP8 products; every backend keeps the contract."""
 
@@ -48,6 +53,7 @@ class PrecisionContract:
             rollout_fp8=precision.mode in ("fp8_unified", "fp8_rollout"),
             scale_format=precision.scale_format,
             high=precision.high,
+            rollout_int8=precision.mode == "int8_rollout",
             backend=precision.backend,
         )
 
@@ -55,8 +61,24 @@ class PrecisionContract:
         """Roles that the engine holds as E4M3 blocks with scales."""
         return FP8_ROLES if self.rollout_fp8 else frozenset()
 
+    def int8_roles(self) -> frozenset[str]:
+        """Roles that the engine holds as INT8 with a scale per output channel."""
+        return FP8_ROLES if self.rollout_int8 else frozenset()
+
+    @property
+    def engine_quantization(self) -> str | None:
+        """SGLang's name for how the engine's linear layers are quantised; None where none is."""
+        return "fp8" if self.rollout_fp8 else "w8a8_int8" if self.rollout_int8 else None
+
+    @property
+    def activation_format(self) -> str | None:
+        """How the engine's linear layers quantise their input: FP8 with `pow2` or `fp32` scales, `int8` per token, None: not."""
+        return self.scale_format if self.rollout_fp8 else "int8" if self.rollout_int8 else None
+
     def hf_quantization_config(self) -> dict[str, object] | None:
-        """The `quantization_config` of an exported checkpoint, as SGLang reads it; None where nothing is FP8."""
+        """The `quantization_config` of an exported checkpoint, as SGLang reads it; None where nothing is quantised."""
+        if self.rollout_int8:
+            return {"quant_method": "w8a8_int8", "is_dynamic": True}
         if not self.rollout_fp8:
             return None
         config: dict[str, object] = {

@@ -31,7 +31,7 @@ _MEANING = {
     "tokens/per_second": ("tokens generated per second of generation", "count"),
     "sync/bytes": ("bytes moved from trainer to engine", "bytes"),
     "sync/tensors": ("tensors moved", "count"),
-    "sync/blocks": ("FP8 blocks moved", "count"),
+    "sync/blocks": ("FP8 blocks or INT8 channels moved", "count"),
     "sync/proved": ("tensors whose hashes were equal on both sides", "count"),
     "time/step": ("the whole step", "seconds"),
 }

@@ -19,8 +19,6 @@ from megatron_rl.transport import check_transport
 from parallel.geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
 
-_BUILT_MODES = ("bf16", "fp8_rollout", "fp8_unified")
-
 
 def run_training(config: Config) -> Path:
     """Trains as configured; returns the run's folder. Under torchrun every rank calls it.
@@ -35,8 +33,6 @@ def run_training(config: Config) -> Path:
 
 def preflight(config: Config) -> Layout:
     """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout."""
-    if config.precision.mode not in _BUILT_MODES:
-        raise UserError("precision.mode", config.precision.mode, "is not built yet", f"use one of {', '.join(_BUILT_MODES)}")
     needs.check_machine(config.precision)
     layout = _layout(config)
     parts = config.algorithm.updates_per_step

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did: bytes and FP8 blocks moved, engine tensors (scales count) written, seconds in all and of the proof.
+    """What one sync did: bytes and FP8 blocks (INT8: channels) moved, engine tensors (scales count) written, seconds in all and of proof.
 
     All bytes of the `proved` tensors had equal digests on both sides, or the sync would have raised.
     """

@@ -8,6 +8,7 @@ from megatron_rl.config import Config
 from megatron_rl.engine import Engine, LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
+from parallel.blocks import SCHEMES
 from parallel.buckets import Bucket, buckets, planes_of
 from parallel.geometry import GeometryError, ModelGeometry, Shard
 from parallel.layout import Layout
@@ -33,12 +34,15 @@ class SyncPlan:
     def make(
         cls, model: ModelGeometry, train: Layout, rollout: tuple[int, int], contract: PrecisionContract, bucket_bytes: int
     ) -> SyncPlan:
-        """Plans trainer -> engine of `rollout` (tp, ep). Raises UserError where the layouts do not fit the model or cut FP8 blocks."""
-        roles = contract.fp8_roles()
+        """Plans trainer -> engine of `rollout` (tp, ep). Raises UserError where the layouts do not fit the model or cut FP8 blocks, and
+        for INT8 experts."""
+        if contract.rollout_int8 and model.experts is not None:
+            raise UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
+        roles, int8_roles = contract.fp8_roles(), contract.int8_roles()
         try:
             targets = engine_shards(model, *rollout)
-            planned = moves(reshard(trainer_shards(model, train, quantised=bool(roles)), targets, roles))
-            cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high]), bucket_bytes)
+            planned = moves(reshard(trainer_shards(model, train, quantised=bool(roles)), targets, roles, int8_roles=int8_roles))
+            cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high], int8_roles), bucket_bytes)
         except GeometryError as error:
             told = explained(error, model, train, rollout, roles, quantised=bool(roles))
             field = f"train.{told.field}" if told.field.startswith("layout.") else told.field
@@ -60,34 +64,37 @@ class SyncPlan:
         return max(sum(piece.nbytes for piece in bucket) for bucket in self.buckets)
 
     def bytes_of(self, move: Move) -> int:
-        itemsize = {"fp8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
+        itemsize = {"fp8": 1, "int8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
         return move.target_rect.rows * move.target_rect.cols * itemsize
 
 
 def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
     """Refuses, by RunError, an engine that does not follow the precision contract: its weights, or how it quantises activations."""
     check_live_tensors(plan, engine.live_tensors())
-    if plan.contract.rollout_fp8:
+    wanted = plan.contract.activation_format
+    if wanted is not None:
         formats = engine.activation_scale_formats()
-        wrong = [name for name, used in formats.items() if used != plan.contract.scale_format]
+        wrong = [name for name, used in formats.items() if used != wanted]
         if wrong or not formats:
-            what = f"{wrong[0]} quantises activations with {formats[wrong[0]]} scales" if wrong else "no FP8 linear layer is live"
-            raise RunError(f"the engine breaks the precision contract: {what}; precision.scale_format is {plan.contract.scale_format}")
+            kind = "INT8" if plan.contract.rollout_int8 else "FP8"
+            what = f"{wrong[0]} quantises activations with {formats[wrong[0]]} scales" if wrong else f"no {kind} linear layer is live"
+            rule = "precision.mode is int8_rollout" if plan.contract.rollout_int8 else f"precision.scale_format is {wanted}"
+            raise RunError(f"the engine breaks the precision contract: {what}; {rule}")
 
 
 def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> None:
     """Compares what the engine really holds with what the plan will write: names, shapes and dtypes. Raises RunError by name."""
-    roles = plan.contract.fp8_roles()
+    roles, int8_roles = plan.contract.fp8_roles(), plan.contract.int8_roles()
     if len(live) != len(plan.targets):
         raise RunError(f"the engine answers with {len(live)} ranks, the plan has {len(plan.targets)}")
-    dtypes = {"fp8": "float8_e4m3fn", "fp32": "float32", "high": _TORCH_NAME[plan.contract.high]}
+    dtypes = {"fp8": "float8_e4m3fn", "int8": "int8", "fp32": "float32", "high": _TORCH_NAME[plan.contract.high]}
     for rank, shards in plan.targets.items():
         expected = {}
         for shard in shards:
-            kind = kind_of(shard.role, roles)
+            kind = kind_of(shard.role, roles, int8_roles)
             expected[shard.name] = (dtypes[kind], shard.shape)
-            if kind == "fp8":
-                expected[scale_name(shard.name)] = ("float32", shard.scale_shape)
+            if kind in SCHEMES:
+                expected[scale_name(shard.name, kind)] = ("float32", shard.scale_shape_of(kind))
         held = {name: (tensor.dtype, tensor.shape) for name, tensor in live[rank].items()}
         for name in sorted(expected.keys() | held.keys()):
             if expected.get(name) != held.get(name):

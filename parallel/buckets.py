@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from parallel.blocks import blocks_in
+from parallel.blocks import SCHEMES
 from parallel.pieces import Rect, Shard
 from parallel.plan import Move, kind_of, scale_name
 
@@ -43,19 +43,21 @@ class Slice:
 Bucket = tuple[Slice, ...]
 
 
-def planes_of(shards: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str], high_itemsize: int) -> list[Plane]:
-    """Every plane of every rank, without padding rows; an FP8 shard has two planes, its bytes and its FP32 scales.
+def planes_of(
+    shards: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str], high_itemsize: int, int8_roles: frozenset[str] = frozenset()
+) -> list[Plane]:
+    """Every plane of every rank, without padding rows; a quantised shard has two planes, its bytes and its FP32 scales.
 
     The stacked matrices of experts are one plane, one below the other, as in `Shard`.
     """
     found = []
     for rank, held in shards.items():
         for shard in held:
-            kind = kind_of(shard.role, fp8_roles)
-            itemsize = {"fp8": 1, "fp32": 4, "high": high_itemsize}[kind]
+            kind = kind_of(shard.role, fp8_roles, int8_roles)
+            itemsize = {"fp8": 1, "int8": 1, "fp32": 4, "high": high_itemsize}[kind]
             found.append(Plane(rank, shard.name, shard.filled_rows, shard.cols, itemsize))
-            if kind == "fp8":
-                found.append(Plane(rank, scale_name(shard.name), blocks_in(shard.rows), blocks_in(shard.cols), 4))
+            if kind in SCHEMES:
+                found.append(Plane(rank, scale_name(shard.name, kind), *SCHEMES[kind].grid(shard.rows, shard.cols), 4))
     return found
 
 

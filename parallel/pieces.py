@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel.blocks import BLOCK, blocks_in
+from parallel.blocks import BLOCK, SCHEMES
 
 FP32_ROLES = frozenset({"router_bias"})
 """Roles that are FP32 everywhere, in checkpoint, trainer and engine: a rounded correction bias would route tokens otherwise."""
@@ -92,7 +92,11 @@ class Shard:
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of the live FP32 scales where the shard is FP8: one for each 128x128 block."""
-        return (*self.shape[:-2], blocks_in(self.shape[-2]), blocks_in(self.cols))
+        return self.scale_shape_of("fp8")
+
+    def scale_shape_of(self, kind: str) -> tuple[int, ...]:
+        """Shape of the live FP32 scales where the shard is quantised as `kind`, one of `SCHEMES`."""
+        return (*self.shape[:-2], *SCHEMES[kind].grid(self.shape[-2], self.cols))
 
 
 def whole(tensor: Tensor) -> Piece:

@@ -3,6 +3,7 @@
 Computed once from two lists of shards told in Hugging Face coordinates (`parallel.pieces`); used by every sync, by import and by
 export. A tensor whose role is FP8 moves as whole 128x128 blocks: its bytes and, at 1/128 of the coordinates, its scales. Nothing is
 quantised again, so every edge of every piece must lie on a block edge of its shard and of the checkpoint, or at a tensor's end.
+An INT8 tensor has a scale per row, of the whole row wherever the row is cut, so it may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -13,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
-from parallel.blocks import BLOCK, blocks_in
+from parallel.blocks import BLOCK, SCHEMES
 from parallel.pieces import FP32_ROLES, GeometryError, Piece, Rect, Shard, cut_piece
 
 
 class Copy(NamedTuple):
     """Moves `source_rect` of `source` on rank `source_rank` to `target_rect` of `target` on rank `target_rank`; equal sizes.
 
-    `tensor` names the Hugging Face tensor it belongs to. Where `kind` is `fp8`, scales move along: see `blocks`.
+    `tensor` names the Hugging Face tensor it belongs to. Where `kind` is quantised, scales move along: see `moves`.
     """
 
     tensor: str
@@ -31,16 +32,17 @@ class Copy(NamedTuple):
     target: str
     target_rect: Rect
     kind: str
-    """`fp8`, `high` (the run's high-precision dtype) or `fp32`."""
+    """`fp8`, `int8`, `high` (the run's high-precision dtype) or `fp32`."""
 
     @property
     def fp8(self) -> bool:
         return self.kind == "fp8"
 
 
-def blocks(rect: Rect) -> Rect:
-    """The rectangle of scales that belongs to a rectangle of FP8 elements."""
-    return Rect(rect.row // BLOCK, rect.col // BLOCK, blocks_in(rect.rows), blocks_in(rect.cols))
+def blocks(rect: Rect, kind: str = "fp8") -> Rect:
+    """The rectangle of scales that belongs to a rectangle of quantised elements."""
+    scheme = SCHEMES[kind]
+    return Rect(rect.row // scheme.rows, 0 if scheme.whole_rows else rect.col // scheme.cols, *scheme.grid(rect.rows, rect.cols))
 
 
 def reshard(
@@ -48,6 +50,7 @@ def reshard(
     targets: Mapping[int, Sequence[Shard]],
     fp8_roles: frozenset[str],
     homes: Mapping[int, int] | None = None,
+    int8_roles: frozenset[str] = frozenset(),
 ) -> list[Copy]:
     """The copies that fill every target piece exactly once, ordered by target rank and parameter.
 
@@ -67,13 +70,15 @@ def reshard(
             for shard in shards:
                 for piece in shard.pieces:
                     parts += [_Part(rank, home, shard, piece, *found) for found in held.cover(piece, home, shard.name, rank)]
-        chosen = _choose(parts, fp8_roles)
-        return [_copy(part, holder, fp8_roles) for part, holder in zip(parts, chosen, strict=True)]
+        kinds = [kind_of(part.shard.role, fp8_roles, int8_roles) for part in parts]
+        return [_copy(part, holder, kind) for part, holder, kind in zip(parts, _choose(parts, kinds), kinds, strict=True)]
 
 
-def kind_of(role: str, fp8_roles: frozenset[str]) -> str:
-    """The kind of a role's data: `fp8`, `fp32` or `high`."""
-    return "fp8" if role in fp8_roles else "fp32" if role in FP32_ROLES else "high"
+def kind_of(role: str, fp8_roles: frozenset[str], int8_roles: frozenset[str] = frozenset()) -> str:
+    """The kind of a role's data: `fp8`, `int8`, `fp32` or `high`."""
+    if role in fp8_roles:
+        return "fp8"
+    return "int8" if role in int8_roles else "fp32" if role in FP32_ROLES else "high"
 
 
 def check_blocks(side: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str]) -> None:
@@ -109,9 +114,9 @@ class _Part(NamedTuple):
     owners: dict[int, _Holder]
 
 
-def _choose(parts: Sequence[_Part], fp8_roles: frozenset[str]) -> list[_Holder]:
+def _choose(parts: Sequence[_Part], kinds: Sequence[str]) -> list[_Holder]:
     """A source for every part. What few ranks hold is shared out first, and large before small, so that loads even out."""
-    sizes = [part.rect.rows * part.rect.cols * (1 if part.shard.role in fp8_roles else 2) for part in parts]
+    sizes = [part.rect.rows * part.rect.cols * (1 if kind in SCHEMES else 2) for part, kind in zip(parts, kinds, strict=True)]
     chosen: list[_Holder | None] = [part.owners.get(part.home) for part in parts]
     sent: dict[int, int] = defaultdict(int)
     for index in sorted(range(len(parts)), key=lambda index: (len(parts[index].owners), -sizes[index])):
@@ -123,12 +128,12 @@ def _choose(parts: Sequence[_Part], fp8_roles: frozenset[str]) -> list[_Holder]:
     return cast(list[_Holder], chosen)
 
 
-def _copy(part: _Part, holder: _Holder, fp8_roles: frozenset[str]) -> Copy:
+def _copy(part: _Part, holder: _Holder, kind: str) -> Copy:
     rank, _, shard, piece, (row, col, rows, cols), _ = part
     source_rank, source, (down, right) = holder
     from_rect = Rect(row + down, col + right, rows, cols)
     to_rect = Rect(row - piece.source.row + piece.row, col - piece.source.col + piece.col, rows, cols)
-    return Copy(piece.tensor.name, source_rank, source, from_rect, rank, shard.name, to_rect, kind_of(shard.role, fp8_roles))
+    return Copy(piece.tensor.name, source_rank, source, from_rect, rank, shard.name, to_rect, kind)
 
 
 class _Sources:
@@ -214,7 +219,8 @@ def _no_collection() -> Iterator[None]:
 
 
 class Move(NamedTuple):
-    """A copy of one plane: a named two-dimensional tensor of raw values. An FP8 `Copy` is two moves, its bytes and its scales."""
+    """A copy of one plane: a named two-dimensional tensor of raw values. An FP8 `Copy` is two moves, its bytes and its scales; of the
+    INT8 copies that fill a row of a target, the one of its first column brings the row's scale."""
 
     source_rank: int
     source: str
@@ -223,12 +229,12 @@ class Move(NamedTuple):
     target: str
     target_rect: Rect
     kind: str
-    """`fp8`, `scale`, `high` or `fp32`: decides the bytes per element."""
+    """`fp8`, `int8`, `scale`, `high` or `fp32`: decides the bytes per element."""
 
 
-def scale_name(weight: str) -> str:
-    """Name of the scales of an FP8 weight, as in SGLang and in FP8 checkpoints: x.weight -> x.weight_scale_inv."""
-    return weight + "_scale_inv"
+def scale_name(weight: str, kind: str = "fp8") -> str:
+    """Name of the scales of a quantised weight, as in SGLang and in checkpoints: x.weight -> x.weight_scale_inv."""
+    return weight + SCHEMES[kind].scale_suffix
 
 
 def moves(plan: Sequence[Copy]) -> list[Move]:
@@ -238,7 +244,9 @@ def moves(plan: Sequence[Copy]) -> list[Move]:
     with _no_collection():
         for _, source_rank, source, source_rect, target_rank, target, target_rect, kind in plan:
             found.append(Move(source_rank, source, source_rect, target_rank, target, target_rect, kind))
-            if kind == "fp8":
-                from_name, to_name = (scales.get(name) or scales.setdefault(name, scale_name(name)) for name in (source, target))
-                found.append(Move(source_rank, from_name, blocks(source_rect), target_rank, to_name, blocks(target_rect), "scale"))
+            scheme = SCHEMES.get(kind)
+            if scheme is not None and not (scheme.whole_rows and target_rect.col):
+                from_name, to_name = (scales.get(name) or scales.setdefault(name, scale_name(name, kind)) for name in (source, target))
+                places = blocks(source_rect, kind), blocks(target_rect, kind)
+                found.append(Move(source_rank, from_name, places[0], target_rank, to_name, places[1], "scale"))
     return found

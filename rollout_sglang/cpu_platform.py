@@ -17,7 +17,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     _enum = PlatformEnum.OOT
     device_name = "cpu"
     device_type = "cpu"
-    supported_quantization = ["fp8"]  # noqa: RUF012 - SGLang's own declaration style
+    supported_quantization = ["fp8", "w8a8_int8"]  # noqa: RUF012 - SGLang's own declaration style
     capabilities = PlatformCapabilities(supports_triton=False, graph_capture=False, piecewise_graph=False)
 
     def get_default_attention_backend(self) -> str:
@@ -35,18 +35,23 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def apply_server_args_defaults(self, server_args: Any) -> None: ...
 
     def get_quantization_config(self, quantization: str) -> Any:
-        return _fp8_config() if quantization == "fp8" else None
+        return _configs().get(quantization)
 
 
 @functools.cache
-def _fp8_config() -> type:
-    """SGLang's FP8 configuration, allowing float32 activations: on a CPU they are faster than bf16. Made late: importing it asks for
-    the platform."""
+def _configs() -> dict[str, type]:
+    """SGLang's FP8 and INT8 configurations, allowing float32 activations: on a CPU they are faster than bf16. Made late: importing them
+    asks for the platform."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
+    from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 
-    class CpuFp8Config(Fp8Config):
+    class AnyFloat:
         @classmethod
         def get_supported_act_dtypes(cls) -> list[torch.dtype]:
             return [torch.bfloat16, torch.float16, torch.float32]
 
-    return CpuFp8Config
+    class CpuFp8Config(AnyFloat, Fp8Config): ...
+
+    class CpuInt8Config(AnyFloat, W8A8Int8Config): ...
+
+    return {"fp8": CpuFp8Config, "w8a8_int8": CpuInt8Config}

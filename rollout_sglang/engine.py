@@ -74,8 +74,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         "log-level": "warning",
     }
     flags = ["skip-server-warmup", "disable-radix-cache", "sleep-on-idle"]  # the trainer needs the cores while the engine waits
-    if contract.rollout_fp8:
-        options["quantization"] = "fp8"
+    if contract.engine_quantization:
+        options["quantization"] = contract.engine_quantization
     if not torch.cuda.is_available():
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.1}
         flags.append("disable-overlap-schedule")

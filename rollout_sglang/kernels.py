@@ -17,8 +17,16 @@ from megatron_rl.fp8.quantize import Blocks, dequantize_weight
 from parallel.blocks import BLOCK
 
 _values: dict[int, torch.Tensor] = {}
-"""Dequantised values by the address of their E4M3 bytes: dequantising at every decoded token would cost as much as the product.
+"""Float values by the address of the bytes they are made from: dequantising at every decoded token would cost as much as the product.
 `forget_values` empties it whenever live bytes are written or proved, so it never outlives what was proved."""
+
+
+def values_of(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """float32 [N, K] of a quantised weight: dequantised values of E4M3 bytes, the bare numbers of INT8 ones."""
+    key = data.data_ptr()
+    if key not in _values:
+        _values[key] = data.float() if data.dtype == torch.int8 else dequantize_weight(Blocks(data, scale))
+    return _values[key]
 
 
 def forget_values() -> None:
@@ -45,10 +53,7 @@ def block_fp8_linear(
     """Stands in for SGLang's `triton_w8a8_block_fp8_linear`, same arguments: input [..., K], weight E4M3 [N, K]; returns [..., N]."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
-    key = weight.data_ptr()
-    if key not in _values:
-        _values[key] = dequantize_weight(Blocks(weight, weight_scale))
-    y = fprop(input, _values[key], "pow2" if act_scale_ue8m0 else "fp32")
+    y = fprop(input, values_of(weight, weight_scale), "pow2" if act_scale_ue8m0 else "fp32")
     return y if bias is None else y + bias
 
 

@@ -88,15 +88,26 @@ def _numbered(values: Sequence[str]) -> dict[str, str]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights a model serves from, by name. Shared parameters appear once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The weights a model serves from, by name, each by rows: what SGLang keeps transposed for a kernel (INT8 on a GPU) is shown as it
+    was before. Shared parameters appear once."""
+    return {name: _by_rows(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix whose columns lie side by side, as its transposed view; what is written there is written to it."""
+    transposed = tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
+    return tensor.t() if transposed else tensor
 
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
-    """What the live FP8 linear layers will really quantise activations with: "pow2" or "fp32", read from the callable they run."""
+    """What the live linear layers will really quantise activations with: FP8 with "pow2" or "fp32" scales, read from the callable they
+    run, or "int8" per token, which is all that SGLang's INT8 layers know."""
     found = {}
     for name, module in model.named_modules():
-        linear = getattr(getattr(module, "quant_method", None), "w8a8_block_fp8_linear", None)
+        method = getattr(module, "quant_method", None)
+        if type(method).__name__ == "W8A8Int8LinearMethod":
+            found[name] = "int8"
+        linear = getattr(method, "w8a8_block_fp8_linear", None)
         if linear is not None:
             found[name] = "pow2" if getattr(linear, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"
     return found

@@ -14,6 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+_INT8 = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
 _CPU_PINNING = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
@@ -28,12 +29,16 @@ def check_version() -> None:
 
 def _hooks() -> list[tuple[str, Any, str]]:
     """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import kernels, live
+    from rollout_sglang import int8_linear, kernels, live
 
-    hooks: list[tuple[str, Any, str]] = [(_LIVE, live.handle, "AROUND")]
+    hooks: list[tuple[str, Any, str]] = [
+        (_LIVE, live.handle, "AROUND"),
+        (_INT8 + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
+    ]
     if not torch.cuda.is_available():
         hooks += [
             (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
+            (_INT8 + "apply", int8_linear.apply, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
             (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
         ]

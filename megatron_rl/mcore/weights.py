@@ -13,10 +13,10 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl import hf
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.quantize import Blocks, quantize_weight
+from megatron_rl.fp8.quantize import Blocks
 from megatron_rl.hf_checkpoint import Checkpoint
-from megatron_rl.mcore.linear import in_order
 from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.rollout_weights import quantised_planes
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import raise_together
 from parallel.blocks import blocks_in
@@ -25,7 +25,6 @@ from parallel.layout import Layout
 from parallel.megatron import in_quantised_order, megatron_shards, row_order
 from parallel.pieces import cut_piece
 from parallel.plan import blocks as block_rect
-from parallel.plan import scale_name
 from parallel.regions import region
 
 Model = GPTModel | list[GPTModel]
@@ -137,22 +136,14 @@ def _chunks(model: Model) -> list[GPTModel]:
 
 
 def planes(model: Model, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 roles E4M3 bytes and scales.
+    """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 and INT8 roles bytes and scales.
 
-    An FP8 layer gives the very blocks it computes with. Where the trainer is not FP8 but the engine is (`fp8_rollout`), the blocks
-    are made here. Views of live memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised
-    order of `parallel.megatron`.
+    An FP8 layer gives the very blocks it computes with. Where the trainer is in high precision but the engine is not (`fp8_rollout`,
+    `int8_rollout`), they are made here: see `quantised_planes`. Collective. Views of live memory where possible: read them again after
+    every optimizer step. FP8 planes lie in the quantised order of `parallel.megatron`.
     """
     found = {name: tensor.detach() for name, tensor in global_parameters(model).items()}
-    layers = _weight_holders(model)
-    for shard in shards:
-        if shard.role in contract.fp8_roles():
-            layer = layers[shard.name]
-            blocks = getattr(layer, "blocks", None)
-            if blocks is None:
-                blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
-            found[shard.name], found[scale_name(shard.name)] = blocks
-    return found
+    return found | quantised_planes(shards, found, _weight_holders(model), contract)
 
 
 def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:

@@ -53,10 +53,12 @@ class Trainer:
         return planes(self.model, self.shards, self.contract)
 
     def tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
-        """The whole model under Hugging Face names, on rank 0: FP32 masters, or with `fp8` the blocks (bytes as uint8) and scales."""
+        """The whole model under Hugging Face names, on rank 0: FP32 masters, or with `fp8` what the engine gets: blocks (bytes as uint8),
+        or INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.of(Precision(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
-        found = gather_tensors(planes(self.model, self.shards, contract), geometry, self.layout, contract.fp8_roles(), "fp32")
+        mine, roles = planes(self.model, self.shards, contract), contract.fp8_roles()
+        found = gather_tensors(mine, geometry, self.layout, roles, "fp32", contract.int8_roles())
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in found.items()}
 
     def bytes_held(self) -> dict[str, bytes]:
@@ -137,6 +139,15 @@ def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: La
         if name in parameters:
             parameters[name][3, 5] = float("nan")
     quantize_model(trainer.model)
+
+
+def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
+    """Writes an infinity into one parameter on rank 0, then makes what a sync sends. Raises what that raises."""
+    trainer = Trainer(folder, precision)
+    with torch.no_grad():
+        if dist.get_rank() == 0:
+            dict(trainer.model.named_parameters())[name][3, 5] = float("inf")
+    trainer.planes()
 
 
 def poison_loss(

@@ -61,7 +61,6 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        (["--precision.mode=int8_rollout"], "precision.mode = 'int8_rollout': is not built yet; use one of bf16, fp8_rollout, fp8_unified"),
         (
             ["--precision.backend=deep_gemm", "--precision.high=fp32"],
             "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
@@ -195,3 +194,9 @@ def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workpl
     line = refused("--model.create.hidden_size=384")
     assert line.startswith("model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder")
     assert "rope_theta" in refused("--model.create.rope_theta=5.0")
+
+
+def test_int8_passes_where_fp8_blocks_would_be_cut(workplace):
+    write_config(workplace, intermediate_size=200)
+    assert "FP8 block" in refused("--precision.mode=fp8_rollout")
+    assert preflight(load_config(workplace / "run.toml", ["--precision.mode=int8_rollout"])) == Layout()

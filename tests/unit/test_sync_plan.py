@@ -12,7 +12,7 @@ from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan, check_live_engine, check_live_tensors
-from parallel.geometry import ModelGeometry
+from parallel.geometry import Experts, ModelGeometry
 from parallel.layout import Layout
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
@@ -89,11 +89,11 @@ def test_an_unquantised_engine_is_refused_in_fp8_and_right_in_bf16():
 class FakeEngine:
     """An engine with the right weights, that quantises activations as told."""
 
-    def __init__(self, formats: dict[str, str]) -> None:
-        self._formats = formats
+    def __init__(self, formats: dict[str, str], live: list[dict[str, LiveTensor]] | None = None) -> None:
+        self._formats, self._live = formats, live or live_engine()
 
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
-        return live_engine()
+        return self._live
 
     def activation_scale_formats(self) -> dict[str, str]:
         return self._formats
@@ -110,6 +110,36 @@ def test_an_engine_that_quantises_activations_otherwise_is_refused(formats, told
     check_live_engine(make(), FakeEngine({"a": "pow2", "b": "pow2"}))
     with pytest.raises(RunError, match=told):
         check_live_engine(make(), FakeEngine(formats))
+
+
+def int8_engine() -> list[dict[str, LiveTensor]]:
+    """`live_engine` in INT8: one scale per row of a weight."""
+    found = []
+    for rank in live_engine():
+        data = {name: LiveTensor("int8", tensor.shape) for name, tensor in rank.items() if tensor.dtype == "float8_e4m3fn"}
+        scales = {name + "_scale": LiveTensor("float32", (tensor.shape[0], 1)) for name, tensor in data.items()}
+        found.append({name: tensor for name, tensor in rank.items() if tensor.dtype == "bfloat16"} | data | scales)
+    return found
+
+
+def test_an_int8_engine_passes_in_int8_alone():
+    check_live_engine(make("int8_rollout"), FakeEngine({"a": "int8"}, int8_engine()))
+    with pytest.raises(RunError, match=r"is \('int8', .* the precision contract says \('float8_e4m3fn'"):
+        check_live_tensors(make("fp8_rollout"), int8_engine())
+    with pytest.raises(RunError, match=r"is \('float8_e4m3fn', .* the precision contract says \('int8'"):
+        check_live_tensors(make("int8_rollout"), live_engine())
+
+
+@pytest.mark.parametrize(
+    "formats, told",
+    [
+        ({"a": "int8", "b": "pow2"}, "b quantises activations with pow2 scales; precision.mode is int8_rollout"),
+        ({}, "no INT8 linear layer is live"),
+    ],
+)
+def test_an_int8_engine_with_other_activations_is_refused(formats, told):
+    with pytest.raises(RunError, match=told):
+        check_live_engine(make("int8_rollout"), FakeEngine(formats, int8_engine()))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
@@ -144,3 +174,8 @@ def test_a_bucket_smaller_than_a_row_is_refused():
     wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
     with pytest.raises(UserError, match=r"sync.bucket_mb = 1: one row of .* is \d+ bytes, a bucket holds 1048576; raise it"):
         SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.of(Precision()), 1 << 20)
+
+
+def test_int8_experts_are_refused():
+    with pytest.raises(UserError, match=r"precision.mode = 'int8_rollout': is not built yet for models with experts; use fp8_rollout"):
+        make("int8_rollout", kind="qwen3_moe", experts=Experts(count=4, ffn=128))

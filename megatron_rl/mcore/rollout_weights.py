@@ -1,0 +1,60 @@
+"""What a quantised engine is given of every quantised weight: the blocks that the trainer computes with, or bytes made for this sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import RunError
+from megatron_rl.fp8.quantize import Blocks, quantize_weight
+from megatron_rl.int8 import Channels, quantize_channels, row_maxima
+from megatron_rl.mcore.linear import in_order
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.ranks import raise_together
+from parallel.geometry import Shard
+from parallel.plan import kind_of, scale_name
+
+
+def quantised_planes(
+    shards: Sequence[Shard], weights: Mapping[str, torch.Tensor], layers: Mapping[str, Any], contract: PrecisionContract
+) -> dict[str, torch.Tensor]:
+    """Data and scales of every shard that the contract quantises, by name. Collective where it quantises any.
+
+    `layers` maps a shard's name to its Megatron layer, `weights` to the parameter, which is what a layer in high precision computes
+    with: in bf16 it is quantised, not the FP32 master that only the optimizer sees, so that quantising is all that sets the engine's
+    weights apart. Raises RunError, on every rank, naming a weight that holds inf or NaN.
+    """
+    if contract.engine_quantization is None:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    broken: RunError | None = None
+    for shard in shards:  # to the end, whatever breaks: other ranks may wait for this one's maxima
+        kind = kind_of(shard.role, contract.fp8_roles(), contract.int8_roles())
+        weight, layer = weights[shard.name], layers.get(shard.name)
+        try:
+            if kind == "int8":
+                found[shard.name], found[scale_name(shard.name, kind)] = _channels(shard, weight, layer)
+            elif kind == "fp8":
+                found[shard.name], found[scale_name(shard.name, kind)] = _blocks(weight, layer, contract.scale_format)
+        except ValueError as error:
+            broken = broken or RunError(f"{shard.name}: {error}; the sync is stopped before it reaches the engine")
+    raise_together(broken)
+    return found
+
+
+def _blocks(weight: torch.Tensor, layer: Any, scale_format: str) -> Blocks:
+    blocks = getattr(layer, "blocks", None)
+    return quantize_weight(in_order(weight, getattr(layer, "row_order", None)), scale_format) if blocks is None else blocks
+
+
+def _channels(shard: Shard, weight: torch.Tensor, layer: Any) -> Channels:
+    """A channel's scale is that of its whole row, also where tensor-parallel ranks hold a part of its columns each, so that the bytes
+    are those of quantising the checkpoint's tensor."""
+    amax = row_maxima(weight)
+    if any(piece.source.cols < piece.tensor.cols for piece in shard.pieces):
+        amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may lose a NaN
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=layer.tp_group)
+    return quantize_channels(weight, amax)

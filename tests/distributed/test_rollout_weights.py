@@ -1,0 +1,41 @@
+"""What a trainer in high precision gives to a quantised engine: the checkpoint's own bytes, at any tensor parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import read_weights
+
+from megatron_rl.errors import RunError
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.int8 import quantize_channels
+from parallel.plan import scale_name
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mode", ["fp8_rollout", "int8_rollout"])
+@pytest.mark.parametrize("high", ["fp32", "bf16"])
+def test_one_rank_and_two_give_the_checkpoints_own_bytes(one, two, checkpoint, mode, high):
+    """o_proj and down_proj are cut by columns on two ranks: an INT8 channel's scale is that of the whole row all the same."""
+    weights = read_weights(checkpoint)
+    kind = mode.removesuffix("_rollout")
+    for world in (one, two):
+        tensors = world.call("support.trainer:loaded", checkpoint, {"mode": mode, "high": high})[0]
+        quantised = [name for name in weights if scale_name(name, kind) in tensors]
+        assert len(quantised) == 2 * 7  # q k v o gate up down of two layers
+        for name in quantised:
+            held = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
+            data, scale = quantize_channels(held) if kind == "int8" else quantize_weight(held, "pow2")
+            assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name
+            assert torch.equal(tensors[scale_name(name, kind)], scale), name
+
+
+@pytest.mark.parametrize(
+    "mode, layer", [("int8_rollout", "mlp.linear_fc2"), ("int8_rollout", "mlp.linear_fc1"), ("fp8_rollout", "mlp.linear_fc1")]
+)
+def test_a_broken_weight_is_named_on_every_rank(two, checkpoint, mode, layer):
+    """It is broken on rank 0 alone; linear_fc2 is the one whose ranks share their maxima."""
+    name = f"decoder.layers.1.{layer}.weight"
+    with pytest.raises(RunError, match=f"{name}: weight holds inf or NaN"):
+        two.call("support.trainer:poison_rollout_weight", checkpoint, {"mode": mode, "high": "fp32"}, name)

@@ -1,0 +1,91 @@
+"""The reshard plan of INT8 weights: every byte and every row's scale exactly once, wherever the rows and columns are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from golden import slow_cut
+from golden.slow_cut import ROLES, Case, Planes, cases
+from hypothesis import given, settings
+from test_geometry import model
+
+from megatron_rl.config import Precision
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.sync_plan import SyncPlan
+from parallel.buckets import planes_of
+from parallel.geometry import ModelGeometry, Shard
+from parallel.layout import Layout
+from parallel.megatron import trainer_shards
+from parallel.plan import Move, moves, reshard, scale_name
+from parallel.sglang import engine_shards
+
+NONE: frozenset[str] = frozenset()
+
+
+def checkpoint(geometry: ModelGeometry) -> Planes:
+    """Random bytes of every tensor; quantised ones with a different scale for every row."""
+    planes = slow_cut.checkpoint(geometry)
+    for tensor in geometry.tensors().values():
+        if tensor.role in ROLES:
+            del planes[scale_name(tensor.name)]
+            planes[scale_name(tensor.name, "int8")] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
+    return planes
+
+
+def cut(shards: list[Shard], source: Planes) -> Planes:
+    """What a rank holds, cut directly: data by rectangles, scales by rows."""
+    planes: Planes = {}
+    for shard in shards:
+        planes[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.pieces[0].tensor.name].dtype)
+        scales = np.zeros((shard.rows, 1), np.float32)
+        for piece in shard.pieces:
+            row, col, rows, cols = piece.source
+            there = slice(piece.row, piece.row + rows)
+            planes[shard.name][there, piece.col : piece.col + cols] = source[piece.tensor.name][row : row + rows, col : col + cols]
+            if shard.role in ROLES:
+                scales[there] = source[scale_name(piece.tensor.name, "int8")][row : row + rows]
+        if shard.role in ROLES:
+            planes[scale_name(shard.name, "int8")] = scales
+    return planes
+
+
+def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Move]:
+    return moves(reshard(sources, targets, NONE, int8_roles=ROLES))
+
+
+def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Planes) -> None:
+    expected = {rank: cut(shards, source) for rank, shards in targets.items()}
+    filled, written = slow_cut.carry_out(planned(sources, targets), {rank: cut(held, source) for rank, held in sources.items()}, expected)
+    slow_cut.assert_same(filled, expected)
+    for rank, planes in written.items():
+        assert all((times <= 1).all() for times in planes.values())  # padding is never written
+        for plane in planes_of({rank: targets[rank]}, NONE, 2, ROLES):
+            assert planes[plane.name].shape[1] == plane.cols and (planes[plane.name][: plane.rows] == 1).all(), plane.name
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(cases())
+def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
+    sources = trainer_shards(case.model, case.train)
+    targets = engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
+    assert_carried(sources, targets, checkpoint(case.model))
+    assert_carried(sources, {0: case.model.checkpoint_shards()}, checkpoint(case.model))
+
+
+@pytest.mark.parametrize(
+    "geometry, train, rollout",
+    [(model(ffn=200), Layout(tp=2), 4), (model(head_dim=40, hidden=104), Layout(tp=4), 1), (model(ffn=24), Layout(), 8)],
+)
+def test_any_boundary_is_good(geometry, train, rollout):
+    """Boundaries that cut 128x128 blocks, which FP8 refuses."""
+    case = Case(geometry, train, rollout)
+    assert_carried(trainer_shards(case.model, case.train), engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
+
+
+def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
+    contract = PrecisionContract.of(Precision(mode="int8_rollout"))
+    plan = SyncPlan.make(model(), Layout(tp=2), (2, 1), contract, 1 << 20)
+    rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
+    high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
+    assert sum(map(plan.bytes_of, plan.moves)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(piece.nbytes for bucket in plan.buckets for piece in bucket) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
