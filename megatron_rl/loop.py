@@ -1,7 +1,7 @@
 """The loop, on one page.
 
-    prompts -> engine generates groups -> rewards -> advantages -> actor and reference log-probs -> policy loss -> optimizer steps
-            -> blocks quantised once -> sync + proof -> next policy version
+    prompts -> engine generates groups -> rewards -> actor and reference log-probs -> advantages, corrections -> policy loss
+            -> optimizer steps -> blocks quantised once -> sync + proof -> next policy version
 
 Every rank runs it; what only rank 0 can do (engine, rewards, log) happens inside `on_rank0`.
 """
@@ -15,7 +15,11 @@ from typing import cast
 
 import torch
 
-from megatron_rl.algorithm.grpo import GRPOLoss, k3
+from megatron_rl.algorithm.advantages import assign_advantages
+from megatron_rl.algorithm.aggregate import weigh
+from megatron_rl.algorithm.corrections import assign_corrections
+from megatron_rl.algorithm.kl import k3
+from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.config import Config
 from megatron_rl.mcore.actor import Actor, Policy
@@ -68,12 +72,15 @@ class Loop:
         sequences = to_sequences(rollout)
         with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
+        metrics |= self._credit(sequences)
         with self._phase("train", metrics):
             metrics |= self._learn(sequences)
         self.version += 1
         with self._phase("sync"):
             report = self.sync.run(self.version)
         if is_rank0():
+            for completion, sequence in zip(rollout.completions_B, sequences, strict=True):
+                completion.advantage = sequence.advantage
             self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
         return metrics | report.metrics()
 
@@ -87,12 +94,21 @@ class Loop:
                 sequence.reference_logprobs = logprobs
         return {"entropy": entropy, **mismatch(sequences)}
 
+    def _credit(self, sequences: list[Sequence]) -> dict[str, float]:
+        """Advantages from rewards, and the weights that correct for the engine's mismatch; returns metrics of both."""
+        algorithm = self.config.algorithm
+        metrics = assign_advantages(sequences, algorithm, self.config.rollout.group_size)
+        return metrics | assign_corrections(sequences, algorithm)
+
     def _learn(self, sequences: list[Sequence]) -> dict[str, float]:
         """`updates_per_step` optimizer steps, each on its share of the groups; returns means over them."""
-        parts = self.config.algorithm.updates_per_step
+        algorithm, found = self.config.algorithm, []
+        parts = algorithm.updates_per_step
         share = len(sequences) // parts
-        loss = GRPOLoss(self.config.algorithm)
-        found = [self.actor.update(sequences[part * share : (part + 1) * share], loss) for part in range(parts)]
+        for part in range(parts):
+            chosen = sequences[part * share : (part + 1) * share]
+            weigh(chosen, algorithm.aggregate, self.config.rollout.max_new_tokens)
+            found.append(self.actor.update(chosen, PolicyLoss(algorithm)))
         return {name: sum(metrics[name] for metrics in found) / parts for name in found[0] if name != "loss/total"}
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -116,9 +132,14 @@ class Loop:
 
 
 def to_sequences(rollout: Rollout) -> list[Sequence]:
-    """The trainer's view of the completions; advantages and the engine's log-probs included."""
+    """The trainer's view of the completions; rewards and the engine's log-probs included."""
     return [
-        Sequence(completion.prompt_ids_T, completion.output_ids_T, completion.advantage, torch.tensor(completion.logprobs_T))
+        Sequence(
+            completion.prompt_ids_T,
+            completion.output_ids_T,
+            reward=completion.reward.value + completion.overlong,
+            rollout_logprobs=torch.tensor(completion.logprobs_T),
+        )
         for completion in rollout.completions_B
     ]
 

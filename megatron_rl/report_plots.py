@@ -226,6 +226,16 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
             (Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),),
         ),
         Plot(
+            "Weights of mismatch correction",
+            "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
+            (
+                Panel(
+                    "mean weight", (("correction/mean_positive", "advantage above 0"), ("correction/mean_negative", "advantage below 0"))
+                ),
+                Panel("tokens", (("correction/touched_positive", "touched, above 0"), ("correction/touched_negative", "below 0")), "share"),
+            ),
+        ),
+        Plot(
             "Entropy",
             "A slow decline is normal; a fall to 0 means that the policy has stopped exploring.",
             (Panel("entropy (nats per token)", (("entropy", "entropy"),), zero=True),),

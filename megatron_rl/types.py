@@ -53,6 +53,7 @@ class Completion:
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     advantage: float = 0.0
+    overlong: float = 0.0  # what the length adds to the reward, 0 or less
 
 
 @dataclass(frozen=True)

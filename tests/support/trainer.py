@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import hf
-from megatron_rl.algorithm.grpo import GRPOLoss
+from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import MicroBatch, Sequence
 from megatron_rl.config import Algorithm, Precision, Train
 from megatron_rl.errors import RunError
@@ -81,7 +81,7 @@ def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> tor
 def train_grpo(folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[Sequence]]) -> dict[str, Any]:
     """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after."""
     trainer = Trainer(folder, precision, train)
-    loss = GRPOLoss(Algorithm(kl_coef=0.1))
+    loss = PolicyLoss(Algorithm(kl_coef=0.1))
     before, entropy = trainer.actor.logprobs(batches[0])
     steps = [trainer.actor.update(batch, loss) for batch in batches]
     after, _ = trainer.actor.logprobs(batches[0])

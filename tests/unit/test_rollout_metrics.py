@@ -1,4 +1,4 @@
-"""What a rollout reports of its completions: accuracies, lengths, sample rows; and how groups get their advantages."""
+"""What a rollout reports of its completions: accuracies, lengths, sample rows; and which groups it takes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_metrics_of_a_step():
             "reward/mean": 0.625,
             "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5,
             "reward/errors": 1,
+            "reward/overlong": 0,
             "accuracy/train": 0.5,
             "accuracy/level_1": 0.5,
             "accuracy/level_2": 0.5,
@@ -110,11 +111,11 @@ def worker():
     return RolloutWorker(config, FakeEngine(), stream, held_out, FakeTokenizer(), FakeRewards())
 
 
-def test_groups_lie_side_by_side_with_advantages_of_their_own(worker):
+def test_groups_lie_side_by_side(worker):
     completions = worker.collect(5).completions_B
     assert [member.problem.id for member in completions] == ["0"] * 4 + ["1"] * 4
     assert [member.text for member in completions] == list("abcdefgh")
-    assert [member.advantage for member in completions] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3] * 2, rel=1e-5)
+    assert [member.reward.value for member in completions] == [1.0, 0.0, 0.0, 0.0] * 2
     assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
 
 
