@@ -45,6 +45,8 @@ class Algorithm(Section):
     """The ratio's upper bound is 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """ppo: bounds the loss of a negative advantage A at -dual_clip * A, however large the ratio. Absent: unbounded."""
+    calibrate_every: int = Field(0, ge=0)
+    """ppo in fp8_unified: RL steps between calibrations of both bounds against a forward pass without FP8; 0 leaves them as set."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over all answer tokens; mean of the sequences' means; or sum over tokens / (sequences * rollout.max_new_tokens)."""
 
@@ -92,6 +94,8 @@ class Algorithm(Section):
             raise ValueError(f"dual_clip belongs to loss ppo, not to {self.loss}: leave it out")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(f"dual_clip ({self.dual_clip}) must be larger than 1 + clip_high ({1 + self.clip_high})")
+        if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
+            raise ValueError("calibrate_every needs loss ppo and updates_per_step of 2 or more: before the first update all ratios are 1")
         if self.correction != "none" and self.old_policy == "engine":
             raise ValueError(f"correction {self.correction} needs old_policy trainer: with engine the ratio holds the mismatch already")
         return self

@@ -223,7 +223,10 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
         Plot(
             "Clipped tokens by sign of the advantage",
             "A few percent is usual; many more on one side means that steps are too long in that direction.",
-            (Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),),
+            (
+                Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),
+                Panel("calibrated bounds", (("clip/bound_low", "lower"), ("clip/bound_high", "upper"))),
+            ),
         ),
         Plot(
             "Weights of mismatch correction",

@@ -26,6 +26,8 @@ _MEANING = {
     "loss/kl": ("KL term against the reference model", "small"),
     "clip/positive": ("share of tokens that the clip touches, advantage above 0", "share"),
     "clip/negative": ("share of tokens that the clip touches, advantage below 0", "share"),
+    "clip/bound_low": ("calibrated lower bound of the ratio", "number"),
+    "clip/bound_high": ("calibrated upper bound of the ratio", "number"),
     "correction/mean_positive": ("mean weight of mismatch correction, advantage above 0", "number"),
     "correction/mean_negative": ("mean weight of mismatch correction, advantage below 0", "number"),
     "correction/max_positive": ("largest weight of mismatch correction, advantage above 0", "number"),

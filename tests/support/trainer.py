@@ -16,7 +16,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.export import gather_tensors
 from megatron_rl.mcore import checkpoint as checkpoints
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.mcore.linear import fp8_layers, without_fp8
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
@@ -92,6 +92,16 @@ def train_grpo(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
         "after": torch.cat(after),
         "masters": trainer.tensors(fp8=False),
     }
+
+
+def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Sequence]) -> dict[str, torch.Tensor]:
+    """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
+    trainer = Trainer(folder, precision)
+    found = [torch.cat(trainer.actor.logprobs(batch)[0])]
+    with without_fp8(trainer.model):
+        found.append(torch.cat(trainer.actor.logprobs(batch)[0]))
+    found.append(torch.cat(trainer.actor.logprobs(batch)[0]))
+    return dict(zip(("with", "without", "again"), found, strict=True))
 
 
 def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[Sequence], steps: int) -> dict[str, Any]:
