@@ -149,7 +149,7 @@ def to_sequences(rollout: Rollout) -> list[Sequence]:
         Sequence(
             completion.prompt_ids_T,
             completion.output_ids_T,
-            reward=completion.reward.value + completion.overlong,
+            reward=completion.score,
             rollout_logprobs=torch.tensor(completion.logprobs_T),
         )
         for completion in rollout.completions_B

@@ -55,6 +55,11 @@ class Completion:
     advantage: float = 0.0
     overlong: float = 0.0  # what the length adds to the reward, 0 or less
 
+    @property
+    def score(self) -> float:
+        """What the advantage is computed from."""
+        return self.reward.value + self.overlong
+
 
 @dataclass(frozen=True)
 class Sampling:

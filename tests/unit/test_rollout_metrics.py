@@ -9,7 +9,6 @@ import pytest
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.errors import RunError
-from megatron_rl.loop import to_sequences
 from megatron_rl.rollout import Rollout, RolloutWorker, accuracies, rollout_metrics, sample_rows
 from megatron_rl.types import Completion, Generation, Problem, Reward
 
@@ -187,4 +186,4 @@ def test_length_penalties_stay_beside_the_reward_and_give_no_signal(worker):
     assert {(member.reward.value, member.overlong) for member in rollout.completions_B} == {(1.0, -0.75)}
     assert rollout.sampling["sampling/without_signal"] == 2
     assert rollout_metrics(rollout)["reward/overlong"] == -0.75
-    assert [sequence.reward for sequence in to_sequences(rollout)] == [0.25] * 8
+    assert {member.score for member in rollout.completions_B} == {0.25}
