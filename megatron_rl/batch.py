@@ -23,6 +23,12 @@ class Sequence:
     """Log-probs under the trainer's policy that sampled the answer."""
     reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Log-probs under the frozen reference."""
+    correction: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Weights of the policy term for the engine's difference from the trainer (`algorithm.corrections`); empty for 1."""
+    reward: float = 0.0
+    """What the answer earned, before any KL term."""
+    weight: float = 1.0
+    """Of each answer token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
 
     @property
     def length(self) -> int:
@@ -45,6 +51,10 @@ class MicroBatch:
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
+    weights: torch.Tensor
+    """The sequence's weight where `mask` is 1, else 0."""
+    corrections: torch.Tensor
+    """The token's correction where `mask` is 1, else 0."""
 
     def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the sequence, its answer's part [A]) of a tensor [b, s] aligned with `targets`."""
@@ -72,7 +82,7 @@ def _pad(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
     width = -(-longest // multiple) * multiple
     shape = (max(len(rows), 1), width)
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    mask, advantages, old, reference = (torch.zeros(shape) for _ in range(4))
+    mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
     for row, index in enumerate(rows):
         sequence = sequences[index]
         ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
@@ -81,9 +91,11 @@ def _pad(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
         answer = slice(len(sequence.prompt_ids) - 1, len(ids) - 1)
         mask[row, answer] = 1.0
         advantages[row, answer] = sequence.advantage
+        weights[row, answer] = sequence.weight
+        corrections[row, answer] = sequence.correction if len(sequence.correction) else 1.0
         if len(sequence.old_logprobs):
             old[row, answer] = sequence.old_logprobs
         if len(sequence.reference_logprobs):
             reference[row, answer] = sequence.reference_logprobs
     positions = torch.arange(width).expand(shape).contiguous()
-    return MicroBatch(rows, tokens, targets, positions, mask, advantages, old, reference)
+    return MicroBatch(rows, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)

@@ -14,14 +14,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from megatron_rl.config_algorithm import Algorithm
 from megatron_rl.config_errors import as_user_error, section_of
+from megatron_rl.config_section import Section as _Section
 from megatron_rl.errors import UserError
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
 
 
 class Architecture(_Section):
@@ -145,20 +143,6 @@ class Rollout(_Section):
     """Seconds an engine may take to become healthy."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds one generate call or one sync call may take."""
-
-
-class Algorithm(_Section):
-    """The policy loss: GRPO."""
-
-    name: Literal["grpo"] = "grpo"
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio's lower bound is 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0)
-    """The ratio's upper bound is 1 + clip_high."""
-    kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 KL estimate against the reference model; 0 runs without a reference model."""
-    updates_per_step: int = Field(1, ge=1)
-    """Optimizer steps per rollout; the batch is cut into that many parts."""
 
 
 class Data(_Section):

@@ -1,7 +1,7 @@
 """The loop, on one page.
 
-    prompts -> engine generates groups -> rewards -> advantages -> actor and reference log-probs -> policy loss -> optimizer steps
-            -> blocks quantised once -> sync + proof -> next policy version
+    prompts -> engine generates groups -> rewards -> actor and reference log-probs -> advantages, corrections -> policy loss
+            -> optimizer steps -> blocks quantised once -> sync + proof -> next policy version
 
 Every rank runs it; what only rank 0 can do (engine, rewards, log) happens inside `on_rank0`.
 """
@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import cast
 
 import torch
 
-from megatron_rl.algorithm.grpo import GRPOLoss, k3
+from megatron_rl.algorithm.advantages import assign_advantages
+from megatron_rl.algorithm.aggregate import weigh
+from megatron_rl.algorithm.calibrated import ClipCalibration
+from megatron_rl.algorithm.corrections import assign_corrections
+from megatron_rl.algorithm.kl import k3
+from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.config import Config
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.linear import without_fp8
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.rollout import Rollout, RolloutWorker, rollout_metrics, sample_rows
 from megatron_rl.runlog import RunLog
@@ -42,6 +48,7 @@ class Loop:
         self._write_checkpoint, self._saved = write_checkpoint, -1
         self._worker = cast(RolloutWorker, worker)  # these two are used inside on_rank0 and after is_rank0 only
         self._log = cast(RunLog, log)
+        self._clip = ClipCalibration(config.algorithm, self._logprobs_of_now)
         self.version = 0
 
     def run(self) -> None:
@@ -68,12 +75,15 @@ class Loop:
         sequences = to_sequences(rollout)
         with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
+        metrics |= self._credit(sequences)
         with self._phase("train", metrics):
             metrics |= self._learn(sequences)
         self.version += 1
         with self._phase("sync"):
             report = self.sync.run(self.version)
         if is_rank0():
+            for completion, sequence in zip(rollout.completions_B, sequences, strict=True):
+                completion.advantage = sequence.advantage
             self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
         return metrics | report.metrics()
 
@@ -87,13 +97,31 @@ class Loop:
                 sequence.reference_logprobs = logprobs
         return {"entropy": entropy, **mismatch(sequences)}
 
+    def _credit(self, sequences: list[Sequence]) -> dict[str, float]:
+        """Advantages from rewards, and the weights that correct for the engine's mismatch; returns metrics of both."""
+        algorithm = self.config.algorithm
+        metrics = assign_advantages(sequences, algorithm, self.config.rollout.group_size)
+        return metrics | assign_corrections(sequences, algorithm)
+
     def _learn(self, sequences: list[Sequence]) -> dict[str, float]:
         """`updates_per_step` optimizer steps, each on its share of the groups; returns means over them."""
-        parts = self.config.algorithm.updates_per_step
-        share = len(sequences) // parts
-        loss = GRPOLoss(self.config.algorithm)
-        found = [self.actor.update(sequences[part * share : (part + 1) * share], loss) for part in range(parts)]
-        return {name: sum(metrics[name] for metrics in found) / parts for name in found[0] if name != "loss/total"}
+        algorithm, found = self.config.algorithm, []
+        share = len(sequences) // algorithm.updates_per_step
+        parts = [sequences[start : start + share] for start in range(0, len(sequences), share)]
+        calibrate = algorithm.calibrate_every and self.version % algorithm.calibrate_every == 0
+        if calibrate:
+            self._clip.begin(parts[-1])
+        for number, part in enumerate(parts, 1):
+            if calibrate and number == len(parts):
+                self._clip.end(part)
+            weigh(part, algorithm.aggregate, self.config.rollout.max_new_tokens)
+            found.append(self.actor.update(part, PolicyLoss(self._clip.config)))
+        bounds = dict(zip(("clip/bound_low", "clip/bound_high"), self._clip.bounds, strict=True)) if algorithm.calibrate_every else {}
+        return {name: sum(metrics[name] for metrics in found) / len(parts) for name in found[0] if name != "loss/total"} | bounds
+
+    def _logprobs_of_now(self, sequences: list[Sequence], quantised: bool) -> list[torch.Tensor]:
+        with nullcontext() if quantised else without_fp8(self.actor.model):
+            return self.actor.logprobs(sequences)[0]
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self.config.data.eval_every and step != self.config.train.steps:
@@ -116,9 +144,14 @@ class Loop:
 
 
 def to_sequences(rollout: Rollout) -> list[Sequence]:
-    """The trainer's view of the completions; advantages and the engine's log-probs included."""
+    """The trainer's view of the completions; rewards and the engine's log-probs included."""
     return [
-        Sequence(completion.prompt_ids_T, completion.output_ids_T, completion.advantage, torch.tensor(completion.logprobs_T))
+        Sequence(
+            completion.prompt_ids_T,
+            completion.output_ids_T,
+            reward=completion.score,
+            rollout_logprobs=torch.tensor(completion.logprobs_T),
+        )
         for completion in rollout.completions_B
     ]
 

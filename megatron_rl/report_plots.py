@@ -223,7 +223,20 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
         Plot(
             "Clipped tokens by sign of the advantage",
             "A few percent is usual; many more on one side means that steps are too long in that direction.",
-            (Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),),
+            (
+                Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),
+                Panel("calibrated bounds", (("clip/bound_low", "lower"), ("clip/bound_high", "upper"))),
+            ),
+        ),
+        Plot(
+            "Weights of mismatch correction",
+            "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
+            (
+                Panel(
+                    "mean weight", (("correction/mean_positive", "advantage above 0"), ("correction/mean_negative", "advantage below 0"))
+                ),
+                Panel("tokens", (("correction/touched_positive", "touched, above 0"), ("correction/touched_negative", "below 0")), "share"),
+            ),
         ),
         Plot(
             "Entropy",

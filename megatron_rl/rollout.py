@@ -1,4 +1,4 @@
-"""Rank 0's side of a step: problems -> the engine's completions -> rewards -> advantages; and held-out evaluation."""
+"""Rank 0's side of a step: problems -> the engine's completions -> rewards, in whole groups; and held-out evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.algorithm import grpo
+from megatron_rl.algorithm.overlong import overlong_reward
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.engine import Engine
@@ -22,6 +22,10 @@ class Rollout:
 
     completions_B: list[Completion]
     seconds: dict[str, float] = field(default_factory=dict)
+    discarded_B: list[Completion] = field(default_factory=list)
+    """Members of groups that dynamic sampling left out; they cost time and count in the metrics."""
+    sampling: dict[str, float] = field(default_factory=dict)
+    """Metrics of dynamic sampling; empty where it is off."""
 
 
 class RolloutWorker:
@@ -34,14 +38,39 @@ class RolloutWorker:
         self._held_out = held_out[: config.data.eval_size]
 
     def collect(self, version: int) -> Rollout:
-        """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version."""
-        config = self._config.rollout
-        problems_P = self._stream.next_batch(config.prompts_per_step)
-        rollout = self._sample([problem for problem in problems_P for _ in range(config.group_size)], version)
-        for start in range(0, len(rollout.completions_B), config.group_size):
-            group = rollout.completions_B[start : start + config.group_size]
-            for completion, advantage in zip(group, grpo.advantages([member.reward.value for member in group]), strict=True):
-                completion.advantage = advantage
+        """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version.
+
+        Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earn the same teaches nothing, and is drawn anew from the
+        next problem; after the last round such groups fill what is missing, so that the batch keeps its size.
+        """
+        wanted, rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
+        rollout = self._groups(wanted, version)
+        if not rounds:
+            return rollout
+        seconds, drawn = dict(rollout.seconds), 1
+        kept, dull = _by_signal(rollout, self._config.rollout.group_size)
+        while len(kept) < wanted and drawn < rounds:
+            more, drawn = self._groups(wanted - len(kept), version), drawn + 1
+            seconds = {name: spent + more.seconds[name] for name, spent in seconds.items()}
+            for groups, found in zip((kept, dull), _by_signal(more, self._config.rollout.group_size), strict=True):
+                groups += found
+        missing = wanted - len(kept)
+        counts = {"rounds": drawn, "discarded": len(dull) - missing, "without_signal": missing}
+        return Rollout(
+            [member for group in [*kept, *dull[:missing]] for member in group],
+            seconds,
+            [member for group in dull[missing:] for member in group],
+            {f"sampling/{name}": float(count) for name, count in counts.items()},
+        )
+
+    def _groups(self, prompts: int, version: int) -> Rollout:
+        """The groups of the next `prompts` problems, with the penalty for length where it is on."""
+        problems_P = self._stream.next_batch(prompts)
+        rollout = self._sample([problem for problem in problems_P for _ in range(self._config.rollout.group_size)], version)
+        algorithm, longest = self._config.algorithm, self._config.rollout.max_new_tokens
+        for completion in rollout.completions_B:
+            length = len(completion.output_ids_T)
+            completion.overlong = overlong_reward(length, longest, algorithm.overlong_share, algorithm.overlong_penalty)
         return rollout
 
     def evaluate(self, version: int) -> dict[str, float]:
@@ -72,6 +101,13 @@ class RolloutWorker:
         return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
 
 
+def _by_signal(rollout: Rollout, group_size: int) -> tuple[list[list[Completion]], list[list[Completion]]]:
+    """(groups whose members' rewards differ, the others). Length penalties do not count: they would keep groups that are all wrong."""
+    groups = [rollout.completions_B[start : start + group_size] for start in range(0, len(rollout.completions_B), group_size)]
+    differ = [len({member.reward.value for member in group}) > 1 for group in groups]
+    return [g for g, yes in zip(groups, differ, strict=True) if yes], [g for g, yes in zip(groups, differ, strict=True) if not yes]
+
+
 def accuracies(completions: Sequence[Completion], overall: str, by_level: str) -> dict[str, float]:
     """Share of correct completions, overall and for each difficulty level."""
     levels = sorted({completion.problem.level for completion in completions})
@@ -83,8 +119,8 @@ def accuracies(completions: Sequence[Completion], overall: str, by_level: str) -
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Rewards, accuracy, lengths and throughput of one step."""
-    completions = rollout.completions_B
+    """Rewards, accuracy, lengths and throughput of all that was sampled in one step."""
+    completions = [*rollout.completions_B, *rollout.discarded_B]
     count = len(completions)
     rewards = [completion.reward.value for completion in completions]
     lengths = [len(completion.output_ids_T) for completion in completions]
@@ -93,6 +129,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "reward/mean": mean,
         "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
         "reward/errors": float(sum(bool(completion.reward.error) for completion in completions)),
+        "reward/overlong": sum(completion.overlong for completion in completions) / count,
         **accuracies(completions, "accuracy/train", "accuracy/level_"),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths)),
@@ -100,6 +137,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "tokens/generated": float(sum(lengths)),
         "tokens/per_second": sum(lengths) / rollout.seconds["time/generate"],
         **rollout.seconds,
+        **rollout.sampling,
     }
 
 

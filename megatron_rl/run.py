@@ -39,6 +39,9 @@ def preflight(config: Config) -> Layout:
     if config.rollout.prompts_per_step % parts:
         rule = f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})"
         raise UserError("algorithm.updates_per_step", parts, rule, "change one of them")
+    if config.algorithm.calibrate_every and config.precision.mode != "fp8_unified":
+        rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
+        raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
     _check_model(config, layout)
     _check_data_files(config)

@@ -53,6 +53,12 @@ class Completion:
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     advantage: float = 0.0
+    overlong: float = 0.0  # what the length adds to the reward, 0 or less
+
+    @property
+    def score(self) -> float:
+        """What the advantage is computed from."""
+        return self.reward.value + self.overlong
 
 
 @dataclass(frozen=True)

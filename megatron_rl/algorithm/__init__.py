@@ -1,1 +1,1 @@
-"""One algorithm per file: how rewards become advantages, and how log-probs become a loss."""
+"""How rewards become advantages, and log-probs become a loss: one piece a file, composed by the configuration."""

@@ -7,10 +7,13 @@ look at the values of `weight`, so what the engine is given is what the trainer 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -95,6 +98,8 @@ class _FP8Linear:
     config: TransformerConfig
     scale_format: str
     _operand: Any = None
+    quantised: bool = True
+    """False within `without_fp8`: the forward pass multiplies with the master."""
     row_order: torch.Tensor | None = None
     """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
     within a block (`parallel.megatron.row_order`). None: the same order."""
@@ -135,7 +140,11 @@ class _FP8Linear:
         return self._operand
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
-        y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
+        if self.quantised:
+            y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
+        else:
+            inputs = _gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
+            y = F.linear(inputs, weight.to(inputs.dtype))
         bias = how.get("bias")
         return y if bias is None else y + bias
 
@@ -195,3 +204,17 @@ def quantize_model(model: GPTModel) -> None:
     except RunError as error:
         broken = error
     raise_together(broken)
+
+
+@contextmanager
+def without_fp8(model: torch.nn.Module) -> Iterator[None]:
+    """Forward passes within compute with the masters in `precision.high`, for measuring what quantisation changes. No gradient."""
+    layers = fp8_layers(model).values()
+    for layer in layers:
+        layer.quantised = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.quantised = True

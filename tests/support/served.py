@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithm.grpo import GRPOLoss
+from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.config import Algorithm
 from megatron_rl.errors import RunError
@@ -79,7 +79,7 @@ def prove() -> int:
 
 def train(batch: list[Sequence]) -> None:
     """One optimizer step."""
-    _now[0].trainer.actor.update(batch, GRPOLoss(Algorithm()))
+    _now[0].trainer.actor.update(batch, PolicyLoss(Algorithm()))
 
 
 def sync(version: int, bucket_bytes: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithm.grpo import GRPOLoss
+from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.config import Algorithm, Sync
 from megatron_rl.mcore.linear import quantize_model
@@ -49,7 +49,7 @@ def switch_under_load(
                         reports.append(asdict(sync.run(version)))
                     masters[version] = {name: value.detach().clone() for name, value in served.trainer.model.named_parameters()}
                     wait_for_answers(answers, len(prompts), asking)
-                    served.trainer.actor.update(batch, GRPOLoss(Algorithm()))
+                    served.trainer.actor.update(batch, PolicyLoss(Algorithm()))
             finally:
                 stop.set()
             for task in asking:

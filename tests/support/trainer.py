@@ -11,14 +11,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl import hf
-from megatron_rl.algorithm.grpo import GRPOLoss
+from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import MicroBatch, Sequence
 from megatron_rl.config import Algorithm, Precision, Train
 from megatron_rl.errors import RunError
 from megatron_rl.export import gather_tensors
 from megatron_rl.mcore import checkpoint as checkpoints
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.mcore.linear import fp8_layers, without_fp8
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import global_parameters, load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
@@ -98,7 +98,7 @@ def train_grpo(
 ) -> dict[str, Any]:
     """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after."""
     trainer = Trainer(folder, precision, train, layout=layout)
-    loss = GRPOLoss(Algorithm(kl_coef=0.1))
+    loss = PolicyLoss(Algorithm(kl_coef=0.1))
     before, entropy = trainer.actor.logprobs(batches[0])
     steps = [trainer.actor.update(batch, loss) for batch in batches]
     after, _ = trainer.actor.logprobs(batches[0])
@@ -109,6 +109,16 @@ def train_grpo(
         "after": torch.cat(after),
         "masters": trainer.tensors(fp8=False),
     }
+
+
+def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Sequence]) -> dict[str, torch.Tensor]:
+    """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
+    trainer = Trainer(folder, precision)
+    found = [torch.cat(trainer.actor.logprobs(batch)[0])]
+    with without_fp8(trainer.model):
+        found.append(torch.cat(trainer.actor.logprobs(batch)[0]))
+    found.append(torch.cat(trainer.actor.logprobs(batch)[0]))
+    return dict(zip(("with", "without", "again"), found, strict=True))
 
 
 def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[Sequence], steps: int) -> dict[str, Any]:

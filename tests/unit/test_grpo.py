@@ -11,9 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.grpo import GRPOLoss, advantages, k3
+from megatron_rl.algorithm.advantages import advantages as group_advantages
+from megatron_rl.algorithm.kl import k3
+from megatron_rl.algorithm.loss import PolicyLoss as GRPOLoss
 from megatron_rl.batch import MicroBatch, Sequence, micro_batches
 from megatron_rl.config import Algorithm
+
+
+def advantages(rewards_G: list[float]) -> list[float]:
+    return group_advantages(rewards_G, len(rewards_G))
+
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)
 ALGORITHM = Algorithm(clip_low=0.2, clip_high=0.28, kl_coef=0.05)
@@ -38,7 +45,7 @@ def test_one_right_answer_among_four():
 
 
 def token_loss(logprob: float, old: float, reference: float, advantage: float, config: Algorithm) -> float:
-    """The loss of one answer token as the docstring of megatron_rl.algorithm.grpo states it."""
+    """The loss of one answer token as the docstring of megatron_rl.algorithm.ppo states it."""
     ratio = math.exp(logprob - old)
     clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
     difference = reference - logprob

@@ -183,6 +183,14 @@ def test_updates_per_step_that_do_not_divide_the_prompts(workplace):
     assert line.startswith("algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (8)")
 
 
+def test_calibrated_clipping_where_nothing_is_quantised(workplace):
+    calibrate = ("--algorithm.calibrate_every=20", "--algorithm.updates_per_step=2")
+    preflight(load_config(workplace / "run.toml", calibrate))
+    line = refused(*calibrate, "--precision.mode=bf16")
+    assert line.startswith("algorithm.calibrate_every = 20: calibrates FP8 ratios, which precision.mode bf16 has none of")
+    assert "needs loss ppo and updates_per_step of 2 or more" in refused(calibrate[0])
+
+
 def test_a_malformed_line_of_a_data_file_is_told_before_anything_starts(workplace):
     (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")

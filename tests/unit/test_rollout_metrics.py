@@ -1,4 +1,4 @@
-"""What a rollout reports of its completions: accuracies, lengths, sample rows; and how groups get their advantages."""
+"""What a rollout reports of its completions: accuracies, lengths, sample rows; and which groups it takes."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def test_metrics_of_a_step():
             "reward/mean": 0.625,
             "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5,
             "reward/errors": 1,
+            "reward/overlong": 0,
             "accuracy/train": 0.5,
             "accuracy/level_1": 0.5,
             "accuracy/level_2": 0.5,
@@ -110,11 +111,11 @@ def worker():
     return RolloutWorker(config, FakeEngine(), stream, held_out, FakeTokenizer(), FakeRewards())
 
 
-def test_groups_lie_side_by_side_with_advantages_of_their_own(worker):
+def test_groups_lie_side_by_side(worker):
     completions = worker.collect(5).completions_B
     assert [member.problem.id for member in completions] == ["0"] * 4 + ["1"] * 4
     assert [member.text for member in completions] == list("abcdefgh")
-    assert [member.advantage for member in completions] == pytest.approx([3**0.5, *[-(3**-0.5)] * 3] * 2, rel=1e-5)
+    assert [member.reward.value for member in completions] == [1.0, 0.0, 0.0, 0.0] * 2
     assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
 
 
@@ -127,3 +128,62 @@ def test_evaluation_scores_each_held_out_problem_once(worker):
     found = worker.evaluate(5)
     assert found.pop("time/eval") >= 0
     assert found == {"eval/accuracy": 0.5, "eval/level_1": 1.0, "eval/level_2": 0.0}
+
+
+class Scripted:
+    """Rewards by the problem's number: its group's rewards, one per member."""
+
+    def __init__(self, groups: dict[str, list[float]]) -> None:
+        self.groups, self.asked = groups, []
+
+    def score(self, texts, problems):
+        self.asked.append(len(problems) // 4)
+        return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
+
+
+def dynamic(worker: RolloutWorker, rounds: int, groups: dict[str, list[float]], **algorithm: object) -> tuple[RolloutWorker, Scripted]:
+    section = worker._config.algorithm.model_copy(update={"dynamic_sampling_max_rounds": rounds, **algorithm})
+    worker._config = worker._config.model_copy(update={"algorithm": section})
+    worker._rewards = Scripted(groups)
+    return worker, worker._rewards
+
+
+MIXED, EQUAL = [1.0, 0.0, 0.0, 1.0], [1.0] * 4
+
+
+def test_dynamic_sampling_draws_as_many_groups_as_are_missing(worker):
+    worker, rewards = dynamic(worker, 10, {"0": EQUAL, "1": MIXED, "2": EQUAL, "3": EQUAL, "4": MIXED})
+    rollout = worker.collect(5)
+    assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["4"] * 4
+    assert [member.problem.id for member in rollout.discarded_B] == ["0"] * 4 + ["2"] * 4 + ["3"] * 4
+    assert rewards.asked == [2, 1, 1, 1]
+    assert rollout.sampling == {"sampling/rounds": 4, "sampling/discarded": 3, "sampling/without_signal": 0}
+    metrics = rollout_metrics(rollout)
+    assert metrics["reward/mean"] == (3 * 4 + 2 * 2) / 20, "what was left out was sampled as well"
+    assert metrics["tokens/generated"] == 20 and metrics["sampling/rounds"] == 4
+
+
+def test_dynamic_sampling_ends_with_a_full_batch(worker):
+    worker, rewards = dynamic(worker, 3, {"1": MIXED})
+    rollout = worker.collect(5)
+    assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
+    assert rewards.asked == [2, 1, 1]
+    assert rollout.sampling == {"sampling/rounds": 3, "sampling/discarded": 2, "sampling/without_signal": 1}
+    assert rollout.seconds.keys() == {"time/generate", "time/reward"}
+
+
+def test_without_dynamic_sampling_every_group_is_taken(worker):
+    worker, rewards = dynamic(worker, 0, {})
+    rollout = worker.collect(5)
+    assert rewards.asked == [2] and rollout.sampling == {} and not rollout.discarded_B
+
+
+def test_length_penalties_stay_beside_the_reward_and_give_no_signal(worker):
+    """All members have 1 of 1 tokens; the penalty alone must not make a group worth keeping."""
+    worker, _ = dynamic(worker, 1, {"0": EQUAL, "1": EQUAL}, overlong_share=0.5, overlong_penalty=0.75)
+    worker._config = worker._config.model_copy(update={"rollout": worker._config.rollout.model_copy(update={"max_new_tokens": 1})})
+    rollout = worker.collect(5)
+    assert {(member.reward.value, member.overlong) for member in rollout.completions_B} == {(1.0, -0.75)}
+    assert rollout.sampling["sampling/without_signal"] == 2
+    assert rollout_metrics(rollout)["reward/overlong"] == -0.75
+    assert {member.score for member in rollout.completions_B} == {0.25}

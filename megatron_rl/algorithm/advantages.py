@@ -1,0 +1,50 @@
+"""Advantages of completions from the rewards of their group (the completions of one prompt), one number per completion.
+
+    group_std      (r_i - mean(r)) / (std(r) + 1e-6)                GRPO, arXiv 2402.03300; population std
+    group_mean      r_i - mean(r)                                   Dr. GRPO, arXiv 2503.20783
+    leave_one_out   r_i - mean of the others' r                     RLOO, arXiv 2402.14740
+    batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    REINFORCE++ with baseline, arXiv 2501.03262; std of r_i - mean(r)
+
+With `kl_in = "reward"`, r_i is the completion's reward less kl_coef times the KL estimate summed over its tokens.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.algorithm.kl import ESTIMATORS
+from megatron_rl.batch import Sequence
+from megatron_rl.config_algorithm import Algorithm
+
+_EPSILON = 1e-6
+
+
+def advantages(rewards: list[float], group_size: int, kind: str = "group_std") -> list[float]:
+    """One advantage per completion; groups of `group_size` lie side by side. All zero in a group whose members earned the same."""
+    r = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
+    centred = r - r.mean(1, keepdim=True)
+    if kind == "group_std":
+        centred = centred / (r.std(1, correction=0, keepdim=True) + _EPSILON)
+    elif kind == "leave_one_out":
+        centred = r - (r.sum(1, keepdim=True) - r) / (group_size - 1)
+    elif kind == "batch_std":
+        centred = centred / (centred.std(correction=0) + _EPSILON)
+    return centred.flatten().tolist()
+
+
+def assign_advantages(sequences: list[Sequence], config: Algorithm, group_size: int) -> dict[str, float]:
+    """Sets the advantage of every sequence of a step from its reward; returns metrics. Old and reference log-probs must be known
+    where the KL counts in the reward."""
+    rewards = [sequence.reward for sequence in sequences]
+    metrics = {}
+    if config.kl_coef and config.kl_in == "reward":
+        kl = [_summed_kl(sequence, config.kl_estimator) for sequence in sequences]
+        rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
+        metrics["reward/kl"] = sum(kl) / max(sum(len(sequence.answer_ids) for sequence in sequences), 1)
+    for sequence, advantage in zip(sequences, advantages(rewards, group_size, config.advantage), strict=True):
+        sequence.advantage = advantage
+    return metrics
+
+
+def _summed_kl(sequence: Sequence, estimator: str) -> float:
+    return float(ESTIMATORS[estimator](sequence.reference_logprobs - sequence.old_logprobs).sum())

@@ -1,0 +1,25 @@
+"""GSPO (arXiv 2507.18071): one ratio for a whole sequence, the geometric mean of its tokens' ratios.
+
+    s    = exp(mean over the answer's tokens of (logp_t - old_t))
+    loss = -min(s A, clip(s, 1 - low, 1 + high) A)
+
+Every token of the sequence carries this loss, so that `aggregate = "sequence"` gives the paper's mean over sequences.
+A micro-batch holds whole sequences, so the mean is complete.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.batch import MicroBatch
+from megatron_rl.config_algorithm import Algorithm
+
+
+def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [b, s], bool [b, s]: tokens of sequences whose gradient the clip removes). `logprobs` [b, s] with gradient."""
+    advantage, mask = batch.advantages, batch.mask
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    ratio = torch.exp(((logprobs - batch.old_logprobs) * mask).sum(1, keepdim=True) / lengths)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    return loss, (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)

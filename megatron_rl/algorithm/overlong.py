@@ -1,0 +1,14 @@
+"""Soft punishment of length (DAPO, arXiv 2503.14476, eq. 13): the last part of the length budget costs, growing to the full penalty.
+
+L = longest answer, C = share * L:   0 for |y| <= L - C,   (L - C - |y|) / C * penalty beyond,   -penalty at |y| = L
+"""
+
+from __future__ import annotations
+
+
+def overlong_reward(length: int, longest: int, share: float, penalty: float) -> float:
+    """What is added to the reward of an answer of `length` tokens: 0 to -penalty."""
+    buffer = share * longest
+    if not buffer:
+        return 0.0
+    return -penalty * min(max(length - (longest - buffer), 0.0) / buffer, 1.0)

@@ -1,0 +1,304 @@
+"""Every algorithm against its paper's formula, written here as loops over tokens in Python floats; gradients by finite differences.
+
+Nothing of megatron_rl.algorithm takes part in the expectations. Numbers are float64 on both sides, so that 1e-12 is rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+import torch
+
+from megatron_rl.algorithm.advantages import advantages, assign_advantages
+from megatron_rl.algorithm.aggregate import weigh
+from megatron_rl.algorithm.loss import PolicyLoss
+from megatron_rl.algorithm.overlong import overlong_reward
+from megatron_rl.batch import MicroBatch, Sequence, micro_batches
+from megatron_rl.config import Algorithm
+
+LONGEST = 12
+FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "weights", "corrections")
+Tokens = list[list[float]]
+
+
+@pytest.fixture
+def sequences() -> list[Sequence]:
+    """Answers of 1 to 12 tokens, advantages of both signs and zero, corrections other than 1."""
+    source = random.Random(3)
+    found = []
+    for number, advantage in enumerate((1.5, -0.75, 0.0, -2.0, 0.5, -0.25)):
+        length = (5, 1, 3, 12, 7, 2)[number]
+        old, reference = (torch.tensor([source.uniform(-4, -1) for _ in range(length)]) for _ in range(2))
+        correction = torch.tensor([source.uniform(0, 2) for _ in range(length)])
+        found.append(Sequence([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
+    return found
+
+
+@pytest.fixture
+def now(sequences) -> Tokens:
+    """Current log-probs: the old ones times ratios on all sides of every clip used here, none within 0.005 of it. In a sequence the
+    ratios' deviations have one sign, so that GSPO's means leave its bounds as well."""
+    source = random.Random(4)
+    found = []
+    for number, sequence in enumerate(sequences):
+        ratios = (1.1, 1.25, 1.6, 3.7) if number in (0, 3) else (0.3, 0.7, 0.95)
+        found.append([old + math.log(source.choice(ratios)) for old in sequence.old_logprobs.tolist()])
+    return found
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def ppo(config: Algorithm, logp: list[float], old: list[float], advantage: float) -> list[float]:
+    """arXiv 1707.06347, eq. 7, with arXiv 2503.14476's two bounds; arXiv 1912.09729, eq. 5, for the dual clip."""
+    losses = []
+    for new, before in zip(logp, old, strict=True):
+        ratio = math.exp(new - before)
+        objective = min(ratio * advantage, clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)
+        if config.dual_clip is not None and advantage < 0:
+            objective = max(objective, config.dual_clip * advantage)
+        losses.append(-objective)
+    return losses
+
+
+def gspo(config: Algorithm, logp: list[float], old: list[float], advantage: float) -> list[float]:
+    """arXiv 2507.18071, eq. 5 and 7."""
+    ratio = math.prod(math.exp(new - before) for new, before in zip(logp, old, strict=True)) ** (1 / len(old))
+    return [-min(ratio * advantage, clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)] * len(old)
+
+
+def cispo(config: Algorithm, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> list[float]:
+    """arXiv 2506.13585, eq. 4 and 5; `fixed` are the log-probs that the stop-gradient weight was computed from."""
+    weights = [clip(math.exp(new - before), 1 - config.clip_low, 1 + config.clip_high) for new, before in zip(fixed, old, strict=True)]
+    return [-weight * advantage * new for weight, new in zip(weights, logp, strict=True)]
+
+
+KL = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}
+
+
+def expected(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, fixed: Tokens) -> float:
+    """The whole loss: objective, correction, KL and mean."""
+    per_sequence = []
+    for sequence, logp, still in zip(sequences, logprobs, fixed, strict=True):
+        old, reference, correction = (v.tolist() for v in (sequence.old_logprobs, sequence.reference_logprobs, sequence.correction))
+        if config.loss == "cispo":
+            losses = cispo(config, logp, old, sequence.advantage, still)
+        else:
+            losses = {"ppo": ppo, "gspo": gspo}[config.loss](config, logp, old, sequence.advantage)
+        if config.kl_coef and config.kl_in == "loss":
+            kl = [config.kl_coef * KL[config.kl_estimator](ref - new) for ref, new in zip(reference, logp, strict=True)]
+        else:
+            kl = [0.0] * len(old)
+        per_sequence.append([c * value + k for c, value, k in zip(correction, losses, kl, strict=True)])
+    if config.aggregate == "token":
+        return sum(map(sum, per_sequence)) / sum(map(len, per_sequence))
+    if config.aggregate == "sequence":
+        return sum(sum(losses) / len(losses) for losses in per_sequence) / len(per_sequence)
+    return sum(map(sum, per_sequence)) / (len(per_sequence) * LONGEST)
+
+
+def in_float64(batch: MicroBatch) -> MicroBatch:
+    return dataclasses.replace(batch, **{name: getattr(batch, name).double() for name in FLOATS})
+
+
+def run(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, size: int) -> tuple[float, list[list[float]], dict[str, float]]:
+    """(loss, gradient by sequence, metrics) as the trainer makes them: sums over micro-batches over the answer tokens of the step."""
+    weigh(sequences, config.aggregate, LONGEST)
+    tokens = sum(len(sequence.answer_ids) for sequence in sequences)
+    total, gradients, metrics = 0.0, [[]] * len(sequences), {}
+    for batch in micro_batches(sequences, size):
+        batch = exact_weights(in_float64(batch), sequences)
+        values = torch.full(batch.mask.shape, -50.0, dtype=torch.float64)
+        for row, index in enumerate(batch.rows):
+            values[row, batch.mask[row].bool()] = torch.tensor(logprobs[index], dtype=torch.float64)
+        values.requires_grad_()
+        loss, sums = PolicyLoss(config)(values, batch)
+        (loss / tokens).backward()
+        total += loss.item() / tokens
+        metrics = {name: metrics.get(name, 0.0) + float(value) / tokens for name, value in sums.items()}
+        for index, part in batch.answers(values.grad, sequences):
+            gradients[index] = part.tolist()
+        assert not (values.grad * (1 - batch.mask)).any(), "a token that is no answer has a gradient"
+    return total, gradients, metrics
+
+
+def exact_weights(batch: MicroBatch, sequences: list[Sequence]) -> MicroBatch:
+    """The weights as Python floats hold them; the tensors of a batch are float32."""
+    exact = torch.tensor([[sequences[index].weight] for index in batch.rows], dtype=torch.float64)
+    torch.testing.assert_close(batch.weights, exact * batch.mask, rtol=1e-7, atol=0)
+    return dataclasses.replace(batch, weights=exact * batch.mask)
+
+
+CONFIGS = {
+    "grpo": {"name": "grpo"},
+    "grpo as published": {"name": "grpo", "aggregate": "sequence", "kl_coef": 0.04},
+    "dr_grpo": {"name": "dr_grpo"},
+    "rloo": {"name": "rloo"},
+    "reinforce_pp": {"name": "reinforce_pp", "kl_coef": 0.01},
+    "dapo": {"name": "dapo"},
+    "dual clip": {"name": "grpo", "dual_clip": 3.0},
+    "gspo": {"name": "gspo"},
+    "gspo, wide": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.1},
+    "gspo by token": {"name": "gspo", "aggregate": "token"},
+    "cispo": {"name": "cispo"},
+    "cispo, two bounds": {"name": "cispo", "clip_low": 0.2, "kl_coef": 0.1, "kl_estimator": "k1"},
+}
+each = pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
+
+
+@each
+def test_the_loss_is_the_papers(settings, sequences, now):
+    config = Algorithm(**settings)
+    assert run(config, sequences, now, 3)[0] == pytest.approx(expected(config, sequences, now, now), rel=1e-12)
+
+
+@each
+def test_the_gradient_is_the_finite_difference(settings, sequences, now):
+    """Central differences of step 1e-6 err by about 1e-12 in curvature and 1e-10 in rounding."""
+    config = Algorithm(**settings)
+    _, gradients, _ = run(config, sequences, now, 3)
+    moved = 0
+    for index, logprobs in enumerate(now):
+        for position in range(len(logprobs)):
+            both = []
+            for step in (1e-6, -1e-6):
+                other = [list(row) for row in now]
+                other[index][position] += step
+                both.append(expected(config, sequences, other, now))
+            difference = (both[0] - both[1]) / 2e-6
+            moved += difference != 0
+            assert gradients[index][position] == pytest.approx(difference, abs=2e-9)
+    assert moved
+
+
+@each
+@pytest.mark.parametrize("size", [1, 2, 6])
+def test_the_cut_into_micro_batches_changes_nothing(settings, size, sequences, now):
+    """Sums in another order: 1e-12 is rounding."""
+    config = Algorithm(**settings)
+    (loss, gradients, metrics), (other, other_gradients, other_metrics) = (run(config, sequences, now, n) for n in (4, size))
+    assert other == pytest.approx(loss, rel=1e-12)
+    assert other_metrics == pytest.approx(metrics, rel=1e-12)
+    for one, two in zip(gradients, other_gradients, strict=True):
+        assert two == pytest.approx(one, rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [s for s in CONFIGS.values() if "cispo" not in s["name"]], ids=str)
+def test_clip_counts_are_tokens_without_policy_gradient(settings, sequences, now):
+    config = Algorithm(**{**settings, "kl_coef": 0.0})
+    _, gradients, metrics = run(config, sequences, now, 6)
+    tokens = sum(map(len, gradients))
+    for name, sign in (("clip/positive", 1), ("clip/negative", -1)):
+        signed = [part for part, sequence in zip(gradients, sequences, strict=True) if sign * sequence.advantage > 0]
+        assert metrics[name] == pytest.approx(sum(value == 0 for part in signed for value in part) / tokens, rel=1e-12)
+    assert metrics["clip/positive"] + metrics["clip/negative"] > 0
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens(sequences, now):
+    _, gradients, metrics = run(Algorithm(name="cispo", clip_low=0.2), sequences, now, 6)
+    assert metrics["clip/positive"] > 0 and metrics["clip/negative"] > 0
+    for part, sequence in zip(gradients, sequences, strict=True):
+        assert all((value != 0) == (sequence.advantage != 0) for value in part)
+
+
+def test_an_answer_without_tokens_teaches_nothing(sequences, now):
+    """Its GSPO ratio is a mean over nothing."""
+    empty = Sequence([1, 2], [], 1.0, *[torch.empty(0)] * 4)
+    for settings in CONFIGS.values():
+        config = Algorithm(**{**settings, "aggregate": "token"})
+        assert run(config, [*sequences, empty], [*now, []], 7)[0] == pytest.approx(run(config, sequences, now, 7)[0], rel=1e-12)
+
+
+def mean(values: list[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def std(values: list[float]) -> float:
+    centre = mean(values)
+    return math.sqrt(mean([(value - centre) ** 2 for value in values]))
+
+
+GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, -1.0, 2.0, 0.5]]
+
+
+def by_hand(kind: str) -> list[float]:
+    """arXiv 2402.03300 (sec. 4.1.2), 2503.20783 (sec. 3.2), 2402.14740 (eq. 6), 2501.03262 (REINFORCE++ with baseline)."""
+    centred = [[reward - mean(group) for reward in group] for group in GROUPS]
+    if kind == "group_std":
+        return [value / (std(group) + 1e-6) for group, values in zip(GROUPS, centred, strict=True) for value in values]
+    if kind == "leave_one_out":
+        return [r - mean(group[:i] + group[i + 1 :]) for group in GROUPS for i, r in enumerate(group)]
+    flat = [value for values in centred for value in values]
+    return flat if kind == "group_mean" else [(value - mean(flat)) / (std(flat) + 1e-6) for value in flat]
+
+
+@pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
+def test_advantages(kind):
+    assert advantages([r for group in GROUPS for r in group], 4, kind) == pytest.approx(by_hand(kind), abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_in_the_reward(estimator):
+    """Two groups of two; every number by hand in Python floats."""
+    source = random.Random(1)
+    sequences = []
+    for reward in (1.0, 0.0, 0.0, 1.0):
+        old, reference = ([source.uniform(-3, -1) for _ in range(3)] for _ in range(2))
+        one = Sequence([1], [2, 2, 2], old_logprobs=torch.tensor(old), reference_logprobs=torch.tensor(reference), reward=reward)
+        sequences.append(one)
+    config = Algorithm(name="rloo", kl_coef=0.1, kl_estimator=estimator)
+    metrics = assign_advantages(sequences, config, 2)
+    kl = [sum(KL[estimator](r - p) for p, r in zip(s.old_logprobs.tolist(), s.reference_logprobs.tolist(), strict=True)) for s in sequences]
+    shaped = [s.reward - 0.1 * value for s, value in zip(sequences, kl, strict=True)]
+    first, second = shaped[0] - shaped[1], shaped[2] - shaped[3]
+    assert [s.advantage for s in sequences] == pytest.approx([first, -first, second, -second], abs=1e-6)  # float32 log-probs
+    assert metrics["reward/kl"] == pytest.approx(sum(kl) / 12, abs=1e-6)
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_too(sequences, now):
+    with_kl, without = (run(Algorithm(name="rloo", kl_coef=coef), sequences, now, 6) for coef in (0.5, 0.0))
+    assert with_kl == without
+
+
+@pytest.mark.parametrize(
+    "length, added",
+    [(0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20000, -3616 / 4096), (30000, -1.0)],
+)
+def test_overlong_punishment_with_the_papers_numbers(length, added):
+    """arXiv 2503.14476, eq. 13 with L_max 20480 and L_cache 4096."""
+    assert overlong_reward(length, 20480, 0.2, 1.0) == pytest.approx(added)
+    assert overlong_reward(length, 20480, 0.2, 0.25) == pytest.approx(added / 4)
+    assert overlong_reward(length, 20480, 0.0, 1.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ({}, ("ppo", "group_std", "token", 0.2, 0.2)),
+        ({"name": "dapo"}, ("ppo", "group_std", "token", 0.2, 0.28)),
+        ({"name": "dapo", "clip_high": 0.3}, ("ppo", "group_std", "token", 0.2, 0.3)),
+        ({"name": "dr_grpo"}, ("ppo", "group_mean", "constant", 0.2, 0.2)),
+        ({"name": "gspo"}, ("gspo", "group_std", "sequence", 3e-4, 4e-4)),
+        ({"name": "gspo", "advantage": "leave_one_out"}, ("gspo", "leave_one_out", "sequence", 3e-4, 4e-4)),
+    ],
+)
+def test_a_name_sets_defaults_and_fields_win(given, found):
+    config = Algorithm.model_validate(given)
+    assert (config.loss, config.advantage, config.aggregate, config.clip_low, config.clip_high) == found
+
+
+@pytest.mark.parametrize(
+    "given, rule",
+    [
+        ({"name": "gspo", "dual_clip": 3.0}, "dual_clip belongs to loss ppo"),
+        ({"dual_clip": 1.1}, "must be larger than 1 [+] clip_high"),
+        ({"correction": "tis", "old_policy": "engine"}, "needs old_policy trainer"),
+    ],
+)
+def test_pieces_that_do_not_fit_are_refused(given, rule):
+    with pytest.raises(ValueError, match=rule):
+        Algorithm.model_validate(given)

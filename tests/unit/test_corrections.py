@@ -1,0 +1,109 @@
+"""Corrections for the engine's mismatch: weights by the formulas token by token, who gets them, what is reported."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl.algorithm.corrections import assign_corrections
+from megatron_rl.batch import Sequence, micro_batches
+from megatron_rl.config import Algorithm
+
+ROLLOUT = -2.0
+RATIOS = ([1.0, 3.0, 0.4], [0.9, 1.2], [6.0, 0.1, 1.0, 1.0], [1.001, 0.999])
+ADVANTAGES = (1.0, -1.0, -0.5, 0.0)
+
+
+@pytest.fixture
+def sequences() -> list[Sequence]:
+    return [
+        Sequence(
+            [1],
+            [2] * len(ratios),
+            advantage,
+            rollout_logprobs=torch.full((len(ratios),), ROLLOUT),
+            old_logprobs=torch.tensor([ROLLOUT + math.log(ratio) for ratio in ratios]),
+        )
+        for ratios, advantage in zip(RATIOS, ADVANTAGES, strict=True)
+    ]
+
+
+def by_hand(kind: str) -> list[list[float]]:
+    """The table of megatron_rl.algorithm.corrections with its default bounds."""
+    found = []
+    for ratios in RATIOS:
+        product = math.prod(ratios)
+        found.append(
+            {
+                "tis": [min(q, 2.0) for q in ratios],
+                "sequence_tis": [min(product, 2.0)] * len(ratios),
+                "icepop": [q if 0.5 <= q <= 5.0 else 0.0 for q in ratios],
+                "geometric_mask": [float(0.99 <= product ** (1 / len(ratios)) <= 1.01)] * len(ratios),
+            }[kind]
+        )
+    return found
+
+
+KINDS = ["tis", "sequence_tis", "icepop", "geometric_mask"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights(kind, sequences):
+    """float32 log-probs near -2: 1e-6 is a few roundings."""
+    assign_corrections(sequences, Algorithm(correction=kind))
+    for sequence, expected in zip(sequences, by_hand(kind), strict=True):
+        assert sequence.correction.tolist() == pytest.approx(expected, abs=1e-6)
+        assert not sequence.correction.requires_grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_by_sign_of_the_advantage(kind, sequences):
+    metrics = assign_corrections(sequences, Algorithm(correction=kind))
+    weights = by_hand(kind)
+    for name, members in (("positive", [0]), ("negative", [1, 2])):
+        flat = [value for member in members for value in weights[member]]
+        assert metrics[f"correction/mean_{name}"] == pytest.approx(sum(flat) / len(flat), abs=1e-6)
+        assert metrics[f"correction/max_{name}"] == pytest.approx(max(flat), abs=1e-6)
+    touched = {"tis": (1 / 3, 1 / 6), "sequence_tis": (0, 0), "icepop": (1 / 3, 2 / 6), "geometric_mask": (1, 1)}[kind]
+    assert (metrics["correction/touched_positive"], metrics["correction/touched_negative"]) == pytest.approx(touched)
+
+
+def test_equal_log_probs_need_no_correction(sequences):
+    """What unified precision aims at: all weights are 1, none is touched."""
+    for sequence in sequences:
+        sequence.old_logprobs = sequence.rollout_logprobs.clone()
+    for kind in KINDS:
+        metrics = assign_corrections(sequences, Algorithm(correction=kind))
+        assert {name: value for name, value in metrics.items() if "mean" in name or "max" in name} == pytest.approx(
+            dict.fromkeys((f"correction/{what}_{sign}" for what in ("mean", "max") for sign in ("positive", "negative")), 1.0)
+        )
+        assert metrics["correction/touched_positive"] == metrics["correction/touched_negative"] == 0
+
+
+def test_a_hopeless_ratio_is_finite(sequences):
+    """exp() of it overflows; a capped or masked weight does not."""
+    sequences[0].old_logprobs = sequences[0].rollout_logprobs + 1000.0
+    for kind, weight in zip(KINDS, (2.0, 2.0, 0.0, 0.0), strict=True):
+        assign_corrections(sequences, Algorithm(correction=kind))
+        assert sequences[0].correction.tolist() == [weight] * 3
+
+
+def test_without_correction_every_weight_is_one(sequences):
+    assert assign_corrections(sequences, Algorithm()) == {}
+    for batch in micro_batches(sequences, 2):
+        assert torch.equal(batch.corrections, batch.mask)
+
+
+def test_micro_batches_carry_the_weights(sequences):
+    assign_corrections(sequences, Algorithm(correction="icepop"))
+    for batch in micro_batches(sequences, 3):
+        assert not (batch.corrections * (1 - batch.mask)).any()
+        for index, part in batch.answers(batch.corrections, sequences):
+            assert torch.equal(part, sequences[index].correction)
+
+
+def test_the_engines_policy_as_the_old_one(sequences):
+    assign_corrections(sequences, Algorithm(old_policy="engine"))
+    assert all(torch.equal(sequence.old_logprobs, sequence.rollout_logprobs) for sequence in sequences)
