@@ -30,8 +30,11 @@ def run_training(config: Config) -> Path:
     return run_session(config, layout)
 
 
-def preflight(config: Config) -> Layout:
-    """All checks that need neither torch nor a process: modes, world size, files, model widths, FP8 blocks. Returns the layout."""
+def preflight(config: Config, data: bool = True) -> Layout:
+    """All checks that need neither torch nor a process: modes, world size, files, model widths, FP8 blocks. Returns the layout.
+
+    `data`: the files of problems as well, which not every command reads.
+    """
     if config.precision.mode not in _BUILT_MODES:
         raise UserError("precision.mode", config.precision.mode, "is not built yet", f"use one of {', '.join(_BUILT_MODES)}")
     if config.precision.backend != "emulated":
@@ -43,7 +46,8 @@ def preflight(config: Config) -> Layout:
         raise UserError("algorithm.updates_per_step", parts, rule, "change one of them")
     check_transport(config.sync)
     _check_model(config, layout)
-    _check_data_files(config)
+    if data:
+        _check_data_files(config)
     return layout
 
 
