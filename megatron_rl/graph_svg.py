@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from html import escape
 
-from megatron_rl.graph import FORWARD, Edge, Graph, Node, compare, title
+from megatron_rl.graph import FORWARD, Edge, Graph, Node, compare, differences, title
 from megatron_rl.graph_print import backward_products, joint_parts
 
 _ROW, _TOP, _LANE = 62, 110, 24
 _BOX, _WEIGHT = (158, 30), (74, 22)
-_BACKWARD, _COLUMNS, _WIDTH = 24, {"training": 700, "rollout": 1260}, 1560
+_BACKWARD, _COLUMNS, _WIDTH = 24, {"training": 750, "rollout": 1310}, 1610
 """Left edge of the backward products; centres of the two columns of operators."""
 _FP8, _HIGH, _WRONG, _INK = "#d9730d", "#7a7f87", "#d11a2a", "#1f2328"
 
@@ -61,7 +61,7 @@ def draw(training: Graph, rollout: Graph) -> str:
         for node in _operators(graph):
             rows.setdefault(node.name, _TOP + _ROW * len(rows))
     canvas = _Canvas()
-    _header(canvas, len(compare(rollout, training)))
+    _header(canvas, len(differences(rollout, training)))
     _frame(canvas, view, rows)
     for name, products in view.backward.items():
         _products(canvas, rows[name], products)
@@ -82,8 +82,7 @@ def draw(training: Graph, rollout: Graph) -> str:
 
 
 def _view(training: Graph, rollout: Graph) -> _View:
-    differences = compare(rollout, training)
-    differing = {difference.layer for difference in differences}
+    differing = {difference.layer for difference in compare(rollout, training)}
     (_, ends), *kinds = joint_parts(training, rollout)
     layers, layer = max(kinds, key=lambda kind: (bool(differing & set(kind[0])), len(kind[0])))
     sides = {side: _joined(*graphs) for side, *graphs in zip(_COLUMNS, ends, layer, strict=True)}
@@ -124,7 +123,7 @@ def _operators(graph: Graph) -> list[Node]:
 
 def _header(canvas: _Canvas, wrong: int) -> None:
     canvas.text(_BACKWARD, 30, "Precision graph", size=18)
-    verdict = "the rollout is a subgraph of the training's forward pass" if not wrong else f"{wrong} differences"
+    verdict = "the rollout is a subgraph of the training's forward pass" if not wrong else f"{wrong} difference{'s' * (wrong > 1)}"
     canvas.text(_BACKWARD + 150, 30, verdict, _WRONG if wrong else _INK, size=14)
     for place, (colour, text) in enumerate(((_FP8, "FP8: dtype, block of one scale, scale format"), (_HIGH, "high precision"), (_WRONG, "differs"))):
         x = _BACKWARD + 330 * place
@@ -151,7 +150,7 @@ def _products(canvas: _Canvas, y: float, products: list[tuple[str, list[Edge]]])
         x = _BACKWARD + 74
         for edge in operands:
             canvas.text(x, height, f"{edge.tensor} {edge.format}", _colour(edge, set()))
-            x += 180
+            x += 190
 
 
 def _column(canvas: _Canvas, centre: float, graph: Graph, rows: dict[str, float], wrong: set[tuple[str, str, str]]) -> None:

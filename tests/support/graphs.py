@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from support import served
 from support.trainer import Trainer
 
 
-def of_trainer(folder: Path, precision: dict[str, Any], plant: str = "") -> Graph | None:
-    """The training graph of a checkpoint, on rank 0."""
+def of_trainer(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> Graph | None:
+    """The training graph of a checkpoint, on rank 0; the difference is planted on every rank, or on one."""
     model = Trainer(folder, precision).model
-    with planted(model, plant):
+    with planted(model, plant if only_on in (None, torch.distributed.get_rank()) else ""):
         return training_graph(model)
 
 
@@ -67,8 +67,10 @@ def _weight_scales(model: Any) -> Callable[[], None]:
 
 
 def _activation_scales(model: Any) -> Callable[[], None]:
-    undone = [_set(layer, "scale_format", "fp32") for layer in fp8_layers(model).values()]
-    return lambda: [undo() for undo in undone][0]
+    with ExitStack() as undone:
+        for layer in fp8_layers(model).values():
+            undone.callback(_set(layer, "scale_format", "fp32"))
+        return undone.pop_all().close
 
 
 def _high_precision_layer(model: Any) -> Callable[[], None]:
@@ -96,6 +98,12 @@ def _norm_dtype(model: Any) -> Callable[[], None]:
     return _set(norm.weight, "data", norm.weight.data.to(torch.float16))
 
 
+def _unknown_parameter(model: Any) -> Callable[[], None]:
+    mlp = model.decoder.layers[-1].mlp
+    mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(4)))
+    return lambda: delattr(mlp, "extra")
+
+
 _PLANTS: dict[str, Callable[[Any], Callable[[], None]]] = {
     "granularity": _smaller_blocks,
     "weight scales": _weight_scales,
@@ -103,6 +111,7 @@ _PLANTS: dict[str, Callable[[Any], Callable[[], None]]] = {
     "high-precision layer": _high_precision_layer,
     "fp8 head": _fp8_head,
     "dtype": _norm_dtype,
+    "unknown parameter": _unknown_parameter,
 }
 
 
