@@ -6,9 +6,14 @@ A side reads its live modules into a `Decoder`: which operators a layer has and 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from megatron_rl.graph import FORWARD, Edge, Format, Graph, Node
+
+Inputs = Mapping[str, tuple[str, Format]]
+"""Tensor -> (the operator that makes it, its precision)."""
 
 _LINEARS = ("linear", "router", "lm_head")
 
@@ -99,18 +104,18 @@ class _Builder:
     edges: list[Edge] = field(default_factory=list)
     gradients: dict[str, Gradients] = field(default_factory=dict)
 
-    def op(self, name: str, op: str, count: int = 1, detail: str = "", **inputs: tuple[str, Format]) -> str:
-        """An operator and the edges into it: tensor=(where it comes from, precision). Returns its name."""
+    def op(self, name: str, op: str, inputs: Inputs = MappingProxyType({}), count: int = 1, detail: str = "") -> str:
+        """An operator and the edges into it. Returns its name."""
         self.nodes[name] = Node(name, op, count, detail)
         self.edges += [Edge(source, name, tensor, format) for tensor, (source, format) in inputs.items()]
         return name
 
     def weighted(self, name: str, op: str, source: str | None, read: Weighted, count: int = 1) -> str:
         """`op` with its weight and bias."""
-        self.op(name, op, count, read.detail, **({"x": (source, read.x)} if source else {}))
+        self.op(name, op, {"x": (source, read.x)} if source else {}, count, read.detail)
         for tensor, format in (("weight", read.weight), ("bias", read.bias)):
             if format is not None:
-                weight = self.op(f"{name}.{tensor}", "weight", count)
+                weight = self.op(f"{name}.{tensor}", "weight", count=count)
                 self.edges.append(Edge(weight, name, tensor, format))
         if read.gradients is not None:
             self.gradients[name] = read.gradients
@@ -128,7 +133,7 @@ def decoder_graph(read: Decoder) -> Graph:
         last = f"layers.{max(read.layers)}.mlp.residual" if read.layers else "embedding"
         normed = build.weighted("norm", "norm", last, read.norm)
         head = build.weighted("lm_head", "lm_head", normed, read.lm_head)
-        build.op("logprobs", "log_softmax", x=(head, read.logits))
+        build.op("logprobs", "log_softmax", {"x": (head, read.logits)})
     _add_backward(build)
     return Graph(tuple(build.nodes.values()), tuple(build.edges))
 
@@ -136,14 +141,13 @@ def decoder_graph(read: Decoder) -> Graph:
 def _layer(build: _Builder, at: str, layer: Layer, source: str) -> None:
     normed = build.weighted(f"{at}input_norm", "norm", source, layer.input_norm)
     attended = _attention(build, f"{at}attention.", layer.attention, normed)
-    middle = build.op(f"{at}attention.residual", "add", residual=(source, layer.residual), x=(attended, build.hidden))
+    middle = build.op(f"{at}attention.residual", "add", {"residual": (source, layer.residual), "x": (attended, build.hidden)})
     normed = build.weighted(f"{at}post_attention_norm", "norm", middle, layer.post_attention_norm)
-    inputs = {"residual": (middle, layer.residual)}
     if isinstance(layer.mlp, Mlp):
-        inputs["x"] = (_mlp(build, f"{at}mlp.", layer.mlp, normed), build.hidden)
+        added: Inputs = {"x": (_mlp(build, f"{at}mlp.", layer.mlp, normed), build.hidden)}
     else:
-        inputs |= _experts(build, f"{at}mlp.", layer.mlp, normed)
-    build.op(f"{at}mlp.residual", "add", **inputs)
+        added = _experts(build, f"{at}mlp.", layer.mlp, normed)
+    build.op(f"{at}mlp.residual", "add", {"residual": (middle, layer.residual), **added})
 
 
 def _attention(build: _Builder, at: str, read: Attention, source: str) -> str:
@@ -152,21 +156,22 @@ def _attention(build: _Builder, at: str, read: Attention, source: str) -> str:
         q = build.weighted(f"{at}q_norm", "norm", qkv, read.q_norm)
     if read.k_norm is not None:
         k = build.weighted(f"{at}k_norm", "norm", qkv, read.k_norm)
-    rope = build.op(f"{at}rope", "rope", q=(q, build.hidden), k=(k, build.hidden))
-    core = build.op(f"{at}core", "attention", 1, read.detail, q=(rope, read.q), k=(rope, read.kv), v=(qkv, read.kv))
+    rope = build.op(f"{at}rope", "rope", {"q": (q, build.hidden), "k": (k, build.hidden)})
+    core = build.op(f"{at}core", "attention", {"q": (rope, read.q), "k": (rope, read.kv), "v": (qkv, read.kv)}, detail=read.detail)
     return build.weighted(f"{at}output", "linear", core, read.output)
 
 
 def _mlp(build: _Builder, at: str, read: Mlp, source: str) -> str:
     gate_up = build.weighted(f"{at}gate_up", "linear", source, read.gate_up, read.count)
-    act = build.op(f"{at}swiglu", "swiglu", read.count, x=(gate_up, build.hidden))
+    act = build.op(f"{at}swiglu", "swiglu", {"x": (gate_up, build.hidden)}, read.count)
     return build.weighted(f"{at}down", "linear", act, read.down, read.count)
 
 
-def _experts(build: _Builder, at: str, read: Experts, source: str) -> dict[str, tuple[str, Format]]:
+def _experts(build: _Builder, at: str, read: Experts, source: str) -> Inputs:
+    """The mixture's sum, and the shared experts' output where there are any: what the residual stream adds."""
     router = build.weighted(f"{at}router", "router", source, read.router)
     down = _mlp(build, f"{at}experts.", read.experts, source)
-    summed = build.op(f"{at}experts.sum", "weighted_sum", x=(down, build.hidden), logits=(router, read.logits))
+    summed = build.op(f"{at}experts.sum", "weighted_sum", {"x": (down, build.hidden), "logits": (router, read.logits)})
     inputs = {"x": (summed, build.hidden)}
     if read.shared is not None:
         inputs["shared"] = (_mlp(build, f"{at}shared_experts.", read.shared, source), build.hidden)
@@ -182,9 +187,9 @@ def _add_backward(build: _Builder) -> None:
         return
     operators = [node for node in build.nodes.values() if node.op != "weight"]
     for node in operators:
-        build.op(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", node.count)
+        build.op(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", count=node.count)
         if node.op in _LINEARS:
-            build.op(f"{node.name}.wgrad", "wgrad", node.count)
+            build.op(f"{node.name}.wgrad", "wgrad", count=node.count)
     for edge in [edge for edge in build.edges if edge.phase == FORWARD]:
         if build.nodes.get(edge.source, Node("", "")).op == "weight":
             _weight_gradient(build, edge)
@@ -217,7 +222,7 @@ def _weight_gradient(build: _Builder, edge: Edge) -> None:
     made = f"{name}.wgrad" if edge.tensor == "weight" and f"{name}.wgrad" in build.nodes else f"{name}.backward"
     count = build.nodes[name].count
     if edge.tensor == "weight" and told.master != edge.format:
-        master = build.op(f"{edge.source}.master", "master", count)
+        master = build.op(f"{edge.source}.master", "master", count=count)
         build.edges.append(Edge(made, master, "grad", told.grad, "wgrad"))
         build.edges.append(Edge(master, edge.source, "master", told.master, "update"))
     else:

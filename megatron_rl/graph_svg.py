@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import pairwise
 
 from megatron_rl.graph import FORWARD, Edge, Graph, Node, compare, differences, title
 from megatron_rl.graph_print import backward_products, joint_parts
@@ -125,7 +126,9 @@ def _header(canvas: _Canvas, wrong: int) -> None:
     canvas.text(_BACKWARD, 30, "Precision graph", size=18)
     verdict = "the rollout is a subgraph of the training's forward pass" if not wrong else f"{wrong} difference{'s' * (wrong > 1)}"
     canvas.text(_BACKWARD + 150, 30, verdict, _WRONG if wrong else _INK, size=14)
-    for place, (colour, text) in enumerate(((_FP8, "FP8: dtype, block of one scale, scale format"), (_HIGH, "high precision"), (_WRONG, "differs"))):
+    for place, (colour, text) in enumerate(
+        ((_FP8, "FP8: dtype, block of one scale, scale format"), (_HIGH, "high precision"), (_WRONG, "differs"))
+    ):
         x = _BACKWARD + 330 * place
         canvas.line([(x, 54), (x + 34, 54)], colour)
         canvas.text(x + 42, 58, text)
@@ -156,7 +159,7 @@ def _products(canvas: _Canvas, y: float, products: list[tuple[str, list[Edge]]])
 def _column(canvas: _Canvas, centre: float, graph: Graph, rows: dict[str, float], wrong: set[tuple[str, str, str]]) -> None:
     weights = {node.name for node in graph.nodes if node.op == "weight"}
     operators = _operators(graph)
-    before = {node.name: previous.name for previous, node in zip(operators, operators[1:], strict=False)}
+    before = {node.name: previous.name for previous, node in pairwise(operators)}
     lanes: list[float] = []
     for edges in _bundles(graph.edges):
         edge = edges[0]

@@ -115,7 +115,7 @@ class _Reader:
         return self.product(experts, getattr(experts, name), getattr(experts, f"{name}_scale_inv", None), None)
 
     def linear(self, module: Any, x: Format | None = None) -> Weighted:
-        """A linear layer or an embedding, by its weight and its quantisation method; `x` is how it reads its input where that is special."""
+        """A linear layer or an embedding, by its weight and its quantisation method. `x`: how it reads its input, where that is special."""
         scale = getattr(module, "weight_scale_inv", None)
         return self.product(module, module.weight, getattr(module, "weight_scale", None) if scale is None else scale, x)
 

@@ -113,5 +113,3 @@ _PLANTS: dict[str, Callable[[Any], Callable[[], None]]] = {
     "dtype": _norm_dtype,
     "unknown parameter": _unknown_parameter,
 }
-
-

@@ -64,6 +64,11 @@ def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
     assert set(training.forward().edges) == set(rollout.edges)
 
 
+def every_layer(**change: object) -> Graph:
+    """A rollout whose layers all differ in one part."""
+    return decoder_graph(replace(decoder(), layers={number: replace(layer(), **change) for number in range(3)}))
+
+
 PLANTED = {
     "granularity": (
         changed(ROLLOUT, "layers.1.mlp.down", granularity="1x64"),
@@ -73,7 +78,7 @@ PLANTED = {
         ],
     ),
     "scale format": (
-        decoder_graph(replace(decoder(), layers={n: replace(layer(), mlp=Mlp(Weighted(replace(X, scale="fp32"), W), linear(False))) for n in range(3)})),
+        every_layer(mlp=Mlp(Weighted(replace(X, scale="fp32"), W), linear(False))),
         ["layers 0..2: post_attention_norm -> mlp.gate_up (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training"],
     ),
     "an extra quantised layer": (
@@ -91,9 +96,7 @@ PLANTED = {
         ],
     ),
     "cache": (
-        decoder_graph(
-            replace(decoder(), layers={n: replace(layer(), attention=replace(layer().attention, kv=Format("e4m3", "tensor", "fp32"))) for n in range(3)})
-        ),
+        every_layer(attention=replace(layer().attention, kv=Format("e4m3", "tensor", "fp32"))),
         [
             "layers 0..2: attention.rope -> attention.core (k) is e4m3 tensor fp32 in the rollout, bf16 in training",
             "layers 0..2: attention.qkv -> attention.core (v) is e4m3 tensor fp32 in the rollout, bf16 in training",
@@ -101,11 +104,7 @@ PLANTED = {
     ),
     "a missing layer": (decoder_graph(decoder(layers=2)), ["layer 2: input_norm is absent in the rollout, norm in training"]),
     "a bias": (
-        decoder_graph(
-            replace(
-                decoder(), layers={n: replace(layer(), attention=replace(layer().attention, qkv=replace(linear(False), bias=HIGH))) for n in (0, 1, 2)}
-            )
-        ),
+        every_layer(attention=replace(layer().attention, qkv=replace(linear(False), bias=HIGH))),
         ["layers 0..2: attention.qkv.bias is weight in the rollout, absent in training"],
     ),
     "other experts": (
@@ -226,7 +225,7 @@ def test_the_tables_tell_every_forward_edge_once():
     text = console.export_text()
     assert "layers 0..2: forward" in text and "layers 0..2: backward" in text
     (row,) = [line for line in text.splitlines() if line.startswith("norm -> lm_head (x)")]
-    assert row.split() == "norm -> lm_head (x) bf16 e4m3 1x128 pow2".split()
+    assert row.split() == ["norm", "->", "lm_head", "(x)", "bf16", "e4m3", "1x128", "pow2"]
     (row,) = [line for line in text.splitlines() if line.startswith("mlp.down.wgrad")]
     assert "x e4m3 128x1 pow2" in row and "dy e4m3 1x128 pow2" in row
 
