@@ -60,6 +60,23 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-latent attention: keys, values and, with `q_a`, queries go through a narrow latent."""
+
+    q_b: Weighted
+    kv_a: Weighted
+    kv_a_norm: Weighted
+    kv_b: Weighted
+    """From the latent, which a rollout reads from its cache."""
+    output: Weighted
+    q: Format
+    kv: Format
+    q_a: Weighted | None = None
+    q_a_norm: Weighted | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Mlp:
     gate_up: Weighted
     down: Weighted
@@ -77,7 +94,7 @@ class Experts:
 @dataclass(frozen=True)
 class Layer:
     input_norm: Weighted
-    attention: Attention
+    attention: Attention | LatentAttention
     post_attention_norm: Weighted
     mlp: Mlp | Experts
     residual: Format
@@ -140,7 +157,10 @@ def decoder_graph(read: Decoder) -> Graph:
 
 def _layer(build: _Builder, at: str, layer: Layer, source: str) -> None:
     normed = build.weighted(f"{at}input_norm", "norm", source, layer.input_norm)
-    attended = _attention(build, f"{at}attention.", layer.attention, normed)
+    if isinstance(layer.attention, Attention):
+        attended = _attention(build, f"{at}attention.", layer.attention, normed)
+    else:
+        attended = _latent_attention(build, f"{at}attention.", layer.attention, normed)
     middle = build.op(f"{at}attention.residual", "add", {"residual": (source, layer.residual), "x": (attended, build.hidden)})
     normed = build.weighted(f"{at}post_attention_norm", "norm", middle, layer.post_attention_norm)
     if isinstance(layer.mlp, Mlp):
@@ -158,6 +178,19 @@ def _attention(build: _Builder, at: str, read: Attention, source: str) -> str:
         k = build.weighted(f"{at}k_norm", "norm", qkv, read.k_norm)
     rope = build.op(f"{at}rope", "rope", {"q": (q, build.hidden), "k": (k, build.hidden)})
     core = build.op(f"{at}core", "attention", {"q": (rope, read.q), "k": (rope, read.kv), "v": (qkv, read.kv)}, detail=read.detail)
+    return build.weighted(f"{at}output", "linear", core, read.output)
+
+
+def _latent_attention(build: _Builder, at: str, read: LatentAttention, source: str) -> str:
+    latent = source
+    if read.q_a is not None and read.q_a_norm is not None:
+        latent = build.weighted(f"{at}q_a_norm", "norm", build.weighted(f"{at}q_a", "linear", source, read.q_a), read.q_a_norm)
+    q = build.weighted(f"{at}q_b", "linear", latent, read.q_b)
+    kv_a = build.weighted(f"{at}kv_a", "linear", source, read.kv_a)
+    kv = build.weighted(f"{at}kv_b", "linear", build.weighted(f"{at}kv_a_norm", "norm", kv_a, read.kv_a_norm), read.kv_b)
+    rope = build.op(f"{at}rope", "rope", {"q": (q, build.hidden), "k": (kv_a, build.hidden)})
+    inputs = {"q": (rope, read.q), "k_rope": (rope, read.kv), "k": (kv, build.hidden), "v": (kv, build.hidden)}
+    core = build.op(f"{at}core", "attention", inputs, detail=read.detail)
     return build.weighted(f"{at}output", "linear", core, read.output)
 
 

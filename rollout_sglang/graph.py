@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl.graph import Format, Graph
-from megatron_rl.graph_decoder import Attention, Decoder, Experts, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.graph_decoder import Attention, Decoder, Experts, LatentAttention, Layer, Mlp, Weighted, decoder_graph
 from megatron_rl.graph_formats import activation, dtype_name, plain, quantised
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -82,17 +82,36 @@ class _Reader:
         wider = getattr(norm, "override_orig_dtype", None)
         return self.hidden if wider is None else Format(dtype_name(wider))
 
-    def attention(self, attention: Any) -> Attention:
+    def attention(self, attention: Any) -> Attention | LatentAttention:
+        if hasattr(attention, "kv_b_proj"):
+            return self.latent_attention(attention)
         if not hasattr(attention, "qkv_proj"):
             raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
         heads = {name: self.norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-        core = attention.attn
-        self.read |= {id(scale) for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
-        backend = type(self.runner.attn_backend).__name__
-        return Attention(self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, self.cache(), detail=backend, **heads)
+        backend, cache = type(self.runner.attn_backend).__name__, self.cache(attention.attn)
+        return Attention(self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **heads)
 
-    def cache(self) -> Format:
-        """Keys and values as the cache keeps them; FP8 caches have one scale for all."""
+    def latent_attention(self, attention: Any) -> LatentAttention:
+        """Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values and never quantises it."""
+        fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
+        cache = self.cache(attention.attn_mqa, attention.attn_mha)
+        kv_b = self.linear(attention.kv_b_proj)
+        return LatentAttention(
+            q_b=self.linear(attention.q_proj if fused is None else attention.q_b_proj),
+            kv_a=self.linear(attention.kv_a_proj_with_mqa if fused is None else fused),
+            kv_a_norm=self.norm(attention.kv_a_layernorm, self.hidden),
+            kv_b=kv_b if attention.w_kc is None else replace(kv_b, x=cache, detail="absorbed into the attention"),
+            output=self.linear(attention.o_proj),
+            q=self.hidden,
+            kv=cache,
+            q_a=None if fused is None else self.linear(fused),
+            q_a_norm=None if fused is None else self.norm(attention.q_a_layernorm, self.hidden),
+            detail=type(self.runner.attn_backend).__name__,
+        )
+
+    def cache(self, *attentions: Any) -> Format:
+        """Keys and values as the cache keeps them; an FP8 cache has scales of its own, one over a layer's keys and one over its values."""
+        self.read |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         dtype = self.runner.token_to_kv_pool.dtype
         return Format(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else Format(dtype_name(dtype))
 
@@ -101,8 +120,10 @@ class _Reader:
 
     def experts(self, block: Any) -> Experts:
         gate, experts = block.gate, block.experts
-        shared, logits = getattr(block, "shared_experts", None), plain(gate.weight)
-        router = self.linear(gate, logits) if hasattr(gate, "quant_method") else self.norm(gate, logits)
+        shared = getattr(block, "shared_experts", None)
+        wider = type(gate).__name__ == "MoEGate" and gate.weight.is_cuda  # its kernels give float32 logits
+        logits = Format("fp32") if wider else plain(gate.weight)
+        router = self.linear(gate) if hasattr(gate, "quant_method") else self.norm(gate, self.hidden)
         return Experts(
             router=replace(router, bias=self.vector(gate, "e_score_correction_bias")),
             logits=logits,

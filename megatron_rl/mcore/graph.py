@@ -17,10 +17,11 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
 from megatron_rl.graph import Format, Graph, merged
-from megatron_rl.graph_decoder import Attention, Decoder, Experts, Gradients, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.graph_decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
 from megatron_rl.graph_formats import activation, common, dtype_name, plain, quantised
 from parallel.blocks import BLOCK
 
@@ -59,13 +60,15 @@ class _Reader:
     def layer(self, layer: Any) -> Layer:
         return Layer(
             input_norm=self.weighted(layer.input_layernorm, self.residual),
-            attention=self.attention(_known(layer.self_attention, SelfAttention)),
+            attention=self.attention(_known(layer.self_attention, SelfAttention, MLASelfAttention)),
             post_attention_norm=self.weighted(layer.pre_mlp_layernorm, self.residual),
             mlp=self.experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.mlp([_known(layer.mlp, MLP)]),
             residual=self.residual,
         )
 
-    def attention(self, attention: Any) -> Attention:
+    def attention(self, attention: Any) -> Attention | LatentAttention:
+        if isinstance(attention, MLASelfAttention):
+            return self.latent_attention(attention)
         heads = {
             name: self.weighted(norm)
             for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm))
@@ -74,6 +77,22 @@ class _Reader:
         core = type(attention.core_attention).__name__
         return Attention(
             self.linear(attention.linear_qkv), self.linear(attention.linear_proj), self.hidden, self.hidden, detail=core, **heads
+        )
+
+    def latent_attention(self, attention: Any) -> LatentAttention:
+        narrow = {}
+        if hasattr(attention, "linear_q_down_proj"):
+            narrow = {"q_a": self.linear(attention.linear_q_down_proj), "q_a_norm": self.weighted(attention.q_layernorm)}
+        return LatentAttention(
+            q_b=self.linear(attention.linear_q_up_proj if narrow else attention.linear_q_proj),
+            kv_a=self.linear(attention.linear_kv_down_proj),
+            kv_a_norm=self.weighted(attention.kv_layernorm),
+            kv_b=self.linear(attention.linear_kv_up_proj),
+            output=self.linear(attention.linear_proj),
+            q=self.hidden,
+            kv=self.hidden,
+            detail=type(attention.core_attention).__name__,
+            **narrow,
         )
 
     def mlp(self, mlps: Sequence[Any], count: int = 1) -> Mlp:
@@ -88,15 +107,16 @@ class _Reader:
         correction = getattr(router, "expert_bias", None)  # a buffer
         shared = getattr(moe, "shared_experts", None)
         return Experts(
-            router=replace(self.weighted(router, logits), bias=None if correction is None else plain(correction)),
+            router=replace(self.weighted(router), bias=None if correction is None else plain(correction)),
             logits=logits,
             experts=self.mlp(local, count=router.weight.shape[0]),
             shared=None if shared is None else self.mlp([shared]),
         )
 
     def linear(self, layer: Any) -> Weighted:
-        """An FP8 layer by the blocks it holds, any other by its weight."""
-        _known(layer, ColumnParallelLinear, RowParallelLinear)
+        """An FP8 layer by the blocks it holds, any other by its weight. Transformer Engine's own layers hide how they quantise."""
+        if not type(layer).__module__.startswith("megatron_rl."):
+            _known(layer, ColumnParallelLinear, RowParallelLinear)
         blocks = getattr(layer, "blocks", None)
         if blocks is None:
             return self.weighted(layer)
@@ -105,7 +125,9 @@ class _Reader:
         x = activation(BLOCK, layer.scale_format)
         tokens = Format(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
         gradients = Gradients(x, weight, x, tokens, _gradient(layer.weight), master)
-        return Weighted(x, weight, self.bias(layer), type(layer).__name__, gradients)
+        computed_by = type(getattr(layer, "backend", None)).__name__
+        detail = type(layer).__name__ + (f", {computed_by}" if computed_by != "NoneType" else "")
+        return Weighted(x, weight, self.bias(layer), detail, gradients)
 
     def weighted(self, module: Any, x: Format | None = None) -> Weighted:
         """A module that multiplies its weight in high precision."""

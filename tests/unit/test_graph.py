@@ -13,7 +13,7 @@ from rich.console import Console
 
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.graph import Edge, Format, Graph, Node, compare, differences, folded, folded_json, merged, parts, spans
-from megatron_rl.graph_decoder import Attention, Decoder, Experts, Gradients, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.graph_decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
 from megatron_rl.graph_formats import activation, common, granularity, plain, quantised, scale_format
 from megatron_rl.graph_print import print_graphs
 from megatron_rl.graph_svg import draw
@@ -121,6 +121,18 @@ def test_a_planted_difference_is_named(plant):
     assert set(expected) <= set(found)
     if "absent" not in expected[0]:
         assert found == expected
+
+
+def test_latent_attention_that_absorbs_a_projection_shows_it():
+    def graph(trained: bool, read: Format) -> Graph:
+        norm, product = high(trained), linear(trained)
+        kv_b = replace(product, x=read)
+        attention = LatentAttention(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm)
+        return decoder_graph(replace(decoder(1, trained), layers={0: replace(layer(trained), attention=attention)}))
+
+    assert differences(graph(False, X), graph(True, X)) == []
+    line = "layer 0: attention.kv_a_norm -> attention.kv_b (x) is bf16 in the rollout, e4m3 1x128 pow2 in training"
+    assert differences(graph(False, HIGH), graph(True, X)) == [line]
 
 
 def test_an_empty_rollout_is_no_subgraph():
