@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | export | report | doctor`.
+"""The command line: `megatron-rl train | graph | export | report | doctor`.
 
 Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
 line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
@@ -58,6 +58,27 @@ def train(
             print(f"run folder: {run_dir}")
             if (page := run_dir / "report.html").exists():
                 print(f"report:     {page}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def graph(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw one layer of both graphs into this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write both graphs and their differences into this file.")] = None,
+) -> None:
+    """Show the precision of every tensor in trainer and engine, read from both live, and exit with 1 where the rollout's graph is no
+    subgraph of the training's forward pass. Of the modes only fp8_unified and bf16 promise that; in fp8_rollout the differences are
+    the mode itself."""
+    with _expected_errors():
+        from megatron_rl.config import load_config
+
+        cfg = load_config(config, overrides or [])
+        from megatron_rl.graph_command import show_graph
+
+        alike = show_graph(cfg, svg, json)
+    if not alike:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.graph import Graph
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
@@ -35,6 +36,9 @@ class Engine(Protocol):
 
     def activation_scale_formats(self) -> dict[str, str]:
         """For every FP8 linear layer that is live, the format ("pow2" or "fp32") of the scales it quantises activations with."""
+
+    def graph(self) -> list[Graph]:
+        """Per engine rank, the precision graph read from its live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
         """Every engine rank begins to connect to the trainer, to receive its share of `chunks` at every sync.

@@ -31,8 +31,11 @@ def run_training(config: Config) -> Path:
     return run_session(config, layout)
 
 
-def preflight(config: Config) -> Layout:
-    """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout."""
+def preflight(config: Config, data: bool = True) -> Layout:
+    """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout.
+
+    `data`: the files of problems as well, which not every command reads.
+    """
     needs.check_machine(config.precision)
     layout = _layout(config)
     parts = config.algorithm.updates_per_step
@@ -44,7 +47,8 @@ def preflight(config: Config) -> Layout:
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
     _check_model(config, layout)
-    _check_data_files(config)
+    if data:
+        _check_data_files(config)
     return layout
 
 

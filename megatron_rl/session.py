@@ -19,6 +19,7 @@ from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine import Engine, find_launcher
 from megatron_rl.errors import MegatronRLError, RunError
 from megatron_rl.export import save_hf
+from megatron_rl.graph_check import check_graph
 from megatron_rl.hf_checkpoint import is_fp8
 from megatron_rl.loop import Loop
 from megatron_rl.mcore import checkpoint
@@ -100,6 +101,7 @@ class Session:
         sync = WeightSync(plan, engine, live, self.config.sync)
         self._resources.callback(sync.close)
         on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
+        check_graph(model, engine, self.contract, self.folder)
         sync.prove()
         self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
         write_checkpoint = partial(self._checkpoint, model, hf_config)

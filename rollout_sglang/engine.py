@@ -17,6 +17,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
+from megatron_rl.graph import Graph
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.types import Generation, Sampling
 from rollout_sglang.gate import Gate
@@ -148,6 +149,9 @@ class SGLangEngine(LiveRequests):
 
     def activation_scale_formats(self) -> dict[str, str]:
         return self._live({"verb": "scale_formats"})[0]
+
+    def graph(self) -> list[Graph]:
+        return [Graph.from_json(json.loads(rank["graph"])) for rank in self._live({"verb": "graph"})]
 
     def pause(self, restart: bool) -> None:
         self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if restart else None)

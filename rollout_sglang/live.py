@@ -5,6 +5,7 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
 
     {"verb": "describe"}                                       name -> "dtype rows cols"
     {"verb": "scale_formats"}                                  module -> format of its activation scales, FP8 modules only
+    {"verb": "graph"}                                          "graph" -> the precision graph of this rank, JSON
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see megatron_rl.transport
     {"verb": "start", "hashing": BOOL}                         receiving begins, in the background
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
@@ -25,7 +26,7 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.pieces import Rect
 from parallel.regions import digests
-from rollout_sglang import kernels
+from rollout_sglang import graph, kernels
 from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
@@ -60,6 +61,8 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors.items()}
     if verb == "scale_formats":
         return activation_scale_formats(model)
+    if verb == "graph":
+        return {"graph": json.dumps(graph.rank_graph(model, activation_scale_formats(model)).to_json())}
     if verb == "digest":
         kernels.forget_values()  # what is served next is made from the bytes hashed here
         return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))

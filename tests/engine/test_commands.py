@@ -100,6 +100,8 @@ def test_a_run_leaves_everything_behind(runs, name, tensors):
     assert {sample["step"] for sample in rows(run, "samples.jsonl")} == {1, 2}
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     assert "<html" in (run / "report.html").read_text()
+    graphs = json.loads((run / "graph.json").read_text())
+    assert graphs["differences"] == [] and graphs["rollout"][0]["ranks"] == [0]
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_00002"]
     assert not list(Path("/dev/shm").glob(f"megatron-rl-{read_run(run)['pid']}-*"))
 
@@ -115,6 +117,17 @@ def test_a_runs_checkpoint_is_exported(runs, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]["scale_fmt"] == "ue8m0"
     again = finish(Command(tmp_path / "again", *export, tmp_path / "hf"))
     assert again.code == 2 and "--output" in again.err and "exists already" in again.err
+
+
+def test_the_graph_of_fp8_rollout_shows_where_the_engine_quantises_and_the_trainer_does_not(tmp_path):
+    config = (ROOT / "configs" / "quickstart.toml", f"--model.path={tmp_path / 'none'}", "--precision.mode=fp8_rollout")
+    with Command(tmp_path, "megatron_rl", "graph", *config, "--svg", tmp_path / "g.svg", "--json", tmp_path / "g.json") as command:
+        done = command.wait(200)
+    assert done.code == 1, done.err
+    line = "layers 0..1: mlp.down.weight -> mlp.down (weight) is e4m3 128x128 pow2 in the rollout, fp32 in training"
+    assert line in done.out and line in json.loads((tmp_path / "g.json").read_text())["differences"]
+    assert "8 differences" in (tmp_path / "g.svg").read_text()
+    assert not (tmp_path / "none").exists()
 
 
 def test_gsm8k_with_math_verify(runs):

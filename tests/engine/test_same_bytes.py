@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from support.models import FP8, random_sequences, read_weights
@@ -37,6 +39,25 @@ def test_the_engine_that_was_just_started_passes_all_checks(served):
     served.call("support.served:check_live")
     assert served.call("support.served:prove") == [TENSORS]
     assert_same_logprobs(served.call("support.served:generate", PROMPTS)[0], {0})
+
+
+def test_the_live_graphs_are_alike_and_a_difference_stops_a_run(served, tmp_path):
+    lines, training, rollout = served.call("support.graphs:of_served")[0]
+    assert lines == [] and set(rollout.edges) == set(training.forward().edges)
+    quantised = [edge for edge in rollout.edges if edge.format.quantised]
+    assert len(quantised) == 8  # input and weight of qkv, output, gate_up and down
+    assert {node.detail for node in rollout.nodes if node.op == "attention"} == {"TorchNativeAttnBackend"}
+    served.call("support.graphs:check_served", tmp_path)
+    kept = json.loads((tmp_path / "graph.json").read_text())
+    assert kept["differences"] == [] and [part["part"] for part in kept["training"]] == ["model", "layer 0"]
+    for plant, line in {
+        "granularity": r"mlp.down.weight -> mlp.down \(weight\) is e4m3 128x128 pow2 in the rollout, e4m3 64x64 pow2 in training",
+        "activation scales": r"attention.qkv \(x\) is e4m3 1x128 pow2 in the rollout, e4m3 1x128 fp32 in training",
+        "high-precision layer": r"attention.output \(x\) is e4m3 1x128 pow2 in the rollout, fp32 in training",
+        "dtype": r"input_norm.weight -> input_norm \(weight\) is fp32 in the rollout, fp16 in training",
+    }.items():
+        with pytest.raises(RunError, match=rf"no subgraph of the training: layer 0: .*{line}"):
+            served.call("support.graphs:check_served", tmp_path, plant)
 
 
 def test_after_an_optimizer_step_only_a_sync_makes_them_equal_again(served):

@@ -20,7 +20,14 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
 }
 OURS = set(MAY_IMPORT)
 ONLY_IN = {"sglang": ("rollout_sglang/*",), "megatron": ("megatron_rl/mcore/*",)}
-TORCH_FREE = ("megatron_rl.config", "megatron_rl.cli", "parallel.layout", "rollout_sglang")
+TORCH_FREE = (
+    "megatron_rl.config",
+    "megatron_rl.cli",
+    "megatron_rl.graph",
+    "megatron_rl.graph_decoder",
+    "parallel.layout",
+    "rollout_sglang",
+)
 
 
 def imported(file: Path) -> set[str]:

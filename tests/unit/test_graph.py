@@ -1,0 +1,247 @@
+"""The precision graph without models: the comparison, the folding of layers, merging ranks, and what formats are read from tensors."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.graph import Edge, Format, Graph, Node, compare, differences, folded, folded_json, merged, parts, spans
+from megatron_rl.graph_decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.graph_formats import activation, common, granularity, plain, quantised, scale_format
+from megatron_rl.graph_print import print_graphs
+from megatron_rl.graph_svg import draw
+
+HIGH, X, W = Format("bf16"), Format("e4m3", "1x128", "pow2"), Format("e4m3", "128x128", "pow2")
+FP32 = Format("fp32")
+
+
+def linear(trained: bool) -> Weighted:
+    return Weighted(X, W, gradients=Gradients(X, W, X, replace(X, granularity="128x1"), FP32, FP32) if trained else None)
+
+
+def high(trained: bool) -> Weighted:
+    return Weighted(HIGH, HIGH, gradients=Gradients(HIGH, HIGH, HIGH, HIGH, FP32, FP32) if trained else None)
+
+
+def layer(trained: bool = False, experts: int = 0) -> Layer:
+    norm, mlp = high(trained), Mlp(linear(trained), linear(trained), experts or 1)
+    return Layer(
+        input_norm=norm,
+        attention=Attention(linear(trained), linear(trained), HIGH, HIGH, q_norm=norm, k_norm=norm),
+        post_attention_norm=norm,
+        mlp=Experts(norm, HIGH, mlp, shared=Mlp(linear(trained), linear(trained))) if experts else mlp,
+        residual=HIGH,
+    )
+
+
+def decoder(layers: int = 3, trained: bool = False, experts: int = 0) -> Decoder:
+    ends = {"embedding": high(trained), "norm": high(trained), "lm_head": high(trained), "logits": HIGH}
+    return Decoder(HIGH, {number: layer(trained, experts) for number in range(layers)}, **ends)
+
+
+TRAINING = decoder_graph(decoder(trained=True))
+ROLLOUT = decoder_graph(decoder())
+
+
+def changed(graph: Graph, name: str, **change: str) -> Graph:
+    """The graph with the edges into `name` changed."""
+    edges = (replace(edge, format=replace(edge.format, **change)) if edge.target == name else edge for edge in graph.edges)
+    return Graph(graph.nodes, tuple(edges))
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
+    training, rollout = (decoder_graph(decoder(trained=trained, experts=experts)) for trained in (True, False))
+    assert differences(rollout, training) == []
+    assert len(training.edges) > 2 * len(rollout.edges)  # the backward pass is not compared
+    assert set(training.forward().edges) == set(rollout.edges)
+
+
+def every_layer(**change: object) -> Graph:
+    """A rollout whose layers all differ in one part."""
+    return decoder_graph(replace(decoder(), layers={number: replace(layer(), **change) for number in range(3)}))
+
+
+PLANTED = {
+    "granularity": (
+        changed(ROLLOUT, "layers.1.mlp.down", granularity="1x64"),
+        [
+            "layer 1: mlp.swiglu -> mlp.down (x) is e4m3 1x64 pow2 in the rollout, e4m3 1x128 pow2 in training",
+            "layer 1: mlp.down.weight -> mlp.down (weight) is e4m3 1x64 pow2 in the rollout, e4m3 128x128 pow2 in training",
+        ],
+    ),
+    "scale format": (
+        every_layer(mlp=Mlp(Weighted(replace(X, scale="fp32"), W), linear(False))),
+        ["layers 0..2: post_attention_norm -> mlp.gate_up (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training"],
+    ),
+    "an extra quantised layer": (
+        decoder_graph(replace(decoder(), lm_head=linear(False))),
+        [
+            "norm -> lm_head (x) is e4m3 1x128 pow2 in the rollout, bf16 in training",
+            "lm_head.weight -> lm_head (weight) is e4m3 128x128 pow2 in the rollout, bf16 in training",
+        ],
+    ),
+    "dtype": (
+        changed(ROLLOUT, "layers.0.input_norm", dtype="fp32"),
+        [
+            "layer 0: input -> input_norm (x) is fp32 in the rollout, bf16 in training",
+            "layer 0: input_norm.weight -> input_norm (weight) is fp32 in the rollout, bf16 in training",
+        ],
+    ),
+    "cache": (
+        every_layer(attention=replace(layer().attention, kv=Format("e4m3", "tensor", "fp32"))),
+        [
+            "layers 0..2: attention.rope -> attention.core (k) is e4m3 tensor fp32 in the rollout, bf16 in training",
+            "layers 0..2: attention.qkv -> attention.core (v) is e4m3 tensor fp32 in the rollout, bf16 in training",
+        ],
+    ),
+    "a missing layer": (decoder_graph(decoder(layers=2)), ["layer 2: input_norm is absent in the rollout, norm in training"]),
+    "a bias": (
+        every_layer(attention=replace(layer().attention, qkv=replace(linear(False), bias=HIGH))),
+        ["layers 0..2: attention.qkv.bias is weight in the rollout, absent in training"],
+    ),
+    "other experts": (
+        decoder_graph(decoder(experts=8)),
+        ["layers 0..2: mlp.experts.down is linear x8 in the rollout, absent in training"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_difference_is_named(plant):
+    rollout, expected = PLANTED[plant]
+    found = differences(rollout, TRAINING)
+    assert set(expected) <= set(found)
+    if "absent" not in expected[0]:
+        assert found == expected
+
+
+def test_latent_attention_that_absorbs_a_projection_shows_it():
+    def graph(trained: bool, read: Format) -> Graph:
+        norm, product = high(trained), linear(trained)
+        kv_b = replace(product, x=read)
+        attention = LatentAttention(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm)
+        return decoder_graph(replace(decoder(1, trained), layers={0: replace(layer(trained), attention=attention)}))
+
+    assert differences(graph(False, X), graph(True, X)) == []
+    line = "layer 0: attention.kv_a_norm -> attention.kv_b (x) is bf16 in the rollout, e4m3 1x128 pow2 in training"
+    assert differences(graph(False, HIGH), graph(True, X)) == [line]
+
+
+def test_an_empty_rollout_is_no_subgraph():
+    assert len(compare(Graph((), ()), TRAINING)) == len(TRAINING.forward().nodes)
+
+
+def test_graphs_survive_json():
+    for graph in (TRAINING, ROLLOUT):
+        assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+
+
+def test_layers_that_are_alike_are_folded():
+    assert [numbers for numbers, _ in folded(parts(TRAINING))] == [(), (0, 1, 2)]
+    other = changed(decoder_graph(decoder(layers=5)), "layers.3.mlp.down", scale="fp32")
+    assert [part["part"] for part in folded_json(other)] == ["model", "layers 0..2, 4", "layer 3"]
+    assert spans([7]) == "layer 7" and spans([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
+
+
+def test_every_edge_joins_two_nodes():
+    for graph in (TRAINING, ROLLOUT, decoder_graph(decoder(trained=True, experts=4))):
+        names = {node.name for node in graph.nodes}
+        assert len(names) == len(graph.nodes)
+        assert {name for edge in graph.edges for name in (edge.source, edge.target)} == names
+
+
+def test_every_weight_is_learned():
+    graph = decoder_graph(decoder(trained=True, experts=4))
+    weights = {node.name for node in graph.nodes if node.op == "weight"}
+    assert {edge.target for edge in graph.edges if edge.phase == "update"} == weights
+    assert {edge.target.removesuffix(".master") for edge in graph.edges if edge.tensor == "grad"} == weights
+
+
+def test_pipeline_stages_make_the_whole_graph():
+    whole = decoder(layers=4, trained=True)
+    first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, norm=None, lm_head=None, logits=None)
+    last = replace(whole, layers={2: whole.layers[2], 3: whole.layers[3]}, embedding=None)
+    found, expected = merged([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
+    assert set(found.nodes) == set(expected.nodes)
+    assert set(found.edges) == set(expected.edges)
+
+
+def test_ranks_that_disagree_are_refused():
+    with pytest.raises(ValueError, match=r"layers.1.mlp.swiglu -> layers.1.mlp.down \(x\): e4m3 1x128 pow2 and e4m3 1x128 fp32"):
+        merged([ROLLOUT, changed(ROLLOUT, "layers.1.mlp.down", scale="fp32")])
+    with pytest.raises(ValueError, match="norm: norm and layer_norm"):
+        merged([ROLLOUT, Graph((Node("norm", "layer_norm"),), ())])
+
+
+@pytest.mark.parametrize(
+    "data, scale, expected",
+    [
+        ((256, 512), (2, 4), "128x128"),
+        ((300, 200), (3, 2), "128x128"),  # blocks at the edges are partial
+        ((128, 64), (1, 1), "128x128"),
+        ((256, 512), (4, 8), "64x64"),
+        ((256, 512), (256, 4), "1x128"),
+        ((256, 512), (256, 1), "1x512"),
+        ((8, 256, 512), (8, 2, 4), "128x128"),  # experts, stacked
+        ((256, 512), (), "tensor"),
+        ((256, 512), (3,), "tensor"),
+    ],
+)
+def test_the_block_of_one_scale_is_read_from_the_shapes(data, scale, expected):
+    assert granularity(data, scale) == expected
+
+
+@pytest.mark.parametrize("wanted", ["pow2", "fp32"])
+def test_the_scale_format_is_read_from_the_scales(wanted):
+    blocks = quantize_weight(torch.randn(256, 384, generator=torch.Generator().manual_seed(3)), wanted)
+    assert quantised(*blocks) == Format("e4m3", "128x128", wanted)
+    assert scale_format(blocks.scale.to(torch.bfloat16)) == "bf16"
+
+
+def test_formats_in_words():
+    assert str(activation(128, "pow2")) == "e4m3 1x128 pow2" and str(activation(None, "fp32")) == "e4m3 tensor fp32"
+    assert str(plain(torch.empty(1, dtype=torch.bfloat16))) == "bf16" and plain(torch.empty(1, dtype=torch.int8)).dtype == "int8"
+    assert common([X, X]) == X and common([X, HIGH]) not in (X, HIGH)
+
+
+@pytest.mark.parametrize("rollout, wrong", [(ROLLOUT, 0), (PLANTED["an extra quantised layer"][0], 2), (PLANTED["scale format"][0], 1)])
+def test_the_drawing_is_well_formed_and_red_only_where_the_sides_differ(rollout, wrong):
+    drawing = draw(TRAINING, rollout)
+    texts = [element for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")]
+    words = {element.text for element in texts}
+    assert {"attention.qkv", "mlp.down", "lm_head", "layers 0..2", "e4m3 1x128 pow2", "DGrad", "WGrad"} <= words
+    red = [element.text for element in texts if element.get("fill") == "#d11a2a"]
+    assert bool(red) == bool(wrong)
+    if wrong:
+        assert ("1 difference" if wrong == 1 else f"{wrong} differences") in red
+
+
+def test_experts_are_drawn_with_their_number():
+    drawing = draw(*(decoder_graph(decoder(trained=trained, experts=8)) for trained in (True, False)))
+    assert {"mlp.experts.gate_up x8", "mlp.router", "mlp.shared_experts.down"} <= {
+        element.text for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")
+    }
+
+
+def test_the_tables_tell_every_forward_edge_once():
+    console = Console(record=True, width=200, file=io.StringIO())
+    print_graphs(TRAINING, PLANTED["an extra quantised layer"][0], console)
+    text = console.export_text()
+    assert "layers 0..2: forward" in text and "layers 0..2: backward" in text
+    (row,) = [line for line in text.splitlines() if line.startswith("norm -> lm_head (x)")]
+    assert row.split() == ["norm", "->", "lm_head", "(x)", "bf16", "e4m3", "1x128", "pow2"]
+    (row,) = [line for line in text.splitlines() if line.startswith("mlp.down.wgrad")]
+    assert "x e4m3 128x1 pow2" in row and "dy e4m3 1x128 pow2" in row
+
+
+def test_an_edge_is_identified_without_its_precision():
+    edge = Edge("a", "b", "x", HIGH)
+    assert edge.key == replace(edge, format=X).key != replace(edge, tensor="weight").key
