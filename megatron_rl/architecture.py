@@ -146,7 +146,9 @@ def _sigmoid_routing(hf_config: Mapping[str, Any]) -> Routing:
     for name, value in built.items():
         if hf_config.get(name, value) != value:
             raise _refusal(name, hf_config[name], value)
-    top_k, groups, used = (int(hf_config.get(name, default)) for name, default in (("num_experts_per_tok", 8), ("n_group", 8), ("topk_group", 4)))
+    top_k, groups, used = (
+        int(hf_config.get(name, default)) for name, default in (("num_experts_per_tok", 8), ("n_group", 8), ("topk_group", 4))
+    )
     if top_k == 1:
         raise _refusal("num_experts_per_tok", 1, "at least 2")
     if groups > used and top_k // used != 2:  # Megatron ranks a group by its best top_k / topk_group experts, DeepSeek by its best two

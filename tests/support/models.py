@@ -96,8 +96,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
 }
 """Every architecture: widths whose FP8 blocks are whole at a tensor parallel size of 2, and settings that matter within 40 tokens."""
-ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": []}
-ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1}
+ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [],
+}
+ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "rope_scaling": None,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
 def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
