@@ -6,7 +6,7 @@ Both use the geometry of `parallel`; no layer names are known here beyond how Me
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -27,7 +27,7 @@ from parallel.pieces import cut_piece
 from parallel.plan import blocks as block_rect
 from parallel.regions import region
 
-Model = GPTModel | list[GPTModel]
+Model: TypeAlias = GPTModel | list[GPTModel]
 """A rank's model, or its virtual pipeline stages."""
 
 
