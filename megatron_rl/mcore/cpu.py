@@ -1,9 +1,9 @@
 """Runs an unmodified Megatron-Core on a machine without CUDA: `install()` once, before a model is built.
 
-Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, and compares tensor
-type strings. Each patch below answers one of these for the CPU and says which Megatron code needs it. On a machine with CUDA
-`install()` does nothing, so the same program runs on both. All patches of Megatron live in this file; `KNOWN_VERSIONS` lists
-the releases they were checked with, any other is refused.
+Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
+type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below answers one of these for the CPU and says
+which Megatron code needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
+Megatron live in this file; `KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -24,7 +24,7 @@ from parallel.megatron import megatron_shards, row_order
 from parallel.plan import scale_name
 from parallel.regions import region
 
-Model = GPTModel | list[GPTModel]
+Model: TypeAlias = GPTModel | list[GPTModel]
 """A rank's model, or its virtual pipeline stages."""
 
 INDEX = "model.safetensors.index.json"

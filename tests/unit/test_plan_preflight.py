@@ -129,7 +129,10 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 @pytest.mark.parametrize(
     "changes, start",
     [
-        ({"model_type": "llama"}, "model.path = 'llama': is an architecture the trainer does not build; use one of qwen3"),
+        (
+            {"model_type": "mamba"},
+            "model.path = 'mamba': is an architecture the trainer does not build; use one of llama, qwen2, qwen3, qwen3_moe, deepseek_v3",
+        ),
         ({"head_dim": "absent"}, "head_dim: is missing from the model's config.json"),
     ],
 )
