@@ -11,7 +11,7 @@ import pytest
 from support.models import read_weights
 from support.processes import ROOT, Command, Done, alive_after, end, family, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(650)]  # five runs of at most 200 s, two at a time
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")

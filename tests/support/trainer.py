@@ -25,7 +25,6 @@ from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
-_running: Layout | None = None
 TRAIN = {"learning_rate": 1e-3, "micro_batch_size": 4}
 
 
@@ -69,16 +68,27 @@ class Trainer:
 
 
 def start(layout: Layout | None = None) -> Layout:
-    """Joins the process groups and makes Megatron's, anew where the layout is another one; returns the layout."""
-    global _running
+    """Joins the process groups and makes Megatron's, anew where they are another layout's; returns the layout."""
     layout = layout or Layout(tp=int(os.environ.get("WORLD_SIZE", "1")))
-    if not dist.is_initialized() or layout != _running:
+    if not _runs(layout):
         if dist.is_initialized():
             parallel_state.destroy_model_parallel()
         start_megatron(layout, seed=0)
         torch.set_num_threads(1)
-        _running = layout
     return layout
+
+
+def _runs(layout: Layout) -> bool:
+    return parallel_state.is_initialized() and all(
+        size == group.size()
+        for size, group in (
+            (layout.tp, parallel_state.get_tensor_model_parallel_group()),
+            (layout.pp, parallel_state.get_pipeline_model_parallel_group()),
+            (layout.cp, parallel_state.get_context_parallel_group()),
+            (layout.ep, parallel_state.get_expert_model_parallel_group()),
+            (layout.etp, parallel_state.get_expert_tensor_parallel_group()),
+        )
+    )
 
 
 def loaded(folder: Path, precision: dict[str, Any]) -> dict[str, torch.Tensor]:
