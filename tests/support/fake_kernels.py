@@ -131,7 +131,9 @@ class Quantised(SimpleNamespace):
 class Quantizer:
     """Float8BlockQuantizer."""
 
-    def __init__(self, dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float, force_pow_2_scales: bool, block_scaling_dim: int):
+    def __init__(
+        self, dtype: Any, *, rowwise: bool, columnwise: bool, amax_epsilon: float, force_pow_2_scales: bool, block_scaling_dim: int
+    ):
         assert amax_epsilon == 1e-10 and dtype == "e4m3"
         self.dtype, self.block_scaling_dim, self.scale_format = dtype, block_scaling_dim, "pow2" if force_pow_2_scales else "fp32"
         self.set_usage(rowwise=rowwise, columnwise=columnwise)

@@ -102,7 +102,9 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
     precision = Precision(backend=backend)
     wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
     needs.check_model(precision, geometry(**wide), Layout(tp=2))
-    with pytest.raises(UserError, match=r"needs widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"):
+    with pytest.raises(
+        UserError, match=r"needs widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"
+    ):
         needs.check_model(precision, geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
     with pytest.raises(UserError, match=r"blocks that hold one of q, k and v each, .*linear_qkv.weight would mix them on rank 0"):
         needs.check_model(precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout())

@@ -14,8 +14,8 @@ from megatron_rl.fp8.quantize import quantize_weight
 
 N, K = 256, 384
 BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
-BF16_ROUNDING = 2**-8
-"""Relative. Both sides round the same FP32 sum to bf16, but sums in another order may round to neighbouring numbers."""
+BF16_ROUNDING = 2**-7
+"""Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbours, 2^-7 apart at most."""
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,9 @@ def test_products_are_the_references(name, scale_format, tokens):
 
 
 @BACKENDS
-@pytest.mark.parametrize("make", [torch.ones, lambda *shape: torch.ones(N * K + 1)[1:].view(shape), lambda *shape: torch.ones(shape).bfloat16()])
+@pytest.mark.parametrize(
+    "make", [torch.ones, lambda *shape: torch.ones(N * K + 1)[1:].view(shape), lambda *shape: torch.ones(shape).bfloat16()]
+)
 def test_weight_gradients_are_added_to_a_buffer(name, make):
     """Also to one that a kernel cannot write to: off its alignment, or in bf16."""
     x, dy = activations(130)

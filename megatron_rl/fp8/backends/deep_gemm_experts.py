@@ -72,7 +72,9 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor], groups: Sequence
     import deep_gemm
 
     if BLOCK % deep_gemm.get_mk_alignment_for_contiguous_layout():
-        raise RunError(f"DeepGEMM is set to groups of {deep_gemm.get_mk_alignment_for_contiguous_layout()} rows, ours are padded to {BLOCK}")
+        raise RunError(
+            f"DeepGEMM is set to groups of {deep_gemm.get_mk_alignment_for_contiguous_layout()} rows, ours are padded to {BLOCK}"
+        )
     device = b[0].device
     product = torch.empty(a.tokens, b[0].shape[1], dtype=torch.bfloat16, device=device)
     if a.tokens:
