@@ -14,8 +14,8 @@ from megatron_rl.fp8.quantize import quantize_weight
 
 N, K = 256, 384
 BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
-BF16_ROUNDING = 2**-8
-"""Relative. Both sides round the same FP32 sum to bf16, but sums in another order may round to neighbouring numbers."""
+BF16_ROUNDING = 2**-7
+"""Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbours, 2^-7 apart at most."""
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,14 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
     "launch": {"rollout_sglang", "megatron_rl", "parallel"},
 }
 OURS = set(MAY_IMPORT)
-ONLY_IN = {"sglang": ("rollout_sglang/*",), "megatron": ("megatron_rl/mcore/*",)}
+ONLY_IN = {
+    "sglang": ("rollout_sglang/*",),
+    "megatron": ("megatron_rl/mcore/*",),
+    "triton": ("megatron_rl/fp8/backends/activation_kernel.py",),
+    "deep_gemm": ("megatron_rl/fp8/backends/deep_gemm*.py",),
+    "transformer_engine": ("megatron_rl/fp8/backends/transformer_engine.py",),
+    "transformer_engine_torch": ("megatron_rl/fp8/backends/transformer_engine.py",),
+}
 TORCH_FREE = (
     "megatron_rl.config",
     "megatron_rl.cli",
@@ -48,6 +55,20 @@ def test_imports_flow_one_way(package):
         assert names & OURS <= MAY_IMPORT[package], f"{path} imports {names & OURS - MAY_IMPORT[package]}"
         for library, places in ONLY_IN.items():
             assert library not in names or any(fnmatch(path, place) for place in places), f"{path} imports {library}"
+
+
+def test_what_only_a_gpu_has_is_imported_when_needed():
+    """Every module of the back ends loads without it, but the kernel, which nothing imports at module level."""
+    kernel = ROOT / "megatron_rl/fp8/backends/activation_kernel.py"
+    modules = [
+        f"megatron_rl.fp8.backends.{file.stem}"
+        for file in kernel.parent.glob("*.py")
+        if file not in (kernel, kernel.parent / "__init__.py")
+    ]
+    loaded = "[m for m in ('triton', 'deep_gemm', 'transformer_engine') if m in sys.modules]"
+    code = f"import sys, {', '.join(modules)}; print({loaded})"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

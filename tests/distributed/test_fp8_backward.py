@@ -1,0 +1,51 @@
+"""The FP8 layers' backward pass under Megatron's options: recomputation, gradient buffers, experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import FP8
+
+from megatron_rl.fp8 import products
+from megatron_rl.fp8.quantize import dequantize_weight, quantize_weight
+
+pytestmark = pytest.mark.slow
+
+N, K = 256, 512
+
+
+def values(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("high", ["fp32", "bf16"])
+def test_recomputed_activations_give_the_same_gradients(two, checkpoint, high):
+    """Bit for bit: the same forward pass runs twice on the same blocks."""
+    kept, recomputed = (two.call("support.recompute:gradients", checkpoint, {**FP8, "high": high}, again) for again in (False, True))
+    for rank, (a, b) in enumerate(zip(kept, recomputed, strict=True)):
+        assert a.keys() == b.keys() and all(gradient.any() for gradient in a.values())
+        assert all(torch.equal(a[name], b[name]) for name in a), f"rank {rank}"
+
+
+@pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])
+def test_two_micro_batches_add_up_to_one(one, two, ranks, sequence_parallel):
+    """256 tokens cut at 128, where WGrad's groups of tokens are cut anyway: what differs is the order of FP32 sums."""
+    weight, x, dy = values(N, K, seed=1), values(256, 1, K, seed=2), values(256, 1, N, seed=3)
+    results = {1: one, 2: two}[ranks].call("support.fp8_layer:accumulated", sequence_parallel, weight, x, dy)
+    for result in results:
+        assert result["once"].shape == (N // ranks, K)
+        assert torch.allclose(result["added"], result["once"], rtol=1e-5, atol=1e-5 * float(result["once"].abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [140, 0])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_an_experts_layer_leaves_communication_to_the_dispatcher(two, kind, tokens):
+    """Each rank's results are the products of its own part alone, also under sequence parallelism, and with no tokens."""
+    weight = values(N, K, seed=4)
+    n, k = (N // 2, K) if kind == "column" else (N, K // 2)
+    x, dy = values(tokens, k, seed=5), values(tokens, n, seed=6)
+    for rank, (y, dx, dw) in enumerate(two.call("support.fp8_layer:experts", kind, weight, x, dy)):
+        part = dequantize_weight(quantize_weight(weight.chunk(2, dim=0 if kind == "column" else 1)[rank], "pow2"))
+        expected = products.fprop(x, part, "pow2"), products.dgrad(dy, part, "pow2"), products.wgrad(dy, x, "pow2")
+        for got, wanted in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads
+            assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6 * float(wanted.norm())), f"rank {rank}"
