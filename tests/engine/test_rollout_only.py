@@ -21,7 +21,7 @@ def engines(new_world, checkpoint, tmp_path_factory):
     for mode, world in worlds.items():
         world.send("support.served:start", checkpoint, tmp_path_factory.mktemp(mode), {"mode": mode, "high": "fp32"})
     for world in worlds.values():
-        world.receive(seconds=150)
+        world.receive(seconds=240)
     return worlds
 
 
