@@ -1,0 +1,93 @@
+"""The real loop and trainer with a scripted engine: run in the one rank of a `World`, quickly and without SGLang."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.batch import Sequence
+from megatron_rl.config import Config
+from megatron_rl.loop import Loop
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.model import build_model
+from megatron_rl.mcore.weights import load_checkpoint
+from megatron_rl.rollout import Rollout
+from megatron_rl.types import Completion, Problem, Reward
+from support.trainer import Trainer
+
+GROUPS, SIZE = 4, 4
+GOOD, BAD = 11, 12
+"""The token that every rewarded answer is made of, and that of the others."""
+
+
+class ScriptedWorker:
+    """Always the same groups, half of each rewarded; engine log-probs are the trainer's and a little noise."""
+
+    def __init__(self, actor: Actor, noise: float) -> None:
+        self.actor, self._noise, self._source = actor, noise, random.Random(0)
+
+    def sequences(self) -> list[Sequence]:
+        return [
+            Sequence([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member)) for group in range(GROUPS) for member in range(SIZE)
+        ]
+
+    def collect(self, version: int) -> Rollout:
+        completions = []
+        for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.logprobs(self.sequences())[0], strict=True)):
+            told = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
+            reward = Reward(float(number % 2), bool(number % 2))
+            ids = sequence.prompt_ids, sequence.answer_ids
+            completions.append(Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward))
+        return Rollout(completions, {"time/generate": 1.0})
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """How much likelier a good token is than a bad one, in nats."""
+        found = self.actor.logprobs(self.sequences())[0]
+        good, bad = (torch.cat([part for number, part in enumerate(found) if number % 2 == which]).mean() for which in (1, 0))
+        return {"eval/lead": float(good - bad)}
+
+
+class NoSync:
+    def run(self, version: int) -> NoSync:
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class Recorded:
+    """What a RunLog is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.samples_seen: list[dict[str, Any]] = []
+
+    def now(self, phase: str) -> None: ...
+
+    def step(self, metrics: dict[str, float]) -> None:
+        self.rows.append(metrics)
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.samples_seen += rows
+
+
+def run_loop(folder: Path, precision: dict[str, Any], algorithm: dict[str, Any], steps: int, noise: float) -> dict[str, Any]:
+    """The rows of the log and the advantages of the last step's samples."""
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
+    config = Config.model_validate(
+        {
+            "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
+            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "log": {"samples": GROUPS * SIZE},
+        }
+    )  # fmt: skip
+    reference = None
+    if config.algorithm.kl_coef:
+        model = build_model(trainer.hf_config, trainer.layout, trainer.contract).requires_grad_(False)
+        load_checkpoint(model, folder, trainer.shards)
+        reference = Policy(model, 1.0, 4)
+    log = Recorded()
+    Loop(config, trainer.actor, reference, NoSync(), ScriptedWorker(trainer.actor, noise), log, lambda step: None).run()
+    return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}
