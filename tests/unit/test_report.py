@@ -102,7 +102,7 @@ def test_the_precision_graph_is_part_of_the_page(tmp_path: Path):
     run = make_run(tmp_path, full_rows())
     high, weighted = Format("bf16"), Weighted(Format("bf16"), Format("bf16"))
     layer = Layer(weighted, Attention(weighted, weighted, high, high), weighted, Mlp(weighted, weighted), high)
-    graph = decoder_graph(Decoder(high, {0: layer}, norm=weighted, lm_head=weighted, logits=high))
+    graph = decoder_graph(Decoder(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
     (run / "graph.svg").write_text(draw(graph, graph))
     page = Page(write_report(run))
     assert "Precision graph" in page.text and "lm_head" in page.text
