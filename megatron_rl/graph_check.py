@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_rl.engine import Engine
 from megatron_rl.errors import RunError
 from megatron_rl.graph import Graph, differences, folded_json, merged
+from megatron_rl.graph_svg import draw
 from megatron_rl.mcore.graph import rank_graph
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0, raise_together
@@ -80,13 +81,14 @@ def _merged_on_rank0(parts: Sequence[Graph | None]) -> Graph | None:
 
 
 def check_graph(model: Any, engine: Engine | None, contract: PrecisionContract, folder: Path) -> None:
-    """Writes `folder/graph.json`. In unified FP8, where the rollout is not a subgraph of the training's forward pass, raises RunError
-    with the edges that differ. Collective; `model` must be quantised, `engine` lives on rank 0."""
+    """Writes `folder/graph.json` and `folder/graph.svg`. In unified FP8, where the rollout is not a subgraph of the training's forward
+    pass, raises RunError with the edges that differ. Collective; `model` must be quantised, `engine` lives on rank 0."""
     training = training_graph(model)
 
     def check() -> None:
         comparison = Comparison(cast(Graph, training), tuple(cast(Engine, engine).graph()))
         (folder / "graph.json").write_text(json.dumps(comparison.to_json(), indent=1))
+        (folder / "graph.svg").write_text(draw(comparison.training, comparison.rollout[0]))
         if contract.train_fp8 and (lines := comparison.differences):
             more = f"; and {len(lines) - _SHOWN} more, see {folder / 'graph.json'}" if len(lines) > _SHOWN else ""
             raise RunError(f"the rollout is no subgraph of the training: {'; '.join(lines[:_SHOWN])}{more}")

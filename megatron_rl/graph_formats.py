@@ -53,9 +53,14 @@ def _block(size: int, count: int) -> int:
 
 
 def scale_format(scale: torch.Tensor) -> str:
-    """ "pow2" where every scale is a power of two, else "fp32"; the dtype's name for scales that are not float32."""
+    """ "pow2" where every scale is a power of two, else "fp32"; the dtype's name for scales that are not float32.
+
+    "invalid" where one is no positive number: SGLang fills scales with the lowest float until a checkpoint's are loaded.
+    """
     if scale.dtype != torch.float32:
         return dtype_name(scale.dtype)
+    if not bool(((scale > 0) & torch.isfinite(scale)).all()):
+        return "invalid"
     return "fp32" if bool((scale.view(torch.int32) & _MANTISSA).any()) else "pow2"
 
 

@@ -15,8 +15,8 @@ from megatron_rl.graph import FORWARD, Edge, Graph, Node, compare, differences, 
 from megatron_rl.graph_print import backward_products, joint_parts
 
 _ROW, _TOP, _LANE = 62, 110, 24
-_BOX, _WEIGHT = (158, 30), (74, 22)
-_BACKWARD, _COLUMNS, _WIDTH = 24, {"training": 750, "rollout": 1310}, 1610
+_BOX, _WEIGHT = (184, 30), (74, 22)
+_BACKWARD, _COLUMNS, _WIDTH = 24, {"training": 764, "rollout": 1330}, 1660
 """Left edge of the backward products; centres of the two columns of operators."""
 _FP8, _HIGH, _WRONG, _INK = "#d9730d", "#7a7f87", "#d11a2a", "#1f2328"
 

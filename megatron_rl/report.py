@@ -51,6 +51,7 @@ def write_report(run_dir: Path) -> Path:
         **_plots(rows),
         table=_table(rows),
         samples=_sample_columns(samples),
+        graph=_graph(run_dir / "graph.svg"),
         config=toml_text(run.get("config") or {}),
         log=_log_tail(run_dir / "run.log"),
     )
@@ -61,6 +62,11 @@ def write_report(run_dir: Path) -> Path:
     except OSError as error:
         raise UserError("RUN_DIR", str(run_dir), f"report.html cannot be written ({error.strerror})", "make the folder writable") from None
     return target
+
+
+def _graph(drawing: Path) -> str:
+    """The drawing of the precision graph that the run made; "" for a run that ended before it."""
+    return drawing.read_text(encoding="utf-8", errors="replace") if drawing.is_file() else ""
 
 
 def headline(rows: list[Row]) -> str:

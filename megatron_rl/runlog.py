@@ -5,6 +5,7 @@
     samples.jsonl   some completions of each step
     run.log         the lines that the console showed
     tensorboard/    the metrics again, for TensorBoard
+    graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.graph_check)
 
 A crash may come at any moment, so each metrics line is on the disk before the next step starts, and a run counts as finished only
 when `run.json` says so. A metric that was not measured is absent; one that is NaN or infinite is `null`, for JSON has no NaN.

@@ -204,6 +204,9 @@ def test_the_scale_format_is_read_from_the_scales(wanted):
     blocks = quantize_weight(torch.randn(256, 384, generator=torch.Generator().manual_seed(3)), wanted)
     assert quantised(*blocks) == Format("e4m3", "128x128", wanted)
     assert scale_format(blocks.scale.to(torch.bfloat16)) == "bf16"
+    for value in (torch.finfo(torch.float32).min, float("nan"), 0.0):
+        blocks.scale[1, 1] = value
+        assert scale_format(blocks.scale) == "invalid"
 
 
 def test_formats_in_words():

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import UserError
+from megatron_rl.graph import Format
+from megatron_rl.graph_decoder import Attention, Decoder, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.graph_svg import draw
 from megatron_rl.report import headline, write_report
 from megatron_rl.report_plots import SECTIONS, svg
 from megatron_rl.report_words import byte_text, duration, toml_text, visible
@@ -94,6 +97,18 @@ def test_whole_page(tmp_path: Path):
     assert page.tags.count("svg") == sum(map(len, SECTIONS.values()))
     assert "✗ wrong" in page.text and "✓ correct" in page.text
     assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text
+
+
+def test_the_precision_graph_is_part_of_the_page(tmp_path: Path):
+    run = make_run(tmp_path, full_rows())
+    high, weighted = Format("bf16"), Weighted(Format("bf16"), Format("bf16"))
+    layer = Layer(weighted, Attention(weighted, weighted, high, high), weighted, Mlp(weighted, weighted), high)
+    graph = decoder_graph(Decoder(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
+    (run / "graph.svg").write_text(draw(graph, graph))
+    page = Page(write_report(run))
+    assert "Precision graph" in page.text and "lm_head" in page.text
+    assert page.tags.count("svg") == 1 + sum(map(len, SECTIONS.values())) and "script" not in page.tags
+    assert all(target.startswith("#") for target in page.loads), page.loads
 
 
 def test_page_loads_nothing(tmp_path: Path):
