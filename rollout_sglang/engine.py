@@ -67,13 +67,15 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         "port": port,
         "dtype": _DTYPE[contract.high],
         "tp-size": rollout.tp,
+        "ep-size": rollout.ep,
         "max-running-requests": rollout.max_running_requests,
         "max-total-tokens": rollout.max_total_tokens,
         "random-seed": config.train.seed,
         "weight-version": "0",
         "log-level": "warning",
     }
-    flags = ["skip-server-warmup", "disable-radix-cache", "sleep-on-idle"]  # the trainer needs the cores while the engine waits
+    flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
+    flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
     if contract.rollout_fp8:
         options["quantization"] = "fp8"
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
 """What SGLang computes on a CPU in place of its Triton kernels: the block-FP8 linear layer and the decoding attention.
 
-The linear layer calls the very function the trainer's forward pass calls, `megatron_rl.fp8.products.fprop`.
+The linear layer calls the very function the trainer's forward pass calls, `megatron_rl.fp8.products.fprop`. Experts: `rollout_sglang.moe`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.fp8.products import fprop
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight
 from parallel.blocks import BLOCK
-
-_values: dict[int, torch.Tensor] = {}
-"""Dequantised values by the address of their E4M3 bytes: dequantising at every decoded token would cost as much as the product.
-`forget_values` empties it whenever live bytes are written or proved, so it never outlives what was proved."""
-
-
-def forget_values() -> None:
-    """Drops all cached values; the next forward pass makes them from the live bytes again."""
-    _values.clear()
+from rollout_sglang.values import values_of
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
@@ -45,10 +36,7 @@ def block_fp8_linear(
     """Stands in for SGLang's `triton_w8a8_block_fp8_linear`, same arguments: input [..., K], weight E4M3 [N, K]; returns [..., N]."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
-    key = weight.data_ptr()
-    if key not in _values:
-        _values[key] = dequantize_weight(Blocks(weight, weight_scale))
-    y = fprop(input, _values[key], "pow2" if act_scale_ue8m0 else "fp32")
+    y = fprop(input, values_of(weight, weight_scale), "pow2" if act_scale_ue8m0 else "fp32")
     return y if bias is None else y + bias
 
 

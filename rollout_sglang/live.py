@@ -25,7 +25,7 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.pieces import Rect
 from parallel.regions import digests
-from rollout_sglang import kernels
+from rollout_sglang import moe, values
 from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
@@ -61,7 +61,7 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
     if verb == "scale_formats":
         return activation_scale_formats(model)
     if verb == "digest":
-        kernels.forget_values()  # what is served next is made from the bytes hashed here
+        values.forget()  # what is served next is made from the bytes hashed here
         return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
     if verb in ("connect", "disconnect"):
         if _receiver is not None:
@@ -79,7 +79,7 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         _receiver.start(tensors, request["hashing"])
         return {}
     found = _receiver.finish(tensors, request["hashing"])
-    kernels.forget_values()  # what is served next is made from the bytes just written
+    values.forget()  # what is served next is made from the bytes just written
     return _numbered(found)
 
 
@@ -93,10 +93,13 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
-    """What the live FP8 linear layers will really quantise activations with: "pow2" or "fp32", read from the callable they run."""
+    """What the live FP8 linear layers and experts will really quantise activations with: "pow2" or "fp32", read from what they run."""
     found = {}
     for name, module in model.named_modules():
-        linear = getattr(getattr(module, "quant_method", None), "w8a8_block_fp8_linear", None)
-        if linear is not None:
+        method = getattr(module, "quant_method", None)
+        linear = getattr(method, "w8a8_block_fp8_linear", None)
+        if hasattr(module, "w13_weight_scale_inv"):
+            found[name] = moe.activation_scale_format(method)
+        elif linear is not None:
             found[name] = "pow2" if getattr(linear, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"
     return found
