@@ -88,8 +88,15 @@ def _numbered(values: Sequence[str]) -> dict[str, str]:
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights a model serves from, by name. Shared parameters appear once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    """The weights a model serves from, by name. Shared parameters appear once.
+
+    Left out are the scales of an FP8 KV cache, which SGLang makes for MLA although the cache is in the model's dtype.
+    """
+    return {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 0 or not name.endswith((".k_scale", ".v_scale"))
+    }
 
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:

@@ -69,12 +69,15 @@ def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 def _apply(method: Any, dispatch_output: Any, gate_up: Linear, down: Linear) -> Any:
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
     config = method.moe_runner_config
     plain = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
     if not plain or method.with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
     chosen = dispatch_output.topk_output
-    y = mixture(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down)
+    return _combine_input(mixture(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
+
+
+def _combine_input(y: torch.Tensor) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
     return StandardCombineInput(hidden_states=y)
