@@ -6,7 +6,7 @@ matrices one below the other. With expert parallelism, rank r of tp holds the ex
 The vocabulary is padded to a multiple of 64: the padding is no piece of the checkpoint and is never written.
 
 MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also keeps w_kc and w_vc, made from kv_b_proj by the
-model's post_load_weights: that must run again after kv_b_proj was written. DeepSeek's shared experts are told as modules of their
+model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are told as modules of their
 own: run the engine with --disable-shared-experts-fusion, and no all-to-all backend that replicates them.
 """
 

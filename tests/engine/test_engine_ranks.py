@@ -43,9 +43,10 @@ def assert_same_logprobs(world, folder, transformers_side, version: int, seed: i
     wanted = transformers_side.call("support.transformers_side:fp8_logprobs", config, seed, FP8, found["sequences"])[0]
     difference = (found["logprobs"] - wanted).abs()
     assert len(difference) >= 50
-    # as in test_same_bytes: sums in another order, and E4M3 roundings that tip over
-    assert difference.mean() < 2e-4
+    # most are equal up to the order of sums, which no other quantiser or weight would give; an E4M3 rounding that tips over (2^-3 of
+    # one activation) stays in the cache for all tokens that follow, and shifts them by some 10^-2
     assert difference.median() < 1e-5
+    assert difference.mean() < 5e-3
 
 
 def test_both_ranks_hold_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):
@@ -65,3 +66,5 @@ def test_a_sync_moves_every_expert_to_its_engine_rank(served, transformers_side)
     assert report["proved"] == report["tensors"] > 30
     assert world.call("support.resharded:prove")[0] == report["proved"]
     assert_same_logprobs(world, folder, transformers_side, version=1, seed=1)
+    world.call("support.resharded:change", 2)
+    assert world.call("support.resharded:sync", 2, {"staged": True})[0]["proved"] == report["proved"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, Sync
 from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.hf import read_config
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0
 from megatron_rl.sync import WeightSync
@@ -81,18 +82,12 @@ def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp
     if is_rank0():
         write_model(folder / "model", kind, precision, **changes)
     dist.barrier()
-    hf_config = _read(folder / "model")
+    hf_config = read_config(folder / "model")
     rollout = {**_SMALL, "tp": tp, "ep": ep}
     config = Config.model_validate({"model": {"path": folder / "model"}, "precision": precision, "rollout": rollout})
     _now[:] = [Held(hf_config, layout, config, launch(config, folder / "model", folder) if is_rank0() else None)]
     dist.barrier()
     return _now[0].engine.process.pid if _now[0].engine else 0
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    from megatron_rl.hf import read_config
-
-    return read_config(folder)
 
 
 def check_live() -> None:
@@ -106,9 +101,9 @@ def change(seed: int) -> None:
     _now[0].seed = seed
 
 
-def sync(version: int, **settings: Any) -> dict[str, Any]:
-    """One whole sync: its report."""
-    weight_sync = _sync(settings)
+def sync(version: int, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One whole sync, with `settings` of the configuration's section: its report."""
+    weight_sync = _sync(settings or {})
     try:
         return dataclasses.asdict(weight_sync.run(version))
     finally:

@@ -68,9 +68,7 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
     w13 = quantized(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), scale_format)
     w2 = quantized(random(EXPERTS, HIDDEN, WIDTH, seed=4), scale_format)
     layer = SimpleNamespace(w13_weight=w13.data, w13_weight_scale_inv=w13.scale, w2_weight=w2.data, w2_weight_scale_inv=w2.scale)
-    y = run(
-        moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt)
-    )
+    y = run(moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt))
 
     def product(blocks: Blocks):
         return lambda x, expert: fprop(x, dequantize_weight(Blocks(blocks.data[expert], blocks.scale[expert])), scale_format)
