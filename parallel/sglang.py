@@ -6,7 +6,7 @@ matrices one below the other. With expert parallelism, rank r of tp holds the ex
 The vocabulary is padded to a multiple of 64: the padding is no piece of the checkpoint and is never written.
 
 MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also keeps w_kc and w_vc, made from kv_b_proj by the
-model's post_load_weights: that must run again after kv_b_proj was written. DeepSeek's shared experts are told as modules of their
+model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are told as modules of their
 own: run the engine with --disable-shared-experts-fusion, and no all-to-all backend that replicates them.
 """
 
@@ -48,6 +48,13 @@ def _check(model: ModelGeometry, tp: int, ep: int) -> None:
         raise GeometryError(_FIELD, tp, f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it", "use a power of two")
     if tp % ep:
         raise GeometryError("rollout.ep", ep, f"must divide rollout.tp ({tp})", f"use a divisor of {tp}")
+    if model.kind == "qwen3_moe" and model.experts is not None and model.experts.dense_layers:
+        raise GeometryError(
+            "mlp_only_layers",
+            sorted(model.experts.dense_layers),
+            "SGLang gives every layer of a qwen3_moe model experts, and would serve these with weights that nobody wrote",
+            "use a model without dense layers",
+        )
     if model.experts is None and ep > 1:
         raise GeometryError("rollout.ep", ep, f"needs a model with experts, {model.kind} has none", "set rollout.ep = 1")
     if model.experts is not None and model.experts.count % ep:

@@ -28,7 +28,8 @@ from rollout_sglang.requests import LiveRequests
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.5
-_IDLE_SECONDS = 10  # the scheduler clears away a request some time after its answer
+_IDLE_SECONDS = 10
+_IDLE_POLL_SECONDS = 0.01
 
 
 def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
@@ -68,13 +69,15 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         "port": port,
         "dtype": _DTYPE[contract.high],
         "tp-size": rollout.tp,
+        "ep-size": rollout.ep,
         "max-running-requests": rollout.max_running_requests,
         "max-total-tokens": rollout.max_total_tokens,
         "random-seed": config.train.seed,
         "weight-version": "0",
         "log-level": "warning",
     }
-    flags = ["skip-server-warmup", "disable-radix-cache", "sleep-on-idle"]  # the trainer needs the cores while the engine waits
+    flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
+    flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if not torch.cuda.is_available():
@@ -160,7 +163,7 @@ class SGLangEngine(LiveRequests):
         self._gate.open()
 
     def begin_sync(self) -> None:
-        self._post(f"/flush_cache?timeout={_IDLE_SECONDS}", None)  # refuses where requests run that are not ours
+        self._empty_caches()
         if not self._changing:  # else a sync before this one broke
             self._post("/begin_weight_update", {})
         self._changing = True
@@ -169,7 +172,19 @@ class SGLangEngine(LiveRequests):
         self._post("/end_weight_update", {})
         self._changing = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._post("/flush_cache", None)
+        self._empty_caches()
+
+    def _empty_caches(self) -> None:
+        """Raises RunError where requests run that are not ours.
+
+        SGLang refuses while requests run, and clears one away a moment after its answer. It is asked again and again, because its own
+        waiting goes on for up to a second after that (--sleep-on-idle).
+        """
+        deadline = time.monotonic() + _IDLE_SECONDS
+        while (response := self._answer("/flush_cache", None)).status_code != httpx.codes.OK:
+            if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
+                raise self._refused("/flush_cache", response)
+            time.sleep(_IDLE_POLL_SECONDS)
 
     def stop(self) -> None:
         self._http.close()
@@ -187,8 +202,15 @@ class SGLangEngine(LiveRequests):
 
     def _post(self, path: str, body: dict[str, Any] | None) -> Any:
         """One bounded request. Raises RunError when the engine is gone, too slow, or answers with an error."""
+        response = self._answer(path, body)
+        if response.status_code != httpx.codes.OK:
+            raise self._refused(path, response)
+        return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
+
+    def _answer(self, path: str, body: dict[str, Any] | None) -> httpx.Response:
+        """Whatever the engine answers. Raises RunError when it is gone or too slow."""
         try:
-            response = self._http.post(path, json=body)
+            return self._http.post(path, json=body)
         except httpx.TimeoutException:
             raise RunError(
                 f"the engine did not answer {path} within {self._http.timeout.read:g} s (rollout.request_timeout)", self.process.log_tail()
@@ -200,9 +222,9 @@ class SGLangEngine(LiveRequests):
                 f"the engine does not answer {path} ({type(error).__name__}); its process {state}; log: {self.process.log}",
                 self.process.log_tail(),
             ) from None
-        if response.status_code != httpx.codes.OK:
-            raise RunError(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
-        return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
+
+    def _refused(self, path: str, response: httpx.Response) -> RunError:
+        return RunError(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
 
 
 def _generation(answer: dict[str, Any]) -> Generation:

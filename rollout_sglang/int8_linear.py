@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megatron_rl.int8 import product
-from rollout_sglang.kernels import values_of
+from rollout_sglang.values import values_of
 
 
 def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What SGLang computes on a CPU in place of its Triton kernels: the block-FP8 linear layer and the decoding attention.
 
-The linear layer calls the very function the trainer's forward pass calls, `megatron_rl.fp8.products.fprop`.
+The linear layer calls the very function the trainer's forward pass calls, `megatron_rl.fp8.products.fprop`. Experts: `rollout_sglang.moe`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.fp8.products import fprop
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight
 from parallel.blocks import BLOCK
-
-_values: dict[int, torch.Tensor] = {}
-"""Float values by the address of the bytes they are made from: dequantising at every decoded token would cost as much as the product.
-`forget_values` empties it whenever live bytes are written or proved, so it never outlives what was proved."""
-
-
-def values_of(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 [N, K] of a quantised weight: dequantised values of E4M3 bytes, the bare numbers of INT8 ones."""
-    key = data.data_ptr()
-    if key not in _values:
-        _values[key] = data.float() if data.dtype == torch.int8 else dequantize_weight(Blocks(data, scale))
-    return _values[key]
-
-
-def forget_values() -> None:
-    """Drops all cached values; the next forward pass makes them from the live bytes again."""
-    _values.clear()
+from rollout_sglang.values import values_of
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:

@@ -26,7 +26,7 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.pieces import Rect
 from parallel.regions import digests
-from rollout_sglang import graph, kernels
+from rollout_sglang import graph, moe, values
 from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
@@ -64,7 +64,7 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
     if verb == "graph":
         return {"graph": json.dumps(graph.rank_graph(model, activation_scale_formats(model)).to_json())}
     if verb == "digest":
-        kernels.forget_values()  # what is served next is made from the bytes hashed here
+        values.forget()  # what is served next is made from the bytes hashed here
         return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
     if verb in ("connect", "disconnect"):
         if _receiver is not None:
@@ -82,7 +82,7 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         _receiver.start(tensors, request["hashing"])
         return {}
     found = _receiver.finish(tensors, request["hashing"])
-    kernels.forget_values()  # what is served next is made from the bytes just written
+    values.forget()  # what is served next is made from the bytes just written
     return _numbered(found)
 
 
@@ -92,8 +92,15 @@ def _numbered(values: Sequence[str]) -> dict[str, str]:
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The weights a model serves from, by name, each by rows: what SGLang keeps transposed for a kernel (INT8 on a GPU) is shown as it
-    was before. Shared parameters appear once."""
-    return {name: _by_rows(parameter.detach()) for name, parameter in model.named_parameters()}
+    was before. Shared parameters appear once.
+
+    Left out are the scales of an FP8 KV cache, which SGLang makes for MLA although the cache is in the model's dtype.
+    """
+    return {
+        name: _by_rows(parameter.detach())
+        for name, parameter in model.named_parameters()
+        if parameter.dim() > 0 or not name.endswith((".k_scale", ".v_scale"))
+    }
 
 
 def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,14 +110,16 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
-    """What the live linear layers will really quantise activations with: FP8 with "pow2" or "fp32" scales, read from the callable they
-    run, or "int8" per token, which is all that SGLang's INT8 layers know."""
+    """What the live linear layers and experts will really quantise activations with: FP8 with "pow2" or "fp32" scales, read from what
+    they run, or "int8" per token, which is all that SGLang's INT8 layers know."""
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
+        linear = getattr(method, "w8a8_block_fp8_linear", None)
         if type(method).__name__ == "W8A8Int8LinearMethod":
             found[name] = "int8"
-        linear = getattr(method, "w8a8_block_fp8_linear", None)
-        if linear is not None:
+        elif hasattr(module, "w13_weight_scale_inv"):
+            found[name] = moe.activation_scale_format(method)
+        elif linear is not None:
             found[name] = "pow2" if getattr(linear, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"
     return found

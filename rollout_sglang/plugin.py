@@ -17,7 +17,12 @@ _LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _INT8 = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
+_CPU_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
+_CPU_FP8_EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
+_CPU_MLA_FORM = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler"
+_CPU_MLA_ROPE = "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper"
+_CPU_MLA_KV_B = "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant"
 _CPU_PINNING = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 
 
@@ -30,7 +35,7 @@ def check_version() -> None:
 
 def _hooks() -> list[tuple[str, Any, str]]:
     """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import graph, int8_linear, kernels, live
+    from rollout_sglang import graph, int8_linear, kernels, latent, live, moe
 
     hooks: list[tuple[str, Any, str]] = [
         (_LIVE, live.handle, "AROUND"),
@@ -41,7 +46,12 @@ def _hooks() -> list[tuple[str, Any, str]]:
         hooks += [
             (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
             (_INT8 + "apply", int8_linear.apply, "REPLACE"),
+            (_CPU_EXPERTS, moe.apply_unquantized, "REPLACE"),
+            (_CPU_FP8_EXPERTS, moe.apply_block_fp8, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
+            (_CPU_MLA_FORM, latent.attention_handler, "AROUND"),
+            (_CPU_MLA_ROPE, latent.rotary_embedding, "AROUND"),
+            (_CPU_MLA_KV_B, latent.dequantized_kv_b, "REPLACE"),
             (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
         ]
     return hooks

@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from megatron_rl import hf
+from megatron_rl.config import Precision
+from megatron_rl.fp8.products import fprop
+from megatron_rl.fp8.quantize import Blocks, dequantize_weight
+from megatron_rl.precision import PrecisionContract
+from parallel.plan import scale_name
+from support.architectures import masters, served
 
 
 def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
     """float32 [b, s, vocab] of the checkpoint computed in float32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True)
     with torch.no_grad():
-        return model(torch.tensor(ids)).logits
+        return _load(folder)(torch.tensor(ids)).logits
+
+
+def fp8_logprobs(
+    hf_config: dict[str, Any], seed: int, precision: dict[str, Any], sequences: list[tuple[list[int], list[int]]]
+) -> torch.Tensor:
+    """Log-probs of all answers' tokens, one after the other, of `support.architectures.masters` with the precision flow of the contract.
+
+    The whole model is transformers', in float32, with the blocks' values for weights; only `F.linear` quantises its input where its
+    weight is one of those. kv_b_proj is left out: an engine with absorbed MLA multiplies its blocks with inputs that are not quantised.
+    `sequences`: (prompt, answer).
+    """
+    contract = PrecisionContract.of(Precision.model_validate(precision))
+    held = served(hf_config, masters(hf_config, seed), contract)
+    fp8 = [name for name in held if scale_name(name) in held]
+    values = {name: dequantize_weight(Blocks(held[name], held[scale_name(name)])) if name in fp8 else held[name].float() for name in held}
+    values = {name: value for name, value in values.items() if not name.endswith("_scale_inv")}
+    with tempfile.TemporaryDirectory() as folder:
+        config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
+        hf.write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
+        model = _load(Path(folder))
+    linear = functional.linear
+    quantised = _addresses(model) if fp8 else set()
+
+    def flow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if weight.data_ptr() not in quantised:
+            return linear(x, weight, bias)
+        y = fprop(x, weight, contract.scale_format)
+        return y if bias is None else y + bias
+
+    functional.linear = flow  # type: ignore[assignment]
+    try:
+        with torch.no_grad():
+            return torch.cat([_answer(model, prompt, answer) for prompt, answer in sequences])
+    finally:
+        functional.linear = linear
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager", local_files_only=True
+    )
+
+
+def _addresses(model: PreTrainedModel) -> set[int]:
+    """Where the weights of FP8 linear layers begin, each expert's too."""
+    found: set[int] = set()
+    for name, weight in model.named_parameters():
+        if "_proj" in name and "kv_b_proj" not in name and weight.dim() > 1:
+            found |= {expert.data_ptr() for expert in weight} if weight.dim() == 3 else {weight.data_ptr()}
+    return found
+
+
+def _answer(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    logprobs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from golden import slow_cut
@@ -161,6 +163,10 @@ def hf_config(**changes: object) -> dict[str, object]:
         (lambda: sglang_shards(MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
         (lambda: sglang_shards(MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
         (lambda: sglang_shards(model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+        (
+            lambda: sglang_shards(model(kind="qwen3_moe", experts=replace(MOE.experts, dense_layers=frozenset({1}))), 1, 0),
+            ["mlp_only_layers = [1]", "every layer", "without dense layers"],
+        ),
         (lambda: row_order(model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
         (lambda: trainer(model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"]),
         (lambda: sglang_shards(model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),

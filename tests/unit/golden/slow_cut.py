@@ -62,7 +62,7 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Case:
             count=count,
             ffn=BLOCK * math.lcm(etp, rollout_tp // rollout_ep),
             shared_ffn=BLOCK * math.lcm(train_tp, rollout_tp) if kind == "deepseek_v3" else 0,
-            dense_layers=frozenset(draw(st.sets(st.integers(0, layers - 1)))),
+            dense_layers=frozenset(draw(st.sets(st.integers(0, layers - 1))) if kind == "deepseek_v3" else ()),
             correction_bias=kind == "deepseek_v3",
         )
     latent = None

@@ -1,0 +1,83 @@
+"""What SGLang computes on a CPU for a mixture of experts, in place of its Triton kernels and of its own CPU path, which knows no
+expert parallelism:
+
+    y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
+
+w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. Experts are added in ascending order, in float32; the
+sum over ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.fp8.products.fprop` twice, as two linear layers would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.fp8.products import fprop
+from parallel.blocks import BLOCK
+from rollout_sglang.values import values_of
+
+Linear = Callable[[torch.Tensor, int], torch.Tensor]
+"""An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
+
+
+def mixture(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+    """x [T, H]; `weights` float32 [T, k] and `experts` [T, k] of the router, by this rank's numbers, -1 for another rank's expert.
+
+    Returns [T, H] in x's dtype: this rank's part of the sum.
+    """
+    summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():  # ascending
+        if expert < 0:
+            continue
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        gate, up = gate_up(x[token], expert).chunk(2, dim=-1)
+        y = down(F.silu(gate) * up, expert)
+        summed.index_add_(0, token, y.float() * weights[token, choice, None])
+    return summed.to(x.dtype)
+
+
+def activation_scale_format(method: Any) -> str:
+    """What a live `Fp8MoEMethod` quantises activations with: SGLang's own kernels for experts do not heed "scale_fmt"."""
+    return "pow2" if method.quant_config.scale_fmt == "ue8m0" and not torch.cuda.is_available() else "fp32"
+
+
+def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Stands in for `Fp8MoEMethod.apply`."""
+    if not self.block_quant or self.weight_block_size != [BLOCK, BLOCK]:
+        raise NotImplementedError(f"experts in FP8 blocks of {self.weight_block_size} are outside the precision contract")
+    form = activation_scale_format(self)
+
+    def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
+        return lambda x, expert: fprop(x, values_of(weight[expert], scale[expert]), form)
+
+    return _apply(
+        self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
+    )
+
+
+def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Stands in for `UnquantizedFusedMoEMethod.apply`."""
+    return _apply(
+        self,
+        dispatch_output,
+        lambda x, expert: F.linear(x, layer.w13_weight[expert]),
+        lambda x, expert: F.linear(x, layer.w2_weight[expert]),
+    )
+
+
+def _apply(method: Any, dispatch_output: Any, gate_up: Linear, down: Linear) -> Any:
+    config = method.moe_runner_config
+    plain = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
+    if not plain or method.with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
+        raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
+    chosen = dispatch_output.topk_output
+    return _combine_input(mixture(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
+
+
+def _combine_input(y: torch.Tensor) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    return StandardCombineInput(hidden_states=y)

@@ -1,0 +1,102 @@
+"""The engine's experts on the CPU against a slow loop over tokens and choices."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.fp8.products import fprop
+from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
+from rollout_sglang import moe, values
+
+EXPERTS, WIDTH, HIDDEN = 3, 128, 256
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+CHOSEN = torch.tensor([[0, 2], [2, -1], [-1, -1], [2, 0], [0, -1]])  # nobody chooses expert 1; -1 is another rank's
+WEIGHTS = random(*CHOSEN.shape, seed=1).softmax(-1)
+X = random(len(CHOSEN), HIDDEN, seed=2)
+
+
+def slow_mixture(gate_up, down) -> torch.Tensor:
+    y = torch.zeros(X.shape)
+    for token, (experts, shares) in enumerate(zip(CHOSEN.tolist(), WEIGHTS, strict=True)):
+        for expert, share in zip(experts, shares, strict=True):
+            if expert >= 0:
+                both = gate_up(X[token : token + 1], expert)
+                y[token] += share * down(F.silu(both[:, :WIDTH]) * both[:, WIDTH:], expert)[0]
+    return y
+
+
+def quantized(weight: torch.Tensor, scale_format: str) -> Blocks:
+    """Each expert's matrix in blocks: data [E, N, K], scales [E, N / 128, K / 128]."""
+    blocks = [quantize_weight(matrix, scale_format) for matrix in weight]
+    return Blocks(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    values.forget()
+    yield
+    values.forget()
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Calls one of the stand-ins for SGLang's methods; SGLang's result type is a plain namespace."""
+    monkeypatch.setattr(moe, "_combine_input", lambda y: SimpleNamespace(hidden_states=y))
+
+    def apply(function, layer: SimpleNamespace, **method: object) -> torch.Tensor:
+        config = SimpleNamespace(
+            activation="silu", is_gated=True, apply_router_weight_on_input=False, no_combine=False, gemm1_alpha=None, swiglu_limit=None
+        )
+        chosen = SimpleNamespace(topk_weights=WEIGHTS, topk_ids=CHOSEN)
+        given = SimpleNamespace(hidden_states=X, topk_output=chosen)
+        return function(SimpleNamespace(moe_runner_config=config, with_bias=False, **method), layer, given).hidden_states
+
+    return apply
+
+
+@pytest.mark.parametrize("scale_format, scale_fmt", [("pow2", "ue8m0"), ("fp32", None)])
+def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
+    w13 = quantized(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), scale_format)
+    w2 = quantized(random(EXPERTS, HIDDEN, WIDTH, seed=4), scale_format)
+    layer = SimpleNamespace(w13_weight=w13.data, w13_weight_scale_inv=w13.scale, w2_weight=w2.data, w2_weight_scale_inv=w2.scale)
+    y = run(moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt))
+
+    def product(blocks: Blocks):
+        return lambda x, expert: fprop(x, dequantize_weight(Blocks(blocks.data[expert], blocks.scale[expert])), scale_format)
+
+    # sums of 256 float32 products in another order, of magnitude 10^2
+    torch.testing.assert_close(y, slow_mixture(product(w13), product(w2)), rtol=1e-4, atol=1e-2)
+    assert y.abs().mean() > 1
+    assert not y[2].any()  # all its experts are elsewhere
+
+
+def test_experts_without_quantisation(run):
+    w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
+    y = run(moe.apply_unquantized, SimpleNamespace(w13_weight=w13, w2_weight=w2))
+    torch.testing.assert_close(y, slow_mixture(lambda x, e: x @ w13[e].t(), lambda x, e: x @ w2[e].t()), rtol=1e-4, atol=1e-2)
+
+
+def test_blocks_outside_the_contract_are_refused(run):
+    with pytest.raises(NotImplementedError, match=r"blocks of \[32, 32\]"):
+        run(moe.apply_block_fp8, SimpleNamespace(), block_quant=True, weight_block_size=[32, 32])
+
+
+def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
+    """Changed bytes are seen only after `forget`, unless they did not fit."""
+    first, second = (quantize_weight(random(128, 128, seed=seed), "pow2") for seed in (5, 6))
+    monkeypatch.setattr(values, "LIMIT", first.data.numel() * 4)
+    kept, not_kept = values.values_of(*first), values.values_of(*second)
+    torch.testing.assert_close(kept, dequantize_weight(first), rtol=0, atol=0)
+    assert values.values_of(*first) is kept
+    assert values.values_of(*second) is not not_kept
+    values.forget()
+    assert values.values_of(*second) is values.values_of(*second)
