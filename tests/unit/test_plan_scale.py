@@ -20,12 +20,12 @@ from parallel.sglang import engine_shards
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
     model, train = ModelGeometry.from_hf_config(CONFIGS["Qwen3-235B-A22B"]), Layout(tp=4, pp=2, ep=16, etp=1, dp=16)
     assert train.world_size == 128
-    start = time.perf_counter()
+    start = time.process_time()
     plan = reshard(trainer_shards(model, train), engine_shards(model, tp=8, ep=8, engines=8), ROLES, homes={})
     planes = moves(plan)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     print(f"{len(plan)} copies, {len(planes)} moves in {seconds:.1f} s")
-    assert seconds < 30  # 4 s on an idle core; the test machine may be busy
+    assert seconds < 30  # of one core; 4 on an idle machine
 
     arrived, sent = Counter(), Counter()
     for copy in plan:
