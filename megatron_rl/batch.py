@@ -53,17 +53,24 @@ class MicroBatch:
             yield index, values[row, start : start + len(sequences[index].answer_ids)]
 
 
-def micro_batches(sequences: list[Sequence], size: int) -> list[MicroBatch]:
-    """Cuts sequences, the longest first so that neighbours are of like length, into micro-batches of at most `size` rows."""
+def micro_batches(sequences: list[Sequence], size: int, replica: int = 0, replicas: int = 1, multiple: int = 1) -> list[MicroBatch]:
+    """One data-parallel replica's micro-batches of at most `size` rows, their width a multiple of `multiple`.
+
+    The longest sequences come first, so that neighbours are of like length, and are dealt out like cards, so that replicas work alike.
+    Every replica gets the same number of micro-batches, since expert-parallel ranks must take every step together; one that is left
+    without a sequence gets a row of padding.
+    """
     if any(not sequence.prompt_ids for sequence in sequences):
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
     order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length)
-    return [_pad(order[start : start + size], sequences) for start in range(0, len(order), size)]
+    deal = size * replicas
+    return [_pad(order[start + replica : start + deal : replicas], sequences, multiple) for start in range(0, len(order), deal)]
 
 
-def _pad(rows: list[int], sequences: list[Sequence]) -> MicroBatch:
-    width = max(sequences[index].length for index in rows) - 1
-    shape = (len(rows), width)
+def _pad(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatch:
+    longest = max((sequences[index].length for index in rows), default=2) - 1
+    width = -(-longest // multiple) * multiple
+    shape = (max(len(rows), 1), width)
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, advantages, old, reference = (torch.zeros(shape) for _ in range(4))
     for row, index in enumerate(rows):

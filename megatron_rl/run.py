@@ -78,6 +78,8 @@ def _check_model(config: Config, layout: Layout) -> None:
         geometry = ModelGeometry.from_hf_config(hf_config)
         if geometry.vocab % layout.tp:  # padded rows would take part in the softmax
             raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({geometry.vocab})", "use a divisor of it")
+        if geometry.experts is None and layout.etp != layout.tp:  # it would be ignored without a word
+            raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {geometry.kind} has none", "leave it out")
         SyncPlan.of_config(geometry, layout, config)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None

@@ -41,7 +41,8 @@ class SyncPlan:
             cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high]), bucket_bytes)
         except GeometryError as error:
             told = explained(error, model, train, rollout, roles, quantised=bool(roles))
-            raise UserError(told.field, told.value, told.rule, told.fix) from None
+            field = f"train.{told.field}" if told.field.startswith("layout.") else told.field
+            raise UserError(field, told.value, told.rule, told.fix) from None
         except ValueError as error:
             raise UserError("sync.bucket_mb", bucket_bytes >> 20, str(error), "raise it") from None
         return cls(tuple(planned), tuple(cut), targets, contract)

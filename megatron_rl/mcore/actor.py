@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -14,8 +16,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.batch import MicroBatch, Sequence, micro_batches
 from megatron_rl.config import Train
 from megatron_rl.errors import RunError
+from megatron_rl.mcore import gather
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
+from megatron_rl.mcore.names import global_name
 from megatron_rl.ranks import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -31,30 +35,41 @@ class Policy:
         quantize_model(model)
 
     def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
-        """(log-probs of each sequence's answer tokens float32 [A], mean entropy in nats per answer token); no gradient."""
-        found: list[torch.Tensor] = [torch.empty(0)] * len(sequences)
-        entropy_sum, tokens = 0.0, 0.0
+        """(log-probs of each sequence's answer tokens float32 [A], mean entropy in nats per answer token); no gradient.
+
+        Collective: every rank gives all sequences, computes its replica's share and is told all results.
+        """
+        lengths = [len(sequence.answer_ids) for sequence in sequences]
+        flat = torch.zeros(sum(lengths))
+        found = flat.split(lengths)
+        entropy = 0.0
 
         def collect(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            nonlocal entropy_sum, tokens
+            nonlocal entropy
             for index, answer in batch.answers(token_logprobs(logits, batch.targets, self.temperature), sequences):
-                found[index] = answer.clone()
-            entropy_sum += float((token_entropy(logits, self.temperature) * batch.mask).sum())
-            tokens += float(batch.mask.sum())
+                found[index].copy_(answer)
+            entropy += float((token_entropy(logits, self.temperature) * batch.mask).sum())
             return logits.new_zeros(())
 
         with torch.no_grad():
-            self._run(micro_batches(sequences, self.micro_batch_size), collect, forward_only=True)
-        return found, entropy_sum / max(tokens, 1.0)
+            self._run(sequences, collect, forward_only=True)
+        gather.sum_values(flat)
+        return list(found), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
-    def _run(self, batches: list[MicroBatch], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
-        """One pass of Megatron's schedule over all micro-batches; `loss` maps (logits, micro-batch) to a scalar."""
+    def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
+        """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps (logits, micro-batch) to a sum over tokens.
+
+        It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
+        """
+        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every sequence
+        batches = micro_batches(sequences, self.micro_batch_size, replica, replicas, multiple)
 
         def step(iterator: Any, model: Any) -> Any:
             batch = next(iterator)
             logits = model(batch.tokens, batch.positions, None)
-            # the schedule divides each scalar by the number of micro-batches; ours are parts of one sum
-            return logits, lambda output: (loss(output, batch) * len(batches), {})
+            return logits, lambda output: (loss(output, batch), batch.mask.sum().int(), {})
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -95,34 +110,35 @@ class Actor(Policy):
     def update(self, sequences: list[Sequence], loss: Loss) -> dict[str, float]:
         """One optimizer step on all sequences. Returns `grad_norm`, `learning_rate` and the loss's metrics, means over answer tokens.
 
-        Raises RunError when the loss or the gradient is not finite; the weights are then as they were.
+        Collective: every rank gives all sequences and gets the same result. Raises RunError when the loss or the gradient is not
+        finite; the weights are then as they were.
         """
-        batches = micro_batches(sequences, self.micro_batch_size)
-        tokens = sum(float(batch.mask.sum()) for batch in batches)
-        sums: dict[str, float] = {"loss/total": 0.0}
+        own: dict[str, float] = {}
 
-        def normalised(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        def with_metrics(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             total, metrics = loss(token_logprobs(logits, batch.targets, self.temperature), batch)
             for name, value in {"loss/total": total.detach(), **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
-            return total / tokens
+                own[name] = own.get(name, 0.0) + float(value)
+            return total
 
         self._forward_model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(batches, normalised, forward_only=False)
-        if not torch.isfinite(torch.tensor(sums["loss/total"])):
-            raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {sums['loss/total']}")
+        self._run(sequences, with_metrics, forward_only=False)
+        tokens = max(sum(len(sequence.answer_ids) for sequence in sequences), 1)
+        means = {name: value / tokens for name, value in gather.sum_by_name(own).items()}
+        if not math.isfinite(means["loss/total"]):
+            raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}")
         self._refuse_bad_gradients()
         learning_rate = self._set_learning_rate()
         _, grad_norm, _ = self.optimizer.step()
         self.steps_done += 1
         quantize_model(self.model)
-        return {name: value / tokens for name, value in sums.items()} | {"grad_norm": float(grad_norm), "learning_rate": learning_rate}
+        return {**means, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
 
     def _refuse_bad_gradients(self) -> None:
         """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
         parameters = self.model.named_parameters()
-        bad = next((name for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
+        bad = next((global_name(self.model, name) for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_together(error)
 

@@ -1,9 +1,9 @@
 """Runs an unmodified Megatron-Core on a machine without CUDA: `install()` once, before a model is built.
 
-Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, and compares tensor
-type strings. Each patch below answers one of these for the CPU and says which Megatron code needs it. On a machine with CUDA
-`install()` does nothing, so the same program runs on both. All patches of Megatron live in this file; `KNOWN_VERSIONS` lists
-the releases they were checked with, any other is refused.
+Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
+type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below answers one of these for the CPU and says
+which Megatron code needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
+Megatron live in this file; `KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.errors import UserError
 
@@ -76,6 +77,8 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_rng()
     _patch_moe()
+    _patch_latent_attention()
+    _patch_uneven_collectives()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -151,3 +154,37 @@ def _patch_moe() -> None:
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _patch_latent_attention() -> None:
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    if not isinstance(latent.TELinear, type):  # it asks isinstance(..., TELinear) without Transformer Engine too
+        latent.TELinear = type("TELinear", (torch.nn.Module,), {})
+
+
+def _patch_uneven_collectives() -> None:
+    # experts cut over tensor-parallel ranks exchange as many tokens as were routed to each; gloo knows equal parts only
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        parts = output.split(output_split_sizes)
+        parts[group.rank()].copy_(input_)
+        for source, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group_src=source, group=group)
+        return output
+
+    def reduce_scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        summed = input_.clone()
+        dist.all_reduce(summed, group=group)
+        return summed.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, reduce_scatter_uneven

@@ -17,11 +17,15 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_rl.mcore.linear import FP8ColumnParallelLinear, FP8RowParallelLinear
+from megatron_rl.mcore.latent import LatentAttention, ReplicatedLinear
+from megatron_rl.mcore.linear import FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -33,7 +37,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention over [s, b, heads, d] by F.scaled_dot_product_attention, grouped-query heads included.
+    """Causal attention over [s, b, heads, d] by F.scaled_dot_product_attention, grouped-query heads included; `value` may be narrower.
 
     Padding must come after a sequence's tokens: a causal mask then hides it, so no mask is needed. Returns [s, b, heads * d].
     """
@@ -46,15 +50,14 @@ class CoreAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
-        if config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism is not supported by this core attention")
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
+        if self.config.context_parallel_size > 1:
+            raise NotImplementedError("context parallelism is not supported by this core attention")
         if how.get("packed_seq_params") is not None:
             raise NotImplementedError("packed sequences are not supported by this core attention")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
@@ -62,8 +65,15 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class FP8SpecProvider(LocalSpecProvider):
-    """Megatron's local building blocks with FP8 linear layers."""
+class SpecProvider(LocalSpecProvider):
+    """Megatron's local building blocks, and a linear layer that every tensor-parallel rank holds whole."""
+
+    def replicated_linear(self) -> type:
+        return ReplicatedLinear
+
+
+class FP8SpecProvider(SpecProvider):
+    """The same with FP8 linear layers, those of the experts included."""
 
     def column_parallel_linear(self) -> type:
         return FP8ColumnParallelLinear
@@ -71,25 +81,58 @@ class FP8SpecProvider(LocalSpecProvider):
     def row_parallel_linear(self) -> type:
         return FP8RowParallelLinear
 
+    def replicated_linear(self) -> type:
+        return FP8ReplicatedLinear
 
-def block_spec(config: TransformerConfig, fp8: bool) -> TransformerBlockSubmodules:
-    """The transformer block of a decoder: every layer alike, linear layers in FP8 where `fp8` is set."""
-    backend = FP8SpecProvider() if fp8 else LocalSpecProvider()
+    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
+        return SequentialMLP, MLPSubmodules(linear_fc1=FP8ColumnParallelLinear, linear_fc2=FP8RowParallelLinear)
+
+
+def block_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """This pipeline stage's part of a decoder, or its virtual stage's: linear layers in FP8 where `fp8` is set."""
+    backend = FP8SpecProvider() if fp8 else SpecProvider()
+    dense = _layer_spec(config, backend, None)
+    sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense
+    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one number for each layer
+    first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
+    layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int | None) -> ModuleSpec:
+    layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=experts),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
+    parts = SelfAttentionSubmodules(
         linear_qkv=backend.column_parallel_linear(),
         core_attention=CoreAttention,
         linear_proj=backend.row_parallel_linear(),
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    layer = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
-        self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=RMSNorm,
-        mlp=get_mlp_module_spec_for_backend(backend=backend),
-        mlp_bda=get_bias_dropout_add,
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+def _latent_attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
+    parts = MLASelfAttentionSubmodules(
+        linear_q_proj=backend.column_parallel_linear(),
+        linear_q_down_proj=backend.replicated_linear(),
+        linear_q_up_proj=backend.column_parallel_linear(),
+        linear_kv_down_proj=backend.replicated_linear(),
+        linear_kv_up_proj=backend.column_parallel_linear(),
+        core_attention=CoreAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
     )
-    spec = ModuleSpec(module=TransformerLayer, submodules=layer)
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)

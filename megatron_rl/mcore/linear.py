@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.errors import RunError
 from megatron_rl.fp8 import products
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.mcore.latent import ReplicatedLinear
+from megatron_rl.mcore.names import global_name
 from megatron_rl.ranks import raise_together
 
 
@@ -71,7 +74,7 @@ class _FP8Linear:
 
     weight: torch.nn.Parameter
     blocks: Blocks
-    block_values: torch.Tensor
+    _block_values: torch.Tensor | None = None
     scale_format: str
     row_order: torch.Tensor | None = None
     """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
@@ -98,8 +101,16 @@ class _FP8Linear:
                 self.blocks = quantize_weight(ordered, self.scale_format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
-        values = dequantize_weight(self.blocks)
-        self.block_values = values if self.row_order is None else torch.empty_like(values).index_copy_(0, self.row_order, values)
+        self._block_values = None
+
+    @property
+    def block_values(self) -> torch.Tensor:
+        """float32 [N, K]: the blocks' values in the weight's own row order. Made when first asked for: a model that only serves an
+        engine holds none."""
+        if self._block_values is None:
+            values = dequantize_weight(self.blocks)
+            self._block_values = values if self.row_order is None else torch.empty_like(values).index_copy_(0, self.row_order, values)
+        return self._block_values
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
         y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
@@ -127,10 +138,20 @@ class FP8ColumnParallelLinear(_FP8Linear, ColumnParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
         self.scale_format = config.fp8_scale_format
+        if self.bias is not None:  # of q, k and v: not FP8, so it has no FP32 master
+            self.bias.data = self.bias.data.to(config.params_dtype)
 
 
 class FP8RowParallelLinear(_FP8Linear, RowParallelLinear):
     """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` float32 [N, K / tp]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
+        self.scale_format = config.fp8_scale_format
+
+
+class FP8ReplicatedLinear(_FP8Linear, ReplicatedLinear):
+    """y = x W^T with the whole W on every tensor-parallel rank; `weight` float32 [N, K]."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
@@ -142,13 +163,13 @@ def fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
 
 
-def quantize_model(model: torch.nn.Module) -> None:
+def quantize_model(model: GPTModel) -> None:
     """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
     names a broken weight is raised on every rank."""
     broken = None
     try:
         for name, layer in fp8_layers(model).items():
-            layer.quantize(f"{name}.weight")
+            layer.quantize(global_name(model, f"{name}.weight"))
     except RunError as error:
         broken = error
     raise_together(broken)

@@ -21,10 +21,13 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_rl.architecture import rope_theta, traits_of
+from megatron_rl.architecture import traits_of
+from megatron_rl.errors import UserError
 from megatron_rl.mcore import adam, cpu
 from megatron_rl.mcore.layers import block_spec
+from megatron_rl.mcore.options import attention_options, expert_options
 from megatron_rl.mcore.weights import set_row_orders
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
@@ -41,6 +44,11 @@ class PolicyConfig(TransformerConfig):
     fp8_scale_format: str = "pow2"
 
 
+@dataclass
+class LatentPolicyConfig(PolicyConfig, MLATransformerConfig):
+    """The same for multi-latent attention."""
+
+
 def start_megatron(layout: Layout, seed: int) -> None:
     """Joins the process group (gloo on a CPU, NCCL on a GPU) and makes Megatron's groups for `layout`.
 
@@ -54,7 +62,14 @@ def start_megatron(layout: Layout, seed: int) -> None:
             dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
         else:
             dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
     model_parallel_cuda_manual_seed(seed)
 
 
@@ -69,22 +84,40 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
     """This rank's part of the model of a Hugging Face config.json, with uninitialised weights (see `weights.load_checkpoint`).
 
     Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype.
+    Raises UserError for a model or a layout that the trainer does not compute.
     """
+    for name in ("vpp", "cp"):
+        if getattr(layout, name) > 1:
+            raise UserError(f"train.layout.{name}", getattr(layout, name), "is not built in the trainer", "set it to 1")
+    return build_chunks(hf_config, layout, contract)[0]
+
+
+def build_chunks(hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract) -> list[GPTModel]:
+    """This rank's virtual pipeline stages (one where vpp is 1) in any layout, also those that `build_model` refuses to train.
+
+    Enough to load, quantise and give away weights: what `weights` does with a model it does with this list as well.
+    """
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    config = _megatron_config(hf_config, geometry, layout, contract)
+    chunks = [_build_chunk(hf_config, geometry, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
+    set_row_orders(chunks, geometry, layout)
+    return chunks
+
+
+def _megatron_config(hf_config: Mapping[str, Any], geometry: ModelGeometry, layout: Layout, contract: PrecisionContract) -> PolicyConfig:
     dtype, traits = _DTYPES[contract.high], traits_of(hf_config)
-    config = PolicyConfig(
-        num_layers=hf_config["num_hidden_layers"],
-        hidden_size=hf_config["hidden_size"],
-        num_attention_heads=hf_config["num_attention_heads"],
-        num_query_groups=hf_config["num_key_value_heads"],
-        kv_channels=hf_config["head_dim"],
-        ffn_hidden_size=hf_config["intermediate_size"],
+    return (LatentPolicyConfig if geometry.latent else PolicyConfig)(
+        num_layers=geometry.layers,
+        hidden_size=geometry.hidden,
+        num_attention_heads=geometry.heads,
+        ffn_hidden_size=geometry.ffn,
         gated_linear_unit=True,
         activation_func=F.silu,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config["rms_norm_eps"],
-        qk_layernorm=traits.head_norms,
+        layernorm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
+        qk_layernorm=geometry.qk_norm or geometry.latent is not None,
         add_bias_linear=False,
-        add_qkv_bias=traits.qkv_bias,
+        add_qkv_bias=geometry.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         bias_dropout_fusion=False,
@@ -93,6 +126,11 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         perform_initialization=False,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -100,27 +138,40 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
         variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
+        **attention_options(geometry, traits.rope),
+        **expert_options(geometry, traits.routing, layout),
     )
+
+
+def _build_chunk(
+    hf_config: Mapping[str, Any], geometry: ModelGeometry, config: PolicyConfig, contract: PrecisionContract, vp_stage: int | None
+) -> GPTModel:
+    rope = traits_of(hf_config).rope
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, fp8=contract.train_fp8),
-        vocab_size=hf_config["vocab_size"],
+        transformer_layer_spec=block_spec(config, fp8=contract.train_fp8, vp_stage=vp_stage),
+        vocab_size=geometry.vocab,
         max_sequence_length=hf_config["max_position_embeddings"],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=bool(hf_config.get("tie_word_embeddings", False)),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=geometry.tied,
         position_embedding_type="rope",
-        rotary_base=rope_theta(hf_config),
+        rotary_base=rope.theta,
+        rope_scaling=rope.llama3_factor is not None,
+        rope_scaling_factor=rope.llama3_factor or 1.0,
         parallel_output=True,
+        vp_stage=vp_stage,
     )
     _tag_shards(model)
-    set_row_orders(model, ModelGeometry.from_hf_config(hf_config), layout)
     return model
 
 
 def _tag_shards(model: GPTModel) -> None:
     """Marks the weights that tensor-parallel ranks share out, as Megatron's own initialisation would: the gradient norm counts an
-    untagged one on the first rank only."""
+    untagged one on the first rank only. Experts' gradients are always summed over the ranks that hold the same expert: Megatron's own
+    tag forgets those that are replicas because an expert is cut less than the rest (ep = 1, etp < tp)."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)
+            if getattr(module, "is_expert", False):
+                module.weight.allreduce = False

@@ -6,7 +6,7 @@ Both use the geometry of `parallel`; no layer names are known here beyond how Me
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -16,6 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import Blocks, quantize_weight
 from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.mcore.linear import in_order
+from megatron_rl.mcore.names import global_name
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import raise_together
 from parallel.blocks import blocks_in
@@ -27,6 +28,9 @@ from parallel.plan import blocks as block_rect
 from parallel.plan import scale_name
 from parallel.regions import region
 
+Model: TypeAlias = GPTModel | list[GPTModel]
+"""A rank's model, or its virtual pipeline stages."""
+
 
 def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
     """What rank `rank` of `layout` holds. Raises UserError where model and layout do not fit."""
@@ -36,7 +40,7 @@ def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Sh
         raise UserError(error.field, error.value, error.rule, error.fix) from None
 
 
-def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
+def load_checkpoint(model: Model, folder: Path, shards: list[Shard]) -> None:
     """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
 
     FP8 layers adopt the blocks of an FP8 checkpoint byte for byte, and the optimizer steps from their values. A trainer that is not FP8
@@ -58,7 +62,7 @@ def load_checkpoint(model: GPTModel, folder: Path, shards: list[Shard]) -> None:
 
 
 @torch.no_grad()
-def _load(model: GPTModel, checkpoint: Checkpoint, shards: list[Shard]) -> None:
+def _load(model: Model, checkpoint: Checkpoint, shards: list[Shard]) -> None:
     parameters = global_parameters(model)
     if parameters.keys() != {shard.name for shard in shards}:
         raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
@@ -96,28 +100,50 @@ def piece_rect(piece: Piece) -> Rect:
     return Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
 
 
-def global_parameters(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters, layers numbered over the whole model rather than within the pipeline stage."""
-    return {_global_name(model, name): parameter for name, parameter in model.named_parameters()}
+def global_parameters(model: Model) -> dict[str, torch.Tensor]:
+    """This rank's parameters, and the correction biases of its routers: buffers in Megatron, weights of the checkpoint.
+
+    Layers are numbered over the whole model rather than within the pipeline stage, experts likewise.
+    """
+    return {
+        global_name(chunk, name): tensor
+        for chunk in _chunks(model)
+        for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
+        if isinstance(tensor, torch.nn.Parameter) or name.endswith(".router.expert_bias")
+    }
 
 
-def set_row_orders(model: GPTModel, geometry: ModelGeometry, layout: Layout) -> None:
+def set_row_orders(model: Model, geometry: ModelGeometry, layout: Layout) -> None:
     """Gives every linear_qkv its `row_order`, FP8 or not: int64 [N], or None where blocks lie right as they are."""
     place = layout.coordinates(torch.distributed.get_rank())
-    for name, module in model.named_modules():
-        if name.endswith("linear_qkv"):
-            order = row_order(geometry, layout, place, _global_name(model, f"{name}.weight"))
+    for name, module in _weight_holders(model).items():
+        if name.endswith("linear_qkv.weight"):
+            order = row_order(geometry, layout, place, name)
             module.row_order = None if order is None else torch.tensor(order)
 
 
-def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+def _weight_holders(model: Model) -> dict[str, Any]:
+    """Global name of a weight -> the module that holds it."""
+    return {
+        global_name(chunk, f"{name}.weight"): module
+        for chunk in _chunks(model)
+        for name, module in chunk.named_modules()
+        if hasattr(module, "weight")
+    }
+
+
+def _chunks(model: Model) -> list[GPTModel]:
+    return model if isinstance(model, list) else [model]
+
+
+def planes(model: Model, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 roles E4M3 bytes and scales.
 
     An FP8 layer gives the very blocks it computes with. Where the trainer is not FP8 but the engine is (`fp8_rollout`), the blocks
     are made here. Views of live memory where possible: read them again after every optimizer step. FP8 planes lie in the quantised
     order of `parallel.megatron`.
     """
-    found: dict[str, torch.Tensor] = {name: parameter.detach() for name, parameter in global_parameters(model).items()}
+    found = {name: tensor.detach() for name, tensor in global_parameters(model).items()}
     layers = _weight_holders(model)
     for shard in shards:
         if shard.role in contract.fp8_roles():
@@ -127,22 +153,6 @@ def planes(model: GPTModel, shards: list[Shard], contract: PrecisionContract) ->
                 blocks = quantize_weight(in_order(found[shard.name], getattr(layer, "row_order", None)), contract.scale_format)
             found[shard.name], found[scale_name(shard.name)] = blocks
     return found
-
-
-def _weight_holders(model: GPTModel) -> dict[str, Any]:
-    """Global name of a weight -> the module that holds it."""
-    return {_global_name(model, f"{name}.weight"): module for name, module in model.named_modules() if hasattr(module, "weight")}
-
-
-def _global_name(model: GPTModel, name: str) -> str:
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"]:
-        layer = model.decoder.layers[int(parts[2])]
-        parts[2] = str(layer.layer_number - 1)
-        if "local_experts" in parts:
-            at = parts.index("local_experts") + 1
-            parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
-    return ".".join(parts)
 
 
 def this_rank_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:

@@ -1,4 +1,4 @@
-"""One world of one rank, one of two, and one that never sees Megatron; each starts once and is ended by pytest."""
+"""Worlds of one, two and four ranks, and one that never sees Megatron; each starts once and is ended by pytest."""
 
 from __future__ import annotations
 
@@ -23,6 +23,11 @@ def one(tmp_path_factory) -> Iterator[World]:
 @pytest.fixture(scope="session")
 def two(tmp_path_factory) -> Iterator[World]:
     yield from _world(2, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory) -> Iterator[World]:
+    yield from _world(4, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import pytest
 from support.models import read_weights
 from support.processes import ROOT, Command, Done, alive_after, end, family, until
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(650)]  # five runs of at most 200 s, two at a time
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
@@ -29,6 +29,7 @@ SMALL = {  # over configs/quickstart.toml
     "reward.workers": 1,
     "sync.bucket_mb": 1,
 }
+TWO_STAGES = {"train__layout__pp": 2, "model__create__num_hidden_layers": 2}
 
 
 def train(folder: Path, *, config: str = "quickstart", before: tuple = (), **changes: object) -> Command:
@@ -46,13 +47,14 @@ def finish(command: Command, seconds: float = 200) -> Done:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, Done]]:
-    """Four runs, two at a time as there may be two cores only: name -> (folder of the run, how the command ended)."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("killed", "plain", "two_ranks", "gsm8k")}
+    """Five runs, two at a time as there may be two cores only: name -> (folder of the run, how the command ended)."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("killed", "plain", "two_ranks", "two_stages", "gsm8k")}
     with ThreadPoolExecutor(2) as pool:
         work = {
             "killed": pool.submit(lambda: run_and_kill_its_engine(folders["killed"])),
             "plain": pool.submit(lambda: finish(train(folders["plain"]))),
             "two_ranks": pool.submit(lambda: finish(train(folders["two_ranks"], before=TORCHRUN, train__layout__tp=2))),
+            "two_stages": pool.submit(lambda: finish(train(folders["two_stages"], before=TORCHRUN, **TWO_STAGES))),
         }
         if GSM8K.is_file():
             how = {"data__train": GSM8K, "data__eval": "", "train__steps": 1, "rollout__max_total_tokens": 8192}
@@ -80,8 +82,8 @@ def read_run(run: Path) -> dict:
     return json.loads((run / "run.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["plain", "two_ranks"])
-def test_a_run_leaves_everything_behind(runs, name):
+@pytest.mark.parametrize("name, tensors", [("plain", 15), ("two_ranks", 15), ("two_stages", 27)])
+def test_a_run_leaves_everything_behind(runs, name, tensors):
     run, done = runs[name]
     assert done.code == 0, done.err
     assert "run folder:" in done.out and "proof ok" in done.out + done.err
@@ -89,7 +91,7 @@ def test_a_run_leaves_everything_behind(runs, name):
     assert [row["step"] for row in rows(run)] == [0, 1, 2]
     assert [row["policy_version"] for row in rows(run)] == [0, 1, 2]
     for row in rows(run):
-        assert row["sync/proved"] == row["sync/tensors"] == 15 and row["sync/bytes"] > 0
+        assert row["sync/proved"] == row["sync/tensors"] == tensors and row["sync/bytes"] > 0
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
     for row in rows(run)[1:]:
         assert {"reward/mean", "mismatch/k3_kl", "loss/policy", "loss/kl", "grad_norm", "entropy", "time/step"} <= row.keys()

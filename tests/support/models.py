@@ -1,4 +1,4 @@
-"""Tiny Qwen3 checkpoints with random weights, and batches of random sequences, all from fixed seeds. Nothing of Megatron or SGLang."""
+"""Tiny checkpoints with random weights, and batches of random sequences, all from fixed seeds. Nothing of Megatron or SGLang."""
 
 from __future__ import annotations
 
@@ -19,6 +19,106 @@ VOCABULARY = 384
 FP32 = {"mode": "bf16", "high": "fp32"}
 """`precision` of a run without FP8, in float32: what remains is the order of sums."""
 FP8 = {"mode": "fp8_unified", "high": "fp32"}
+
+
+_TINY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_HEADS_OF_64 = _TINY | {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": _HEADS_OF_64
+    | {
+        "model_type": "llama",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2": _HEADS_OF_64 | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": _TINY | {"model_type": "qwen3", "head_dim": 128},
+    "qwen3_moe": _TINY
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "deepseek_v3": _TINY
+    | {
+        "model_type": "deepseek_v3",
+        "max_position_embeddings": 256,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+        },
+    },
+}
+"""Every architecture: widths whose FP8 blocks are whole at a tensor parallel size of 2, and settings that matter within 40 tokens."""
+ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [],
+}
+ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "rope_scaling": None,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+
+def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
+    """Writes a checkpoint of any architecture: FP32 weights, without a tokenizer. Norms are near one, biases near zero."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for tensor in ModelGeometry.from_hf_config(config).tensors().values():
+        values = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator)
+        tensors[tensor.name] = 1 + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
+    folder.mkdir(parents=True, exist_ok=True)
+    hf.write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
+    return folder
 
 
 def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:

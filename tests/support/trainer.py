@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_rl import hf
 from megatron_rl.algorithm.grpo import GRPOLoss
@@ -18,7 +20,7 @@ from megatron_rl.mcore import checkpoint as checkpoints
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.linear import fp8_layers
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.weights import global_parameters, load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
@@ -27,10 +29,17 @@ TRAIN = {"learning_rate": 1e-3, "micro_batch_size": 4}
 
 
 class Trainer:
-    """An actor of a checkpoint on this rank; the world's size is its tensor parallel size."""
+    """An actor of a checkpoint on this rank; without a layout, the world's size is its tensor parallel size."""
 
-    def __init__(self, folder: Path, precision: dict[str, Any], train: dict[str, Any] | None = None, temperature: float = 1.0) -> None:
-        self.layout = start()
+    def __init__(
+        self,
+        folder: Path,
+        precision: dict[str, Any],
+        train: dict[str, Any] | None = None,
+        temperature: float = 1.0,
+        layout: Layout | None = None,
+    ) -> None:
+        self.layout = start(layout)
         self.folder, self.precision = folder, Precision(**precision)
         self.hf_config = hf.read_config(folder)
         self.contract = PrecisionContract.of(self.precision)
@@ -56,14 +65,28 @@ class Trainer:
         }
 
 
-def start() -> Layout:
-    """Joins the process groups once per process; returns the layout."""
-    if not dist.is_initialized():
-        import os
-
-        start_megatron(Layout(tp=int(os.environ.get("WORLD_SIZE", "1"))), seed=0)
+def start(layout: Layout | None = None) -> Layout:
+    """Joins the process groups and makes Megatron's, anew where they are another layout's; returns the layout."""
+    layout = layout or Layout(tp=int(os.environ.get("WORLD_SIZE", "1")))
+    if not _runs(layout):
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+        start_megatron(layout, seed=0)
         torch.set_num_threads(1)
-    return Layout(tp=dist.get_world_size())
+    return layout
+
+
+def _runs(layout: Layout) -> bool:
+    return parallel_state.is_initialized() and all(
+        size == group.size()
+        for size, group in (
+            (layout.tp, parallel_state.get_tensor_model_parallel_group()),
+            (layout.pp, parallel_state.get_pipeline_model_parallel_group()),
+            (layout.cp, parallel_state.get_context_parallel_group()),
+            (layout.ep, parallel_state.get_expert_model_parallel_group()),
+            (layout.etp, parallel_state.get_expert_tensor_parallel_group()),
+        )
+    )
 
 
 def loaded(folder: Path, precision: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -78,9 +101,11 @@ def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> tor
         return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
 
 
-def train_grpo(folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[Sequence]]) -> dict[str, Any]:
+def train_grpo(
+    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[Sequence]], layout: Layout | None = None
+) -> dict[str, Any]:
     """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after."""
-    trainer = Trainer(folder, precision, train)
+    trainer = Trainer(folder, precision, train, layout=layout)
     loss = GRPOLoss(Algorithm(kl_coef=0.1))
     before, entropy = trainer.actor.logprobs(batches[0])
     steps = [trainer.actor.update(batch, loss) for batch in batches]
@@ -112,17 +137,21 @@ def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[
     return -(logprobs * batch.mask).sum(), {}
 
 
-def poison_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
-    """Writes a NaN into one master on every rank, then quantises. Raises what that raises."""
+def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
+    """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
     from megatron_rl.mcore.linear import quantize_model
 
-    trainer = Trainer(folder, precision)
+    trainer = Trainer(folder, precision, layout=layout)
+    parameters = global_parameters(trainer.model)
     with torch.no_grad():
-        dict(trainer.model.named_parameters())[name][3, 5] = float("nan")
+        if name in parameters:
+            parameters[name][3, 5] = float("nan")
     quantize_model(trainer.model)
 
 
-def poison_loss(folder: Path, precision: dict[str, Any], batch: list[Sequence], how: str) -> tuple[str, list[str]]:
+def poison_loss(
+    folder: Path, precision: dict[str, Any], batch: list[Sequence], how: str, layout: Layout | None = None
+) -> tuple[str, list[str]]:
     """An update whose loss ("loss") or whose gradient alone ("gradient") is NaN: (what was raised, names whose bytes changed)."""
 
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -132,7 +161,7 @@ def poison_loss(folder: Path, precision: dict[str, Any], batch: list[Sequence], 
         # sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not
         return total + torch.sqrt(logprobs * 0).sum(), metrics
 
-    trainer = Trainer(folder, precision)
+    trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(batch, negative_log_likelihood)  # a good step first: the state is not the initial one
     before = trainer.bytes_held()
     try:
@@ -144,9 +173,11 @@ def poison_loss(folder: Path, precision: dict[str, Any], batch: list[Sequence], 
     return raised, [name for name in before if before[name] != after[name]]
 
 
-def save_checkpoint(folder: Path, precision: dict[str, Any], batch: list[Sequence], to: Path) -> dict[str, dict[str, torch.Tensor]]:
+def save_checkpoint(
+    folder: Path, precision: dict[str, Any], batch: list[Sequence], to: Path, layout: Layout | None = None
+) -> dict[str, dict[str, torch.Tensor]]:
     """One step, then a checkpoint; returns masters and blocks as they were saved."""
-    trainer = Trainer(folder, precision)
+    trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(batch, negative_log_likelihood)
     state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
     checkpoints.save(to, trainer.model, trainer.hf_config, folder, state)

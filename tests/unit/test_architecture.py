@@ -1,33 +1,60 @@
-"""What of a config.json the trainer refuses rather than computes wrongly."""
+"""What a config.json says beyond widths, and what of it the trainer refuses rather than computes wrongly."""
 
 import pytest
 
-from megatron_rl.architecture import rope_theta, traits_of
+from megatron_rl.architecture import Routing, Yarn, rope_theta, traits_of
 from megatron_rl.errors import UserError
 
 QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "rope_theta": 1e6}
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK = QWEN3 | {"model_type": "deepseek_v3", "rope_scaling": YARN, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4}
+MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts_per_tok": 8, "norm_topk_prob": True}
 
 
-def test_qwen3_is_built():
-    assert traits_of(QWEN3).head_norms and not traits_of(QWEN3).qkv_bias
-    assert traits_of(QWEN3 | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}).head_norms
+def test_plain_rotary_positions_in_both_places():
+    assert traits_of(QWEN3).rope.theta == 1e6 and traits_of(QWEN3).routing is None
+    new = traits_of(QWEN3 | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})
+    assert new.rope.theta == 1e5 and new.rope.yarn is new.rope.llama3_factor is None
+
+
+def test_stretched_rotary_positions():
+    assert traits_of(QWEN3 | {"model_type": "llama", "rope_scaling": LLAMA3}).rope.llama3_factor == 32.0
+    assert traits_of(DEEPSEEK).rope.yarn == Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+
+
+def test_routing():
+    assert traits_of(MOE).routing == Routing(top_k=8, sigmoid=False, normalised=True)
+    assert traits_of(QWEN3 | {"model_type": "qwen3_moe"}).routing == Routing(top_k=8, sigmoid=False, normalised=False)
+    deepseek = traits_of(DEEPSEEK | {"routed_scaling_factor": 2.0}).routing
+    assert deepseek == Routing(top_k=8, sigmoid=True, normalised=True, scale=2.0, groups=8, groups_used=4)
 
 
 @pytest.mark.parametrize(
-    "changes, named",
+    "config, changes, named",
     [
-        ({"model_type": "mamba"}, "mamba"),
-        ({"model_type": None}, "None"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
+        (QWEN3, {"model_type": "mamba"}, "mamba"),
+        (QWEN3, {"model_type": None}, "None"),
+        (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN3, {"attention_bias": True}, "attention_bias"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+        (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
+        (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK, {"topk_group": 2}, "topk_group"),
+        (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused(changes, named):
+def test_what_would_be_computed_wrongly_is_refused(config, changes, named):
     with pytest.raises(UserError, match=named):
-        traits_of(QWEN3 | changes)
+        traits_of(config | changes)
 
 
 def test_the_rotary_base_is_found_in_both_places():

@@ -73,6 +73,19 @@ def test_neighbours_are_of_like_length(found):
     assert lengths == sorted(lengths, reverse=True)
 
 
+@quick
+@given(sequences(), st.integers(1, 4), st.integers(1, 4))
+def test_replicas_share_all_sequences_evenly_and_take_as_many_steps_as_each_other(found, size, replicas):
+    dealt = [micro_batches(found, size, replica, replicas) for replica in range(replicas)]
+    rows = [[row for batch in batches for row in batch.rows] for batches in dealt]
+    assert sorted(row for share in rows for row in share) == list(range(len(found)))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+    assert len({len(batches) for batches in dealt}) == 1
+    for batch in (batch for batches in dealt for batch in batches):
+        assert len(batch.rows) <= size and batch.tokens.numel() > 0
+        assert batch.mask.sum() == sum(len(found[row].answer_ids) for row in batch.rows)
+
+
 def test_unknown_log_probs_are_zeros():
     (batch,) = micro_batches([Sequence([1, 2], [3, 4])], 4)
     assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any()

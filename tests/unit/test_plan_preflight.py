@@ -92,6 +92,31 @@ def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
     assert refused(*overrides) == line
 
 
+@pytest.mark.parametrize(
+    "ranks, sizes, layout",
+    [("2", ["pp=2"], Layout(pp=2)), ("2", ["dp=2"], Layout(dp=2)), ("8", ["tp=2", "pp=2", "dp=2"], Layout(tp=2, pp=2, dp=2))],
+)
+def test_layouts_that_pass(workplace, monkeypatch, ranks, sizes, layout):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert preflight(load_config(workplace / "run.toml", [f"--train.layout.{size}" for size in sizes])) == layout
+
+
+@pytest.mark.parametrize(
+    "ranks, sizes, line",
+    [
+        ("3", ["pp=3"], "train.layout.pp = 3: must divide num_hidden_layers (2); use a divisor of 2"),
+        ("2", ["dp=2", "ep=2"], "train.layout.ep = 2: needs a model with experts, qwen3 has none; "),
+        ("2", ["tp=2", "etp=1"], "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out"),
+        ("2", ["dp=2", "ep=3"], "train.layout.ep = 3: ep * etp = 3 * 1 must divide tp * cp * dp = 1 * 1 * 2; "),
+        ("1", ["vpp=2"], "train.layout.vpp = 2: unknown key; did you mean train.layout.pp?"),
+        ("1", ["cp=2"], "train.layout.cp = 2: unknown key; known keys of train.layout: tp, pp, ep, etp, dp"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model_or_are_not_built(workplace, monkeypatch, ranks, sizes, line):
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    assert refused(*(f"--train.layout.{size}" for size in sizes)).startswith(line)
+
+
 def test_more_ranks_than_the_layout_needs(workplace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert refused().startswith(
@@ -112,7 +137,10 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
 @pytest.mark.parametrize(
     "changes, start",
     [
-        ({"model_type": "llama"}, "model.path = 'llama': is an architecture the trainer does not build; use one of qwen3"),
+        (
+            {"model_type": "mamba"},
+            "model.path = 'mamba': is an architecture the trainer does not build; use one of llama, qwen2, qwen3, qwen3_moe, deepseek_v3",
+        ),
         ({"head_dim": "absent"}, "head_dim: is missing from the model's config.json"),
     ],
 )

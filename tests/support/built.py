@@ -1,0 +1,108 @@
+"""Real Megatron models in any layout, run in the ranks of a `World`: what each rank would give away, held against the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors import safe_open
+
+from megatron_rl import hf
+from megatron_rl.batch import Sequence
+from megatron_rl.config import Precision, Train
+from megatron_rl.export import gather_tensors
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.linear import fp8_layers, quantize_model
+from megatron_rl.mcore.model import build_chunks, build_model, start_megatron
+from megatron_rl.mcore.weights import load_checkpoint, piece_rect, planes, rank_shards
+from megatron_rl.precision import PrecisionContract
+from parallel.geometry import ModelGeometry
+from parallel.layout import Layout
+from parallel.megatron import trainer_shards
+from parallel.pieces import Rect, Shard
+from parallel.plan import blocks, kind_of, scale_name
+from parallel.regions import raw_bytes, region
+from support.trainer import TRAIN, negative_log_likelihood
+
+
+def start(layout: Layout) -> None:
+    """Makes Megatron's groups anew; the processes stay."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    start_megatron(layout, seed=0)
+    torch.set_num_threads(1)
+
+
+def train(folder: Path, layout: Layout, batches: list[list[Sequence]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Supervised steps in FP32: what each step returned, and on rank 0 the weights afterwards under Hugging Face names.
+
+    Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
+    """
+    start(layout)
+    hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(mode="bf16", high="fp32"))
+    shards = rank_shards(hf_config, layout, dist.get_rank())
+    model = build_model(hf_config, layout, contract)
+    load_checkpoint(model, folder, shards)
+    actor = Actor(model, Train(**TRAIN, adam_eps=1e-4), temperature=1.0)
+    steps = [actor.update(batch, negative_log_likelihood) for batch in batches]
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    return steps, gather_tensors(planes(model, shards, contract), geometry, layout, frozenset(), "fp32")
+
+
+def compare_planes(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
+    """Builds, loads and quantises this rank's part, then holds its planes against the checkpoint's own grid.
+
+    Returns `missing` and `surplus` names, the names that are `different`, and how many planes there are of each kind; `computed` FP8
+    layers hold dequantised values already.
+    """
+    start(layout)
+    hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(**precision))
+    chunks = build_chunks(hf_config, layout, contract)
+    load_checkpoint(chunks, folder, rank_shards(hf_config, layout, dist.get_rank()))
+    for chunk in chunks:
+        quantize_model(chunk)
+    shards = trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantised=contract.rollout_fp8)[dist.get_rank()]
+    found = planes(chunks, shards, contract)
+    expected = _on_the_checkpoints_grid(folder, shards, contract)
+    return {
+        "missing": sorted(expected.keys() - found.keys()),
+        "surplus": sorted(found.keys() - expected.keys()),
+        "different": [name for name in expected.keys() & found.keys() if not _same_bytes(found[name], expected[name])],
+        "scales": sum(name.endswith("_scale_inv") for name in expected),
+        "fp8_layers": sum(len(fp8_layers(chunk)) for chunk in chunks),
+        "computed": sum(layer._block_values is not None for chunk in chunks for layer in fp8_layers(chunk).values()),
+    }
+
+
+def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+    """Every tensor quantised whole, then cut by the geometry's pieces. A trainer without FP8 has no FP32 master: it rounds first."""
+    high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
+    found: dict[str, torch.Tensor] = {}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        for shard in shards:
+            kind = kind_of(shard.role, contract.fp8_roles())
+            dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": high}[kind]
+            found[shard.name] = torch.zeros(shard.shape, dtype=dtype)
+            if kind == "fp8":
+                found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
+            for piece in shard.pieces:
+                value = file.get_tensor(piece.tensor.name)
+                if kind == "fp8":
+                    grid = quantize_weight(value if contract.train_fp8 else value.to(high), contract.scale_format)
+                    _copy(found[shard.name], piece_rect(piece), grid.data, piece.source)
+                    _copy(found[scale_name(shard.name)], blocks(piece_rect(piece)), grid.scale, blocks(piece.source))
+                else:
+                    _copy(found[shard.name], piece_rect(piece), value.to(dtype), piece.source)
+    return found
+
+
+def _copy(target: torch.Tensor, at: Rect, source: torch.Tensor, of: Rect) -> None:
+    region(target, at).copy_(region(source, of))
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bool((raw_bytes(one) == raw_bytes(other)).all())
