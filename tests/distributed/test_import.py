@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.fp8_checkpoints import different, make_fp8_checkpoint, split
-from support.models import make_checkpoint, random_sequences, read_weights
+from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
+from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
 
 from megatron_rl import hf
 from megatron_rl.errors import UserError
@@ -22,7 +22,7 @@ from tests.unit.golden import slow_fp8
 pytestmark = pytest.mark.slow
 
 WORLDS = ["one", "two"]
-PLACES: list[tuple[str, Layout | None]] = [("one", None), ("two", None)]
+PLACES: list[tuple[str, Layout | None]] = [("one", None), ("two", None), ("two", Layout(pp=2)), ("four", Layout(tp=2, pp=2))]
 """Worlds, and the layout where not all of a world's ranks are tensor parallel."""
 WIDTHS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -155,3 +155,19 @@ def test_scales_in_bfloat16_are_those_in_float32(fp8, one, tmp_path):
     save_file(weights, folder / "model.safetensors")
     one.call("support.fp8_checkpoints:import_and_export", folder, unified(), tmp_path / "out")
     assert different(expected, tmp_path / "out") == []
+
+
+ANY_MODEL = [
+    *((name, "one", Layout()) for name in ("llama", "qwen2", "qwen3_moe", "deepseek_v3")),
+    *((name, "two", Layout(dp=2, ep=2)) for name in ("qwen3_moe", "deepseek_v3")),
+    *((name, "four", Layout(pp=2, dp=2, ep=2)) for name in ("qwen3_moe", "deepseek_v3")),
+    *((name, "four", Layout(tp=2, dp=2, ep=4, etp=1)) for name in ("qwen3_moe", "deepseek_v3")),
+]
+
+
+@pytest.mark.parametrize("architecture, world, layout", ANY_MODEL)
+def test_every_architecture_comes_out_as_it_went_in(request, tmp_path, architecture, world, layout):
+    folder = with_random_blocks(make_model(tmp_path / "model", ARCHITECTURES[architecture]), "pow2", seed=3)
+    found = request.getfixturevalue(world).call("support.fp8_checkpoints:import_and_export", folder, unified(), tmp_path / "out", layout)
+    assert all(adopted == layers > 0 for adopted, layers in found)
+    assert different(folder, tmp_path / "out") == []
