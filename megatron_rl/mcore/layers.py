@@ -65,11 +65,24 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class Experts(SequentialMLP):
+    """Experts whose outputs are weighted, as in SGLang. Megatron's own weight what goes into their second linear layer: the same sum, but
+    in FP8 another tensor would be quantised than in the engine."""
+
+    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """hidden [T, h] sorted by expert, weights [T]; returns ([T, h], no bias)."""
+        outputs, _ = super().forward(hidden, tokens_per_expert, torch.ones_like(weights))
+        return (outputs * weights.unsqueeze(-1)).to(outputs.dtype), None
+
+
 class SpecProvider(LocalSpecProvider):
-    """Megatron's local building blocks, and a linear layer that every tensor-parallel rank holds whole."""
+    """Megatron's local building blocks, our experts, and a linear layer that every tensor-parallel rank holds whole."""
 
     def replicated_linear(self) -> type:
         return ReplicatedLinear
+
+    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
+        return Experts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
 
 class FP8SpecProvider(SpecProvider):
@@ -83,9 +96,6 @@ class FP8SpecProvider(SpecProvider):
 
     def replicated_linear(self) -> type:
         return FP8ReplicatedLinear
-
-    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
-        return SequentialMLP, MLPSubmodules(linear_fc1=FP8ColumnParallelLinear, linear_fc2=FP8RowParallelLinear)
 
 
 def block_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:

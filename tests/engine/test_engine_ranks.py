@@ -1,5 +1,5 @@
-"""Engines of two ranks, with experts: FP8 tensors of every architecture's shape in a real SGLang, filled by syncs from another layout,
-and log-probs equal to those of transformers' own model on the same blocks."""
+"""Trainers and engines of two ranks in different layouts: FP8 tensors of dense models and of experts in a real SGLang, filled by syncs from
+real Megatron models, and log-probs equal to the trainer's and to those of transformers' own model on the same blocks."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = [sequence.prompt_ids for sequence in random_sequences(6, seed=31)]
 ENGINES = {  # trainer's layout, engine's tp and ep
+    "qwen3": (Layout(pp=2), 2, 1),
     "qwen3_moe": (Layout(ep=2, dp=2), 2, 2),
     "deepseek_v3": (Layout(tp=2, ep=2, etp=1), 2, 1),
 }
@@ -41,12 +42,13 @@ def assert_same_logprobs(world, folder, transformers_side, version: int, seed: i
     assert found["versions"] == {version}
     config = read_config(folder / "model")
     wanted = transformers_side.call("support.transformers_side:fp8_logprobs", config, seed, FP8, found["sequences"])[0]
-    difference = (found["logprobs"] - wanted).abs()
-    assert len(difference) >= 50
+    assert len(found["engine"]) >= 50
     # most are equal up to the order of sums, which no other quantiser or weight would give; an E4M3 rounding that tips over (2^-3 of
     # one activation) stays in the cache for all tokens that follow, and shifts them by some 10^-2
-    assert difference.median() < 1e-5
-    assert difference.mean() < 5e-3
+    for other in (wanted, found["trainer"]):
+        difference = (found["engine"] - other).abs()
+        assert difference.median() < 1e-5
+        assert difference.mean() < 5e-3
 
 
 def test_both_ranks_hold_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):

@@ -37,7 +37,7 @@ _DENSE: dict[str, Any] = {
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "use_sliding_window": False},
     "qwen3_moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_hidden_layers": 2,

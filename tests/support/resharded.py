@@ -1,5 +1,4 @@
-"""A trainer that holds random weights laid out as Megatron lays them, without Megatron, and a real engine below it; run as the ranks of
-a `World`. It is what `support.served` is, for every architecture, layout and engine, but it cannot train: its weights come from a seed."""
+"""A real Megatron model in any layout, for every architecture, and a real engine below it in any layout; run as the ranks of a `World`."""
 
 from __future__ import annotations
 
@@ -10,84 +9,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.batch import Sequence
 from megatron_rl.config import Config, Sync
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.hf import read_config
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.ranks import is_rank0
+from megatron_rl.mcore.linear import quantize_model
+from megatron_rl.mcore.weights import load_checkpoint
+from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
-from megatron_rl.types import Sampling
-from parallel.geometry import ModelGeometry, Rect, Shard
+from megatron_rl.types import Generation, Sampling
+from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.plan import kind_of, scale_name
-from parallel.regions import region
 from rollout_sglang.engine import SGLangEngine, launch
-from support.architectures import masters, write_model
-from support.processes import free_port
+from support.architectures import write_model
+from support.trainer import Trainer
+from support.trainer import start as start_trainer
 
 _SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0, "start_timeout": 180.0}
 
 
 @dataclasses.dataclass
-class Held:
+class Resharded:
     """This rank's part of the trainer; only rank 0 has the engine."""
 
-    hf_config: dict[str, Any]
-    layout: Layout
+    kind: str
+    folder: Path
+    trainer: Trainer
     config: Config
     engine: SGLangEngine | None
-    seed: int = 0
-
-    @property
-    def model(self) -> ModelGeometry:
-        return ModelGeometry.from_hf_config(self.hf_config)
 
     @property
     def plan(self) -> SyncPlan:
-        return SyncPlan.of_config(self.model, self.layout, self.config)
-
-    def planes(self) -> dict[str, torch.Tensor]:
-        """This rank's tensors as an optimizer step would leave them."""
-        contract = PrecisionContract.of(self.config.precision)
-        shards = trainer_shards(self.model, self.layout, quantised=contract.rollout_fp8)[dist.get_rank()]
-        return planes_of(shards, masters(self.hf_config, self.seed), contract)
+        return SyncPlan.of_config(ModelGeometry.from_hf_config(self.trainer.hf_config), self.trainer.layout, self.config)
 
 
-def planes_of(shards: list[Shard], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """Each shard put together from its pieces; FP8 roles quantised on the shard's own blocks, as the trainer does."""
-    found: dict[str, torch.Tensor] = {}
-    high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
-    for shard in shards:
-        kind = kind_of(shard.role, contract.fp8_roles())
-        value = torch.zeros(shard.shape)
-        for tensor, source, row, col in shard.pieces:
-            region(value, Rect(row, col, source.rows, source.cols)).copy_(region(tensors[tensor.name], source))
-        if kind == "fp8":
-            found[shard.name], found[scale_name(shard.name)] = quantize_weight(value, contract.scale_format)
-        else:
-            found[shard.name] = value.to(torch.float32 if kind == "fp32" else high)
-    return found
+_now: list[Resharded] = []
 
 
-_now: list[Held] = []
-
-
-def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int, **changes: Any) -> int:
+def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int) -> int:
     """Brings up the trainer, with weights of seed 0, and an engine that loaded them. Returns the server's pid, on rank 0."""
-    if not dist.is_initialized():
-        alone = {"rank": 0, "world_size": 1, "init_method": f"tcp://127.0.0.1:{free_port()}"}
-        dist.init_process_group("gloo", **(alone if layout.world_size == 1 else {}))
-    if is_rank0():
-        write_model(folder / "model", kind, precision, **changes)
-    dist.barrier()
-    hf_config = read_config(folder / "model")
+    start_trainer(layout)
+    model = _written(kind, folder / "model", precision, seed=0)
     rollout = {**_SMALL, "tp": tp, "ep": ep}
-    config = Config.model_validate({"model": {"path": folder / "model"}, "precision": precision, "rollout": rollout})
-    _now[:] = [Held(hf_config, layout, config, launch(config, folder / "model", folder) if is_rank0() else None)]
+    config = Config.model_validate({"model": {"path": model}, "precision": precision, "rollout": rollout})
+    trainer = Trainer(model, precision, layout=layout)
+    _now[:] = [Resharded(kind, folder, trainer, config, launch(config, model, folder) if is_rank0() else None)]
     dist.barrier()
     return _now[0].engine.process.pid if _now[0].engine else 0
+
+
+def _written(kind: str, folder: Path, precision: dict[str, Any], seed: int) -> Path:
+    """A checkpoint with random weights, written by rank 0."""
+    if is_rank0():
+        write_model(folder, kind, precision, seed)
+    dist.barrier()
+    return folder
 
 
 def check_live() -> None:
@@ -98,7 +73,11 @@ def check_live() -> None:
 
 def change(seed: int) -> None:
     """Other weights in the trainer; the engine is not told."""
-    _now[0].seed = seed
+    now = _now[0]
+    trainer = now.trainer
+    folder = _written(now.kind, now.folder / f"model{seed}", trainer.precision.model_dump(), seed)
+    load_checkpoint(trainer.model, folder, trainer.shards)
+    quantize_model(trainer.model)
 
 
 def sync(version: int, settings: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -120,17 +99,24 @@ def prove() -> int:
 
 
 def _sync(settings: dict[str, Any]) -> WeightSync:
-    held = _now[0]
-    return WeightSync(held.plan, held.engine, held.planes, Sync.model_validate({"bucket_mb": 1, **settings}))
+    now = _now[0]
+    return WeightSync(now.plan, now.engine, now.trainer.planes, Sync.model_validate({"bucket_mb": 1, **settings}))
 
 
-def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any] | None:
-    """Samples answers, on rank 0: policy versions, prompt + answer of each, and the log-probs of all sampled tokens one after the other."""
-    if not _now[0].engine:
-        return None
-    answers = _now[0].engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=tokens))
+def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any]:
+    """Samples answers: policy versions, prompt + answer of each, and the engine's and the trainer's log-probs of all sampled tokens one
+    after the other."""
+    now = _now[0]
+
+    def sample() -> list[Generation]:
+        assert now.engine is not None
+        return now.engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=tokens))
+
+    answers = on_rank0(sample)
+    sequences = [Sequence(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
     return {
         "versions": {answer.policy_version for answer in answers},
-        "sequences": [(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)],
-        "logprobs": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
+        "sequences": [(sequence.prompt_ids, sequence.answer_ids) for sequence in sequences],
+        "engine": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
+        "trainer": torch.cat(now.trainer.actor.logprobs(sequences)[0]),
     }
