@@ -122,8 +122,10 @@ class _Reader:
             return self.weighted(layer)
         self.read.add(id(layer.weight))
         weight, master = quantised(*blocks), plain(layer.weight)
-        x = activation(BLOCK, layer.scale_format)
-        tokens = Format(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
+        x = tokens = self.hidden
+        if layer.quantises_input:
+            x = activation(BLOCK, layer.scale_format)
+            tokens = Format(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
         gradients = Gradients(x, weight, x, tokens, _gradient(layer.weight), master)
         computed_by = type(getattr(layer, "backend", None)).__name__
         detail = type(layer).__name__ + (f", {computed_by}" if computed_by != "NoneType" else "")

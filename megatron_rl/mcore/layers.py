@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megatron_rl.mcore.latent import LatentAttention, ReplicatedLinear
-from megatron_rl.mcore.linear import FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
+from megatron_rl.mcore.linear import BlockWeightColumnParallelLinear, FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -81,6 +81,10 @@ class SpecProvider(LocalSpecProvider):
     def replicated_linear(self) -> type:
         return ReplicatedLinear
 
+    def absorbed_linear(self) -> type:
+        """A column-parallel layer whose weight the engine absorbs into the attention."""
+        return self.column_parallel_linear()
+
     def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
         return Experts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
@@ -96,6 +100,9 @@ class FP8SpecProvider(SpecProvider):
 
     def replicated_linear(self) -> type:
         return FP8ReplicatedLinear
+
+    def absorbed_linear(self) -> type:
+        return BlockWeightColumnParallelLinear
 
 
 def block_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -139,7 +146,7 @@ def _latent_attention(config: TransformerConfig, backend: SpecProvider) -> Modul
         linear_q_down_proj=backend.replicated_linear(),
         linear_q_up_proj=backend.column_parallel_linear(),
         linear_kv_down_proj=backend.replicated_linear(),
-        linear_kv_up_proj=backend.column_parallel_linear(),
+        linear_kv_up_proj=backend.absorbed_linear(),
         core_attention=CoreAttention,
         linear_proj=backend.row_parallel_linear(),
         q_layernorm=RMSNorm,

@@ -98,6 +98,7 @@ class _FP8Linear:
     config: TransformerConfig
     scale_format: str
     _operand: Any = None
+    quantises_input: bool = True
     quantised: bool = True
     """False within `without_fp8`: the forward pass multiplies with the master."""
     row_order: torch.Tensor | None = None
@@ -171,6 +172,31 @@ class FP8ColumnParallelLinear(_FP8Linear, ColumnParallelLinear):
         self.scale_format = config.fp8_scale_format
         if self.bias is not None:  # of q, k and v: not FP8, so it has no FP32 master
             self.bias.data = self.bias.data.to(config.params_dtype)
+
+
+class _ValuesOf(torch.autograd.Function):
+    """The blocks' values in the place of the master, which receives their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dw.float(), None
+
+
+class BlockWeightColumnParallelLinear(FP8ColumnParallelLinear):
+    """The blocks' values times an input that is not quantised: MLA's kv_b. The engine absorbs its weight into the attention, where no
+    activation is quantised."""
+
+    quantises_input = False
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        if not self.quantised:
+            return super()._forward_impl(input, weight, *args, **how)
+        values = dequantize_weight(self.blocks).to(input.dtype)
+        return ColumnParallelLinear._forward_impl(self, input, _ValuesOf.apply(weight, values), *args, **how)
 
 
 class FP8RowParallelLinear(_FP8Linear, RowParallelLinear):
