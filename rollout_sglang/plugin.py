@@ -14,6 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
+_LLAMA = "sglang.srt.models.llama.LlamaForCausalLM.load_weights"
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
 _CPU_FP8_EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply"
@@ -33,9 +34,9 @@ def check_version() -> None:
 
 def _hooks() -> list[tuple[str, Any, str]]:
     """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import kernels, latent, live, moe
+    from rollout_sglang import kernels, latent, live, llama, moe
 
-    hooks: list[tuple[str, Any, str]] = [(_LIVE, live.handle, "AROUND")]
+    hooks: list[tuple[str, Any, str]] = [(_LIVE, live.handle, "AROUND"), (_LLAMA, llama.load_block_scales, "AROUND")]
     if not torch.cuda.is_available():
         hooks += [
             (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
