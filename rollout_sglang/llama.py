@@ -1,4 +1,4 @@
-"""FP8 Llama checkpoints: SGLang 0.5.23's loader takes their block scales for scales of another name, warns, and serves uninitialised ones."""
+"""FP8 Llama checkpoints: SGLang 0.5.23's loader looks for their block scales under another name, warns, and serves uninitialised ones."""
 
 from __future__ import annotations
 

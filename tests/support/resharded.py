@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, Sync
 from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.hf import read_config
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.ranks import is_rank0
+from megatron_rl.ranks import on_rank0
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
 from megatron_rl.types import Sampling
@@ -37,7 +36,7 @@ class Held:
     hf_config: dict[str, Any]
     layout: Layout
     config: Config
-    engine: SGLangEngine | None
+    engine: SGLangEngine | None = None
     seed: int = 0
 
     @property
@@ -75,19 +74,21 @@ _now: list[Held] = []
 
 
 def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int, **changes: Any) -> int:
-    """Brings up the trainer, with weights of seed 0, and an engine that loaded them. Returns the server's pid, on rank 0."""
+    """Brings up the trainer, with weights of seed 0, and an engine that loaded them. Returns the server's pid."""
     if not dist.is_initialized():
         alone = {"rank": 0, "world_size": 1, "init_method": f"tcp://127.0.0.1:{free_port()}"}
         dist.init_process_group("gloo", **(alone if layout.world_size == 1 else {}))
-    if is_rank0():
-        write_model(folder / "model", kind, precision, **changes)
-    dist.barrier()
-    hf_config = read_config(folder / "model")
+    hf_config = on_rank0(lambda: write_model(folder / "model", kind, precision, **changes))
     rollout = {**_SMALL, "tp": tp, "ep": ep}
     config = Config.model_validate({"model": {"path": folder / "model"}, "precision": precision, "rollout": rollout})
-    _now[:] = [Held(hf_config, layout, config, launch(config, folder / "model", folder) if is_rank0() else None)]
-    dist.barrier()
-    return _now[0].engine.process.pid if _now[0].engine else 0
+    held = Held(hf_config, layout, config)
+
+    def launch_engine() -> int:
+        held.engine = launch(config, folder / "model", folder)
+        return held.engine.process.pid
+
+    _now[:] = [held]
+    return on_rank0(launch_engine)
 
 
 def check_live() -> None:
