@@ -94,6 +94,7 @@ def _environment(tp: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",  # by far the fastest for small models
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
         "GLOO_SOCKET_IFNAME": "lo",
+        "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards choke on the stand-in for Triton
     }
 
 
@@ -228,11 +229,13 @@ class SGLangEngine(LiveRequests):
 
 
 def _generation(answer: dict[str, Any]) -> Generation:
-    """Raises RunError for an answer that more than one policy version sampled."""
+    """Raises RunError for an answer that more than one policy version sampled, or with log-probs that are no numbers."""
     meta = answer["meta_info"]
     versions = {span["version"] for span in meta.get("weight_versions", [])} | {meta["weight_version"]}
     if len(versions) > 1:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
+    if any(entry[0] is None for entry in meta["output_token_logprobs"]):  # JSON has no NaN
+        raise RunError("the engine computed a log-probability that is no finite number: its weights or its FP8 scales are broken")
     logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
     ids = [int(entry[1]) for entry in meta["output_token_logprobs"]]
     return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]))

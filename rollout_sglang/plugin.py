@@ -15,6 +15,7 @@ KNOWN_VERSIONS = ("0.5.23",)
 
 _LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _INT8 = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
+_LLAMA = "sglang.srt.models.llama.LlamaForCausalLM.load_weights"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
@@ -35,11 +36,12 @@ def check_version() -> None:
 
 def _hooks() -> list[tuple[str, Any, str]]:
     """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import graph, int8_linear, kernels, latent, live, moe
+    from rollout_sglang import graph, int8_linear, kernels, latent, live, llama, moe
 
     hooks: list[tuple[str, Any, str]] = [
         (_LIVE, live.handle, "AROUND"),
         (_RUNNER, graph.check_weights, "AROUND"),
+        (_LLAMA, llama.load_block_scales, "AROUND"),
         (_INT8 + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
     ]
     if not torch.cuda.is_available():

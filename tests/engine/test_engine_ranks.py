@@ -1,5 +1,5 @@
-"""Trainers and engines of two ranks in different layouts: FP8 tensors of dense models and of experts in a real SGLang, filled by syncs from
-real Megatron models, and log-probs equal to the trainer's and to those of transformers' own model on the same blocks."""
+"""Trainers and engines in different layouts, dense and with experts: a real SGLang filled by syncs from a real Megatron model, whose
+log-probs equal the trainer's and those of transformers' own model on the same FP8 blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ ENGINES = {  # trainer's layout, engine's tp and ep
     "qwen3": (Layout(pp=2), 2, 1),
     "qwen3_moe": (Layout(ep=2, dp=2), 2, 2),
     "deepseek_v3": (Layout(tp=2, ep=2, etp=1), 2, 1),
+    "llama": (Layout(), 1, 1),
 }
+LEAST = 3 + 2 + 4 * 2  # embedding, last norm, lm_head; a layer's norms, and its FP8 weights with their scales
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -51,21 +53,21 @@ def assert_same_logprobs(world, folder, transformers_side, version: int, seed: i
         assert difference.mean() < 5e-3
 
 
-def test_both_ranks_hold_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):
+def test_every_rank_holds_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):
     world, folder = served
     world.call("support.resharded:check_live")
-    assert world.call("support.resharded:prove")[0] > 30
+    assert world.call("support.resharded:prove")[0] >= LEAST
     assert_same_logprobs(world, folder, transformers_side, version=0, seed=0)
 
 
-def test_a_sync_moves_every_expert_to_its_engine_rank(served, transformers_side):
+def test_a_sync_moves_everything_to_its_engine_rank(served, transformers_side):
     """For MLA this holds too that w_kc and w_vc are made anew from the kv_b_proj that was written."""
     world, folder = served
     world.call("support.resharded:change", 1)
     with pytest.raises(RunError, match="the sync is not proved"):
         world.call("support.resharded:prove")
     report = world.call("support.resharded:sync", 1)[0]
-    assert report["proved"] == report["tensors"] > 30
+    assert report["proved"] == report["tensors"] >= LEAST
     assert world.call("support.resharded:prove")[0] == report["proved"]
     assert_same_logprobs(world, folder, transformers_side, version=1, seed=1)
     world.call("support.resharded:change", 2)

@@ -46,15 +46,19 @@ _now: list[Resharded] = []
 
 
 def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int) -> int:
-    """Brings up the trainer, with weights of seed 0, and an engine that loaded them. Returns the server's pid, on rank 0."""
+    """Brings up the trainer, with weights of seed 0, and an engine that loaded them. Returns the server's pid."""
     start_trainer(layout)
     model = _written(kind, folder / "model", precision, seed=0)
     rollout = {**_SMALL, "tp": tp, "ep": ep}
     config = Config.model_validate({"model": {"path": model}, "precision": precision, "rollout": rollout})
     trainer = Trainer(model, precision, layout=layout)
-    _now[:] = [Resharded(kind, folder, trainer, config, launch(config, model, folder) if is_rank0() else None)]
-    dist.barrier()
-    return _now[0].engine.process.pid if _now[0].engine else 0
+    _now[:] = [Resharded(kind, folder, trainer, config, None)]
+
+    def start_engine() -> int:
+        engine = _now[0].engine = launch(config, model, folder)
+        return engine.process.pid
+
+    return on_rank0(start_engine)
 
 
 def _written(kind: str, folder: Path, precision: dict[str, Any], seed: int) -> Path:
