@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,21 +28,20 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
+from sync_baselines import GatherAndQuantise, PlainCopy, Setup, contract, flat_plan, flat_tensors
 
-from megatron_rl.config import Precision, Sync
+from megatron_rl.config import Sync
 from megatron_rl.engine import Engine
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan
-from parallel.buckets import Plane, buckets, planes_of
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 from parallel.megatron import trainer_shards
-from parallel.pieces import Rect, Shard
-from parallel.plan import Move, kind_of, scale_name
-from parallel.regions import region
+from parallel.pieces import Shard
+from parallel.plan import kind_of, scale_name
 from parallel.sglang import engine_shards
 from rollout_sglang import live
 from rollout_sglang.requests import LiveRequests
@@ -57,22 +55,6 @@ MODELS = {
 
 TRANSPORTS = ("shared_memory", "process_group", "disk")
 MB = 1e6
-_FLAT_COLS = 4096
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What all processes are told."""
-
-    model: ModelGeometry
-    train: Layout
-    rollout_tp: int
-    repeat: int
-    folder: str
-
-
-def contract(fp8: bool) -> PrecisionContract:
-    return PrecisionContract.of(Precision(mode="fp8_unified" if fp8 else "bf16"))
 
 
 def plan_of(setup: Setup, fp8: bool, settings: Sync) -> SyncPlan:
@@ -223,95 +205,6 @@ class Cases:
         dist.barrier()
         if turn > 0:
             self.seconds.setdefault(name, []).append(time.perf_counter() - start)
-
-
-class PlainCopy:
-    """The same bytes, tensor by tensor, from memory to memory with `copy_`: as flat as a copy can be, no layouts, no other process.
-
-    One core for each engine rank, as far as there are trainer ranks to do it.
-    """
-
-    def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
-        mine = {target: shards for target, shards in plan.targets.items() if target % world == rank}
-        sizes = [plane.rows * plane.cols * plane.itemsize for plane in planes_of(mine, contract(True).fp8_roles(), 2)]
-        self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
-
-    def run(self) -> None:
-        for source, target in self._pairs:
-            target.copy_(source)
-
-
-def flat_tensors(setup: Setup) -> dict[str, torch.Tensor]:
-    """One run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
-    planes = planes_of(engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles(), 2)
-    total = sum(plane.rows * plane.cols * plane.itemsize for plane in planes)
-    rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
-    count = max(setup.train.world_size, setup.rollout_tp)
-    return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}
-
-
-def flat_plan(setup: Setup) -> SyncPlan:
-    """Moves those runs of bytes through shared memory: the same processes, buffers and threads as a sync, no model, no proof."""
-    rows = flat_tensors(setup)["flat0"].shape[0]
-    everything = Rect(0, 0, rows, _FLAT_COLS)
-    pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
-    moves = [Move(source, f"flat{target}", everything, target, f"flat{source}", everything, "fp8") for source, target in pairs]
-    planes = [Plane(target, f"flat{source}", rows, _FLAT_COLS, 1) for source, target in pairs]
-    return SyncPlan(tuple(moves), tuple(buckets(planes, Sync().chunk_bytes)), {}, contract(True))
-
-
-class GatherAndQuantise:
-    """The common way, written plainly: whole BF16 tensors are gathered on rank 0, renamed as in the checkpoint, and quantised.
-
-    What then still had to be done, to send the result and to cut it for the engine's ranks, is left out in its favour.
-    """
-
-    def __init__(self, setup: Setup, planes: Mapping[str, torch.Tensor]) -> None:
-        self._layout, self._planes = setup.train, planes
-        self._shards = [{shard.name: shard for shard in shards} for shards in trainer_shards(setup.model, setup.train).values()]
-
-    def run(self) -> None:
-        names = list(dict.fromkeys(name for shards in self._shards for name in shards))
-        for name in names:
-            parts = self._gather(name)
-            if dist.get_rank() == 0:
-                for tensor in self._to_hugging_face(name, parts).values():
-                    if tensor.dim() == 2 and self._role(name) in contract(True).fp8_roles():
-                        quantize_weight(tensor, "pow2")
-
-    def _role(self, name: str) -> str:
-        return next(shards[name].role for shards in self._shards if name in shards)
-
-    def _gather(self, name: str) -> dict[int, torch.Tensor]:
-        """Rank 0: every rank's shard of a parameter."""
-        rank = dist.get_rank()
-        if rank != 0:
-            if name in self._planes:
-                dist.send(self._planes[name].view(torch.uint8), 0)
-            return {}
-        found = {}
-        for other, shards in enumerate(self._shards):
-            if name not in shards:
-                continue
-            shard = shards[name]
-            if other == 0:
-                found[0] = self._planes[name]
-                continue
-            found[other] = torch.empty((shard.rows,) if shard.vector else (shard.rows, shard.cols), dtype=torch.bfloat16)
-            dist.recv(found[other].view(torch.uint8), other)
-        return found
-
-    def _to_hugging_face(self, name: str, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The checkpoint's tensors, whole."""
-        whole: dict[str, torch.Tensor] = {}
-        for rank, value in parts.items():
-            for piece in self._shards[rank][name].pieces:
-                tensor = piece.tensor
-                if tensor.name not in whole:
-                    whole[tensor.name] = torch.empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), dtype=torch.bfloat16)
-                held = Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
-                region(whole[tensor.name], piece.source).copy_(region(value, held))
-        return whole
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------
