@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.fp8.products import fprop
+from megatron_rl.row_invariant import product
 from parallel.blocks import BLOCK
 from rollout_sglang.values import values_of
 
@@ -63,8 +64,8 @@ def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
     return _apply(
         self,
         dispatch_output,
-        lambda x, expert: F.linear(x, layer.w13_weight[expert]),
-        lambda x, expert: F.linear(x, layer.w2_weight[expert]),
+        lambda x, expert: product(x, layer.w13_weight[expert]),
+        lambda x, expert: product(x, layer.w2_weight[expert]),
     )
 
 

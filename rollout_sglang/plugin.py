@@ -20,6 +20,11 @@ _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
 _CPU_FP8_EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply"
+_CPU_PLAIN_LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
+_CPU_LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
+_CPU_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
+_CPU_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_CPU_EXTEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
 _CPU_MLA_FORM = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler"
 _CPU_MLA_ROPE = "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper"
@@ -50,6 +55,11 @@ def _hooks() -> list[tuple[str, Any, str]]:
             (_INT8 + "apply", int8_linear.apply, "REPLACE"),
             (_CPU_EXPERTS, moe.apply_unquantized, "REPLACE"),
             (_CPU_FP8_EXPERTS, moe.apply_block_fp8, "REPLACE"),
+            (_CPU_PLAIN_LINEAR, kernels.plain_linear, "AROUND"),
+            (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
+            (_CPU_NORM, kernels.rms_norm, "AROUND"),
+            (_CPU_SAMPLER, kernels.sample, "AROUND"),
+            (_CPU_EXTEND, kernels.extend_attention, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
             (_CPU_MLA_FORM, latent.attention_handler, "AROUND"),
             (_CPU_MLA_ROPE, latent.rotary_embedding, "AROUND"),

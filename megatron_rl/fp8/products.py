@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.fp8.quantize import round_trip_1x128, round_trip_128x1
+from megatron_rl.row_invariant import product
 
 
 def fprop(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Q_1x128(x) . W^T. x [..., K] in any float dtype, weight float32 [N, K] (dequantised blocks); returns [..., N] in x's dtype."""
-    return (round_trip_1x128(x, scale_format) @ weight.t()).to(x.dtype)
+    return product(round_trip_1x128(x, scale_format), weight).to(x.dtype)
 
 
 def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:

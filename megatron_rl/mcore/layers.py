@@ -1,4 +1,4 @@
-"""The layers that replace Megatron's local ones: RMSNorm, core attention by torch's SDPA, and the layer spec that names them.
+"""The layers that replace Megatron's local ones: RMSNorm, core attention, and the layer spec that names them.
 
 Megatron's own local norm refuses sequence parallelism and its local attention refuses packed input; the spec function hard-codes
 its linear layers. These follow Megatron's ModuleSpec, so nothing is patched.
@@ -6,7 +6,7 @@ its linear layers. These follow Megatron's ModuleSpec, so nothing is patched.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
+from megatron_rl import row_invariant
 from megatron_rl.mcore.latent import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.linear import BlockWeightColumnParallelLinear, FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
 
@@ -35,9 +36,13 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.is_cuda else row_invariant.rms_norm(x, self.weight, cast(float, self.eps))
+
 
 class CoreAttention(MegatronModule):
-    """Causal attention over [s, b, heads, d] by F.scaled_dot_product_attention, grouped-query heads included; `value` may be narrower.
+    """Causal attention over [s, b, heads, d], grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU
+    the one that an engine computes as well.
 
     Padding must come after a sequence's tokens: a causal mask then hides it, so no mask is needed. Returns [s, b, heads * d].
     """
@@ -61,7 +66,10 @@ class CoreAttention(MegatronModule):
         if how.get("packed_seq_params") is not None:
             raise NotImplementedError("packed sequences are not supported by this core attention")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        if q.is_cuda:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        else:
+            out = row_invariant.causal_attention(q, k, v, self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -1,0 +1,107 @@
+"""Operators whose result for one token does not depend on its company: how many tokens are computed with it, how long the keys are
+padded, how many threads run. Trainer and engine both call them on a CPU, so that a pass over a whole batch gives the bits that prompts
+and single decoded tokens gave.
+
+MKL's matrix products take other kernels for few rows, and split long sums by their length. Measured with torch 2.13 on AVX-512: from
+`FEWEST_ROWS` rows on, and for sums of one length, every row and every column of an FP32 product has the same bits in any batch, at any
+place, with one thread or two. Norms, SwiGLU, rotary positions and log-softmax work row by row and need no care.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+FEWEST_ROWS = 16
+_KEYS = 32
+"""Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
+_QUERIES = 64
+_SCORES = 1 << 24
+"""Attention scores that are held at a time."""
+
+
+def with_enough_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """function(x), where x [..., K] on a CPU comes as a matrix of at least `FEWEST_ROWS` rows; function maps [T, K] to [T, N]."""
+    rows = x.reshape(-1, x.shape[-1])
+    if x.is_cuda or len(rows) >= FEWEST_ROWS:
+        return function(rows).unflatten(0, x.shape[:-1])
+    return function(F.pad(rows, (0, 0, 0, FEWEST_ROWS - len(rows))))[: len(rows)].unflatten(0, x.shape[:-1])
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x . W^T; x [..., K], weight [N, K], of one dtype; returns [..., N]."""
+    return with_enough_rows(lambda rows: rows @ weight.t(), x)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight in FP32, rounded once to x's dtype. x [..., K], weight [K]."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor, scale: float) -> torch.Tensor:
+    """softmax(scale q k^T) v in FP32, where each query sees the keys up to its own `last`. No gradient.
+
+    query [b, h, s, d], key [b, g, t, d], value [b, g, t, e], grouped-query heads where g < h, `last` int64 [b, s] below t.
+    Returns [b, h, s, e] in query's dtype. Keys that no query sees must be finite.
+    """
+    batch, heads, queries, _ = query.shape
+    groups = key.shape[1]
+    key, value = (_padded(x.float(), 2, -(-x.shape[2] // _KEYS) * _KEYS) for x in (key, value))
+    result = query.new_empty(batch, heads, queries, value.shape[-1])
+    step = min(_QUERIES, max(1, _SCORES // (batch * heads * key.shape[2])))
+    for start in range(0, queries, step):
+        part, seen = slice(start, start + step), last[:, start : start + step]
+        rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])
+        attended = _attend(rows, key, value, seen)
+        result[:, :, part] = attended.view(batch, heads, -1, value.shape[-1])
+    return result
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """`attention` of few queries, already scaled, heads of a group one after the other: [b, g, heads * s, d]; returns [b, g, heads * s, e].
+
+    The sum over keys is one of parts of `_KEYS` keys each, in order: parts beyond a query's last key add zero to it.
+    """
+    rows = query.shape[2]
+    length = (int(last.max()) // _KEYS + 1) * _KEYS
+    scores = _padded(query, 2, FEWEST_ROWS) @ key[:, :, :length].transpose(-1, -2)
+    hidden = torch.arange(length) > last[:, None, None, :, None]
+    scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(hidden, -torch.inf)
+    weights = scores.softmax(-1)
+    parts = zip(weights.split(_KEYS, -1), value[:, :, :length].split(_KEYS, 2), strict=True)
+    total, *others = (part @ values for part, values in parts)
+    for other in others:
+        total += other
+    return total[:, :, :rows]
+
+
+def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """x with zeros appended along `dim` up to `size`."""
+    missing = size - x.shape[dim]
+    return x if missing <= 0 else torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+
+
+class _CausalAttention(torch.autograd.Function):
+    """The backward pass is that of torch's fused attention at the same inputs: no scores are kept between the passes."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        batch, _, tokens, _ = query.shape
+        return attention(query, key, value, torch.arange(tokens).expand(batch, tokens), scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            result = F.scaled_dot_product_attention(*inputs, is_causal=True, scale=ctx.scale, enable_gqa=True)
+        return *torch.autograd.grad(result, inputs, gradient), None
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+    """`attention` of every token to itself and those before it, with gradient; scale 1 / sqrt(d) where None. Shapes as there, s = t."""
+    return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
