@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_rl.progress import PHASES, Number
+from megatron_rl.report_words import CAUSES
 
 Rows = Sequence[dict[str, Number]]
 
@@ -209,6 +210,11 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
                 Panel("|Δ log p| (nats)", (("mismatch/abs_mean", "mean over tokens"), ("mismatch/abs_max", "largest")), "log"),
                 Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True),
             ),
+        ),
+        Plot(
+            "Mismatch by cause",
+            "Each line is one change on the way from the engine's log-probabilities to the trainer's; the highest is what to look into.",
+            (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", words) for cause, words in CAUSES.items()), "log"),),
         ),
         Plot(
             "Weight sync",
