@@ -63,7 +63,7 @@ def attribute(rungs: Sequence[torch.Tensor]) -> dict[str, float]:
     """
     exact = [rung.double() for rung in rungs]
     kl = [float(k3(rung - exact[0]).mean()) for rung in exact]
-    found = {}
+    found: dict[str, float] = {}
     for cause, below, above in [*((cause, at, at + 1) for at, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]:
         difference = exact[above] - exact[below]
         values = {
