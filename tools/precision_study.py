@@ -107,7 +107,7 @@ def stability_line(name: str, variant: Variant) -> list[object]:
         name,
         len(variant.runs),
         *(_shown(mean(values) if values else None, "share") for values in (first, best, last)),
-        _shown(max(last) - min(last) if last else None, "share"),
+        _shown(max(last) - min(last) if len(last) > 1 else None, "share"),
         _shown(max(map(deepest_fall, scores), default=None), "share"),
         _shown(mean(map(falls, variant.values("reward/mean"))) if variant.runs else None, "number"),
         _shown(mean(mismatch) if mismatch else None, "small"),
