@@ -238,6 +238,8 @@ class Log(_Section):
     """Parent folder; every run makes a folder of its own in it."""
     samples: int = Field(8, ge=0)
     """Completions kept per step for the report."""
+    attribute_every: int = Field(0, ge=0)
+    """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/precision.md); 0: never."""
 
 
 class Config(_Section):

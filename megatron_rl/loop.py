@@ -22,6 +22,7 @@ from megatron_rl.algorithm.corrections import assign_corrections
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
+from megatron_rl.causes import MismatchCauses
 from megatron_rl.config import Config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.linear import without_fp8
@@ -32,7 +33,8 @@ from megatron_rl.sync import WeightSync
 
 
 class Loop:
-    """One training run. `worker` and `log` exist on rank 0 only; `reference` is None where algorithm.kl_coef is 0."""
+    """One training run. `worker` and `log` exist on rank 0 only; `reference` is None where algorithm.kl_coef is 0; `causes` is needed
+    where log.attribute_every is not 0."""
 
     def __init__(
         self,
@@ -43,11 +45,13 @@ class Loop:
         worker: RolloutWorker | None,
         log: RunLog | None,
         write_checkpoint: Callable[[int], None],
+        causes: MismatchCauses | None = None,
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
         self._write_checkpoint, self._saved = write_checkpoint, -1
         self._worker = cast(RolloutWorker, worker)  # these two are used inside on_rank0 and after is_rank0 only
         self._log = cast(RunLog, log)
+        self._causes = cast(MismatchCauses, causes)
         self._clip = ClipCalibration(config.algorithm, self._logprobs_of_now)
         self.version = 0
 
@@ -75,9 +79,12 @@ class Loop:
         sequences = to_sequences(rollout)
         with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
+        causes = self._begin_attribution(step, sequences)
         metrics |= self._credit(sequences)
         with self._phase("train", metrics):
             metrics |= self._learn(sequences)
+        if causes is not None:
+            metrics |= causes.finish()
         self.version += 1
         with self._phase("sync"):
             report = self.sync.run(self.version)
@@ -96,6 +103,15 @@ class Loop:
             for sequence, logprobs in zip(sequences, self.reference.logprobs(sequences)[0], strict=True):
                 sequence.reference_logprobs = logprobs
         return {"entropy": entropy, **mismatch(sequences)}
+
+    def _begin_attribution(self, step: int, sequences: list[Sequence]) -> MismatchCauses | None:
+        """In every so many steps, what is to be finished once the weights have changed."""
+        every = self.config.log.attribute_every
+        if not every or step % every:
+            return None
+        with self._phase("attribute"):
+            self._causes.measure(sequences)
+        return self._causes
 
     def _credit(self, sequences: list[Sequence]) -> dict[str, float]:
         """Advantages from rewards, and the weights that correct for the engine's mismatch; returns metrics of both."""

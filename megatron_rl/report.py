@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from megatron_rl import report_plots
 from megatron_rl.errors import UserError
 from megatron_rl.progress import PHASES, Number, proof_verdict
-from megatron_rl.report_words import HIDDEN, byte_text, duration, meaning, toml_text, visible, write
+from megatron_rl.report_words import CAUSES, HIDDEN, byte_text, duration, meaning, toml_text, visible, write
 from megatron_rl.runlog import read_rows, read_run
 
 Row = dict[str, Number]
@@ -49,6 +49,7 @@ def write_report(run_dir: Path) -> Path:
         facts=[_accuracy(rows), _proof(rows), _mismatch(rows), _speed(rows), _time(run, rows)],
         remarks=[remark for remark in (torn, torn_samples, *_not_finite(rows)) if remark],
         **_plots(rows),
+        causes=_causes(rows),
         table=_table(rows),
         samples=_sample_columns(samples),
         graph=_graph(run_dir / "graph.svg"),
@@ -201,6 +202,20 @@ def _table(rows: list[Row]) -> list[dict[str, str]]:
         line = {"key": key, "meaning": words, "first": write(first, form), "last": write(last, form), "step": str(step), "range": extremes}
         lines.append(line)
     return lines
+
+
+def _causes(rows: list[Row]) -> dict[str, Any]:
+    """The last attribution of the mismatch: its step, and for each cause and the whole four numbers; {} where there is none."""
+    measured = [row for row in rows if "mismatch/cause/total/mean" in row]
+    if not measured:
+        return {}
+    row, columns = measured[-1], ("abs_mean", "abs_max", "mean", "k3")
+    return {
+        "step": row["step"],
+        "lines": [
+            (words, [write(row.get(f"mismatch/cause/{cause}/{what}"), "small") for what in columns]) for cause, words in CAUSES.items()
+        ],
+    }
 
 
 def _sample_columns(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[str, Any]]]]:

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_rl.progress import PHASES, Number
+from megatron_rl.report_words import CAUSES
 
 Rows = Sequence[dict[str, Number]]
 
@@ -110,7 +111,9 @@ def _lines(ax: Axes, rows: Rows, panel: Panel) -> None:
 
 
 def _legend(ax: Axes, **more: Any) -> None:
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4, borderaxespad=0.2, handlelength=2.4, columnspacing=1.4, **more)
+    longest = max((len(label) for label in ax.get_legend_handles_labels()[1]), default=0)
+    columns = max(1, min(4, int(410 / (43 + 4.8 * longest))))  # points: the figure's width; a line with its gap, and a letter
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.4, columnspacing=1.4, **more)
 
 
 def _finish_axes(ax: Axes, panel: Panel) -> None:
@@ -174,6 +177,7 @@ def _for_page(text: str, title: str) -> str:
     return text.replace("#000000", "var(--ink)")
 
 
+_CAUSES = [cause for cause in CAUSES if cause != "total"]
 _level = r"eval/level_(\d+)"
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
@@ -209,6 +213,11 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
                 Panel("|Δ log p| (nats)", (("mismatch/abs_mean", "mean over tokens"), ("mismatch/abs_max", "largest")), "log"),
                 Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True),
             ),
+        ),
+        Plot(
+            "Mismatch by cause",
+            "Each line is one change on the way from the engine's log-probabilities to the trainer's; the highest is what to look into.",
+            (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", cause) for cause in _CAUSES), "log"),),
         ),
         Plot(
             "Weight sync",

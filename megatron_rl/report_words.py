@@ -48,7 +48,20 @@ _MEANING = {
     "sync/proved": ("tensors whose hashes were equal on both sides", "count"),
     "time/step": ("the whole step", "seconds"),
 }
+CAUSES = {
+    "kernels": "other kernels",
+    "activations": "quantised activations",
+    "weights": "quantised weights",
+    "version": "newer weights",
+    "total": "engine to newest weights",
+}
+"""The rungs of `megatron_rl.causes`, in their order, as the report calls them."""
+
 _PATTERNS = (
+    (re.compile(r"mismatch/cause/(\w+)/abs_mean"), "mean |Δ log p| by the cause “{}”, in nats", "small"),
+    (re.compile(r"mismatch/cause/(\w+)/abs_max"), "largest |Δ log p| of a token by the cause “{}”, in nats", "small"),
+    (re.compile(r"mismatch/cause/(\w+)/mean"), "mean Δ log p by the cause “{}”, of either sign, in nats", "small"),
+    (re.compile(r"mismatch/cause/(\w+)/k3"), "what the cause “{}” adds to the k3 estimate of KL(rollout || trainer), in nats", "small"),
     (re.compile(r"accuracy/level_(\d+)"), "share of correct completions, level {}", "share"),
     (re.compile(r"eval/level_(\d+)"), "held-out accuracy, level {}", "share"),
     (re.compile(r"time/(\w+)"), "the phase “{}”", "seconds"),

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 import torch
 
 from megatron_rl import hf
+from megatron_rl.causes import MismatchCauses
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -105,7 +106,8 @@ class Session:
         sync.prove()
         self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
         write_checkpoint = partial(self._checkpoint, model, hf_config)
-        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, write_checkpoint)
+        causes = MismatchCauses(actor, live, self.contract.activation_format)
+        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, write_checkpoint, causes)
 
     def _on_rank0_only(self) -> tuple[Engine | None, RolloutWorker | None]:
         """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""

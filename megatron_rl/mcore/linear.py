@@ -26,7 +26,7 @@ from megatron_rl.mcore.names import global_name
 from megatron_rl.ranks import raise_together
 
 
-def _gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
+def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
     """All-gathers the sequence dimension: [s / tp, b, h] -> [s, b, h]. Groups of 128 lie along h, so blocks are unaffected."""
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
@@ -49,7 +49,7 @@ class _FP8Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any
     ) -> torch.Tensor:
-        inputs = _gather_sequence(x, group) if sequence_parallel else x
+        inputs = gather_sequence(x, group) if sequence_parallel else x
         operand = layer.backend.quantize(_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
         ctx.save_for_backward(weight, *((x,) if sequence_parallel else operand.columns))
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group, ctx.shape = layer, sum_dgrad, sequence_parallel, group, x.shape
@@ -71,7 +71,7 @@ class _FP8Product(torch.autograd.Function):
                 pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
         if needs_dw:
             if ctx.sequence_parallel:
-                operand = backend.quantize(_tokens(_gather_sequence(saved[0], group)), rows=False, columns=True)
+                operand = backend.quantize(_tokens(gather_sequence(saved[0], group)), rows=False, columns=True)
             else:
                 operand = Operand(gradient.tokens, columns=tuple(saved))
             dw = _weight_gradient(weight, backend, gradient, operand)
@@ -144,7 +144,7 @@ class _FP8Linear:
         if self.quantised:
             y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
         else:
-            inputs = _gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
+            inputs = gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
             y = F.linear(inputs, weight.to(inputs.dtype))
         bias = how.get("bias")
         return y if bias is None else y + bias

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.batch import Sequence
+from megatron_rl.causes import MismatchCauses
 from megatron_rl.config import Config
 from megatron_rl.loop import Loop
 from megatron_rl.mcore.actor import Actor, Policy
@@ -74,13 +75,16 @@ class Recorded:
         self.samples_seen += rows
 
 
-def run_loop(folder: Path, precision: dict[str, Any], algorithm: dict[str, Any], steps: int, noise: float) -> dict[str, Any]:
+def run_loop(
+    folder: Path, precision: dict[str, Any], algorithm: dict[str, Any], steps: int, noise: float, attribute_every: int = 0
+) -> dict[str, Any]:
     """The rows of the log and the advantages of the last step's samples."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
     config = Config.model_validate(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
-            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "log": {"samples": GROUPS * SIZE},
+            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8},
+            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every},
         }
     )  # fmt: skip
     reference = None
@@ -89,5 +93,6 @@ def run_loop(folder: Path, precision: dict[str, Any], algorithm: dict[str, Any],
         load_checkpoint(model, folder, trainer.shards)
         reference = Policy(model, 1.0, 4)
     log = Recorded()
-    Loop(config, trainer.actor, reference, NoSync(), ScriptedWorker(trainer.actor, noise), log, lambda step: None).run()
+    causes = MismatchCauses(trainer.actor, trainer.planes, trainer.contract.activation_format)
+    Loop(config, trainer.actor, reference, NoSync(), ScriptedWorker(trainer.actor, noise), log, lambda step: None, causes).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}

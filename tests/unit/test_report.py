@@ -15,7 +15,7 @@ from megatron_rl.graph_decoder import Attention, Decoder, Layer, Mlp, Weighted, 
 from megatron_rl.graph_svg import draw
 from megatron_rl.report import headline, write_report
 from megatron_rl.report_plots import SECTIONS, svg
-from megatron_rl.report_words import byte_text, duration, toml_text, visible
+from megatron_rl.report_words import CAUSES, byte_text, duration, toml_text, visible
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
 STEP = {
@@ -26,6 +26,7 @@ STEP = {
     "correction/mean_positive": 1.0, "correction/mean_negative": 0.9, "correction/touched_positive": 0.0, "clip/bound_low": 0.7,
     "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0,
 }  # fmt: skip
+STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSES for what in ("abs_mean", "abs_max", "mean", "k3")}
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:
@@ -95,6 +96,7 @@ def test_whole_page(tmp_path: Path):
         for plot in plots:
             assert plot.title in page.text and plot.caption in page.text
     assert page.tags.count("svg") == sum(map(len, SECTIONS.values()))
+    assert "Where the mismatch comes from" in page.text and all(words in page.text for words in CAUSES.values())
     assert "✗ wrong" in page.text and "✓ correct" in page.text
     assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text
 

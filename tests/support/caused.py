@@ -1,0 +1,42 @@
+"""A scripted engine that differs from the trainer by one planted cause, and the ladder that has to find it; run in a `World`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.algorithm.loss import PolicyLoss
+from megatron_rl.batch import Sequence
+from megatron_rl.causes import MismatchCauses
+from megatron_rl.config import Algorithm
+from megatron_rl.mcore.emulate import with_engine_weights
+from support.trainer import Trainer
+
+CHANGED = "linear_fc1.weight"
+
+
+def attributed(folder: Path, precision: dict[str, Any], batch: list[Sequence], fault: str = "") -> dict[str, float]:
+    """The metrics of the ladder. `fault`: the engine computes a little otherwise ("kernels"), scales its inputs in the other format
+    ("activations"), holds a first scale that is twice as large ("weights"), or an optimizer step follows ("version")."""
+    trainer = Trainer(folder, precision)
+    actor, planes, activations = trainer.actor, trainer.planes(), trainer.contract.activation_format
+    if fault == "activations":
+        activations = {"pow2": "fp32", "fp32": "pow2"}[activations or ""]
+    if fault == "weights":
+        name = next(name for name in planes if f"{CHANGED}_scale" in name)
+        planes[name] = planes[name].clone()
+        planes[name].view(-1)[0] *= 2
+    with with_engine_weights(actor.model, planes, activations):
+        sampled = actor.logprobs(batch)[0]
+    for answer, engine, own in zip(batch, sampled, actor.logprobs(batch)[0], strict=True):
+        answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
+            fault == "kernels"
+        )
+        answer.old_logprobs = own
+    causes = MismatchCauses(actor, lambda: planes, activations)
+    causes.measure(batch)
+    if fault == "version":
+        actor.update(batch, PolicyLoss(Algorithm()))
+    return causes.finish()

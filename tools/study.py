@@ -1,0 +1,99 @@
+"""What the studies share: runs made one after the other, in processes of their own, and one self-contained page of their curves.
+
+A run lives below its own folder. One that is there, finished, with the very configuration that is asked for is read instead of made
+anew, so a study that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+import typer
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.report_plots import Panel, Plot, Rows, svg
+from megatron_rl.runlog import read_run
+
+ROOT = Path(__file__).parents[1]
+BROKEN = 3
+"""Exit code of a run that broke; its folder keeps what it had."""
+Shown = Mapping[str, tuple[str, str, str]]
+"""Metric -> title of its figure, label of the axis, `Panel.kind`."""
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
+:root {{ --page: #f5f6f8; --card: #fff; --ink: #1c2430; --grid: #dde2e8;
+  --s1: #0072b2; --s2: #d55e00; --s3: #009e73; --s4: #b3589a; --s5: #e69f00; --s6: #56b4e9; --s7: #b8a800; --s8: #8b95a1; }}
+body {{ margin: 2rem auto; max-width: 1400px; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }}
+main {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(600px, 1fr)); gap: 1rem; margin-top: 1rem; }}
+figure, table {{ margin: 0; padding: 1rem; background: var(--card); border: 1px solid var(--grid); border-radius: 8px; }}
+td, th {{ padding: .1rem .8rem; text-align: right; }} td:first-child, th:first-child {{ text-align: left; }}
+</style><h1>{title}</h1><p>{intro}</p>{body}</html>
+"""
+
+
+def application(main: object) -> None:
+    """Runs a study's `main` as a command. Options that it does not know are left in `context.args`; a mistake is told in one line."""
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
+    try:
+        app()
+    except MegatronRLError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def ensure_run(config: Path, folder: Path, overrides: Sequence[str]) -> int:
+    """Makes the run in a process of its own unless it is there; returns its exit code. Raises UserError for a bad configuration."""
+    overrides = [f"--log.dir={folder}", *overrides]
+    if _is_finished(folder, load_config(ROOT / config, overrides)):
+        return 0
+    command = [sys.executable, "-m", "megatron_rl", "train", str(config), *overrides]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def _is_finished(folder: Path, config: Config) -> bool:
+    """Whether the newest run below `folder` came to its end with this configuration."""
+    try:
+        run = read_run(folder / "latest")
+    except UserError:
+        return False
+    return run["status"] == "finished" and run["config"] == config.model_dump(mode="json")
+
+
+def figures(runs: Mapping[str, Rows], shown: Shown) -> str:
+    """One figure for each metric that some run has, with a line for each run."""
+    found = []
+    for metric, (title, ylabel, kind) in shown.items():
+        held = {name: {int(row["step"] or 0): row[metric] for row in rows if metric in row} for name, rows in runs.items()}
+        steps = sorted({step for points in held.values() for step in points})
+        merged = [{"step": step, **{name: points[step] for name, points in held.items() if step in points}} for step in steps]
+        drawn = svg(Plot(title, "", (Panel(ylabel, tuple((name, name) for name in runs), kind, legend=True),)), merged)
+        found += [f"<figure><h3>{escape(title)}</h3>{drawn}</figure>"] if drawn else []
+    return f"<main>{''.join(found)}</main>"
+
+
+def table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
+    """An HTML table; every cell is escaped."""
+
+    def line(cells: Iterable[object], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line(head, 'th')}{''.join(line(cells, 'td') for cells in lines)}</table>"
+
+
+def write_page(target: Path, title: str, intro: str, body: str) -> None:
+    """Writes the page; `body` is HTML, the rest is text."""
+    target.write_text(_PAGE.format(title=escape(title), intro=escape(intro), body=body), encoding="utf-8")
+
+
+def chosen(text: str, known: Iterable[str], option: str) -> list[str]:
+    """The names of a comma-separated option. Raises typer.BadParameter for one that is not known, and for none."""
+    names, known = [name for name in text.split(",") if name], list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        raise typer.BadParameter(f"{', '.join(unknown) or 'nothing'}: choose from {', '.join(known)}", param_hint=option)
+    return names
