@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_rl import row_invariant
-from megatron_rl.fp8.products import fprop
+from megatron_rl.fp8.products import fprop, value_dtype
 from parallel.blocks import BLOCK
 from rollout_sglang.values import values_of
 
@@ -37,7 +37,8 @@ def block_fp8_linear(
     """Stands in for SGLang's `triton_w8a8_block_fp8_linear`, same arguments: input [..., K], weight E4M3 [N, K]; returns [..., N]."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
-    y = fprop(input, values_of(weight, weight_scale), "pow2" if act_scale_ue8m0 else "fp32")
+    form = "pow2" if act_scale_ue8m0 else "fp32"
+    y = fprop(input, values_of(weight, weight_scale, value_dtype(input, form)), form)
     return y if bias is None else y + bias
 
 
@@ -51,7 +52,9 @@ def lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tens
     return row_invariant.with_enough_rows(lambda rows: original(self, rows, *args, **kwargs), hidden)
 
 
-def rms_norm(original: Callable[..., Any], self: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *more: Any, **named: Any) -> Any:
+def rms_norm(
+    original: Callable[..., Any], self: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *more: Any, **named: Any
+) -> Any:
     """Around `RMSNorm.forward_native`: the sum with the residual stream is rounded to the stream's dtype before it is normed, as Megatron
     has it. Returns the normed x, and the new residual stream where there is one."""
     if more or named or self.override_orig_dtype or self.cast_x_before_out_mul or self.variance_size_override or self.fp32_residual:
@@ -62,8 +65,8 @@ def rms_norm(original: Callable[..., Any], self: Any, x: torch.Tensor, residual:
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Around `Sampler.forward`: log-probs are log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It overwrites
-    the logits, but takes others to make log-probs of."""
+    """Around `Sampler.forward`: log-probs are log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It
+    overwrites the logits, but takes others to make log-probs of."""
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
     return original(self, output, sampling, return_logprob, *args, **named)
@@ -91,7 +94,9 @@ def extend_attention(
     `decode_attention`. Of a request's `seq_lens` tokens the first `extend_prefix_lens` were cached before."""
     _refuse_special(encoder_lens, sliding_window_size)
     start = 0
-    for row, length, cached, new in zip(*(x.tolist() for x in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)), strict=True):
+    for row, length, cached, new in zip(
+        *(x.tolist() for x in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)), strict=True
+    ):
         tokens = slice(start, start + new)
         slots, last = req_to_token[row : row + 1, :length], torch.arange(cached, length)[None]
         output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling)[0].transpose(0, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.fp8.products import fprop
+from megatron_rl.fp8.products import fprop, value_dtype
 from megatron_rl.row_invariant import product
 from parallel.blocks import BLOCK
 from rollout_sglang.values import values_of
@@ -52,7 +52,7 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     form = activation_scale_format(self)
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
-        return lambda x, expert: fprop(x, values_of(weight[expert], scale[expert]), form)
+        return lambda x, expert: fprop(x, values_of(weight[expert], scale[expert], value_dtype(x, form)), form)
 
     return _apply(
         self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)

@@ -11,20 +11,20 @@ import torch
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight
 
 LIMIT = 2 << 30
-"""Bytes of float32 values that a scheduler process keeps: those of half a billion weights."""
+"""Bytes of values that a scheduler process keeps: half a billion in float32."""
 
 _kept: dict[int, torch.Tensor] = {}
 """By the address of the bytes they are made from."""
 _bytes = 0
 
 
-def values_of(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """float32 [N, K] of a quantised weight: dequantised values of E4M3 bytes (see `megatron_rl.fp8.quantize.Blocks`), the bare numbers of
-    INT8 ones."""
+def values_of(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[N, K] of a quantised weight: dequantised values of E4M3 bytes (see `megatron_rl.fp8.quantize.Blocks`), the bare numbers of INT8
+    ones. A model asks for one dtype always."""
     global _bytes
     found = _kept.get(data.data_ptr())
     if found is None:
-        found = data.float() if data.dtype == torch.int8 else dequantize_weight(Blocks(data, scale))
+        found = data.to(dtype) if data.dtype == torch.int8 else dequantize_weight(Blocks(data, scale)).to(dtype)
         if _bytes + found.nbytes <= LIMIT:
             _kept[data.data_ptr()] = found
             _bytes += found.nbytes

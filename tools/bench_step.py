@@ -43,6 +43,7 @@ def main(
     widths = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": 128}
     architecture = Architecture(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
     start_megatron(Layout(), seed=0)
+    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would be measured
     actors = {name: actor(architecture, precision) for name, precision in PRECISIONS.items()}
     length = 128
     batch = [sequence(length, seed) for seed in range(max(tokens // length, 1))]

@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_rl import int8
 from megatron_rl.fp8.backends import make_backend
+from megatron_rl.fp8.backends.emulated import Values
 from megatron_rl.fp8.quantize import Blocks
 from megatron_rl.int8 import Channels
 from megatron_rl.mcore.linear import fp8_layers, gather_sequence
@@ -67,7 +68,7 @@ def _product(layer: Any, fp8: bool, planes: Mapping[str, torch.Tensor], weight: 
             return _fp8_product(layer.config.fp8_backend, activations or layer.scale_format, blocks, order)
         if activations:
             return _fp8_product("emulated", activations, blocks, order)
-        return partial(_plain_product, make_backend("emulated", "pow2").prepare(blocks, order))
+        return partial(_plain_product, Values(blocks, order).of(torch.float32))
     return None
 
 

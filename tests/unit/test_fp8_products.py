@@ -8,7 +8,7 @@ import torch
 from golden import slow_fp8
 from test_fp8_quantize import FORMATS, uneven
 
-from megatron_rl.fp8.products import dgrad, fprop, wgrad
+from megatron_rl.fp8.products import dgrad, fprop, value_dtype, wgrad
 from megatron_rl.fp8.quantize import dequantize_weight, quantize_weight
 
 TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose
@@ -61,6 +61,19 @@ def test_bf16_comes_back_as_bf16_rounded_once(scale_format):
         assert got.dtype == torch.bfloat16
         assert torch.equal(got, product(operand.float(), weight, scale_format).bfloat16())
     assert wgrad(dy, x, scale_format).dtype == torch.float32  # accumulated in FP32
+
+
+def test_bf16_values_of_pow2_blocks_are_exact_and_multiply_as_float32_does():
+    """Only the order of FP32 sums may differ, before the result is rounded to bf16: one step of bf16 at most, and seldom."""
+    x, dy = uneven(40, 256).bfloat16(), uneven(40, 128).bfloat16()
+    exact = dequantize_weight(quantize_weight(uneven(128, 256), "pow2"))
+    narrow = exact.to(value_dtype(x, "pow2"))
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow.float(), exact)
+    assert value_dtype(x, "fp32") == value_dtype(x.float(), "pow2") == torch.float32
+    for product, operand in ((fprop, x), (dgrad, dy)):
+        got, wanted = product(operand, narrow, "pow2").float(), product(operand, exact, "pow2").float()
+        assert (got != wanted).float().mean() < 0.01
+        assert ((got - wanted).abs() <= 2.0**-7 * wanted.abs()).all()
 
 
 @FORMATS
