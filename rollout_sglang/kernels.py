@@ -53,12 +53,18 @@ def lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tens
 
 
 def rms_norm(
-    original: Callable[..., Any], self: Any, x: torch.Tensor, residual: torch.Tensor | None = None, *more: Any, **named: Any
+    original: Callable[..., Any],
+    self: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    **named: Any,
 ) -> Any:
     """Around `RMSNorm.forward_native`: the sum with the residual stream is rounded to the stream's dtype before it is normed, as Megatron
     has it. Returns the normed x, and the new residual stream where there is one."""
-    if more or named or self.override_orig_dtype or self.cast_x_before_out_mul or self.variance_size_override or self.fp32_residual:
-        return original(self, x, residual, *more, **named)
+    wider = self.override_orig_dtype or self.fp32_residual
+    if wider or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
+        return original(self, x, residual, post_residual_addition, **named)
     summed = x if residual is None else x + residual
     normed = row_invariant.rms_norm(summed, self.weight, self.variance_epsilon)
     return normed if residual is None else (normed, summed)

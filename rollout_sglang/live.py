@@ -11,6 +11,8 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
+    {"verb": "tap"}                                            begins to record what operators give (`rollout_sglang.taps`)
+    {"verb": "untap", "folder": PATH}                          "file" -> what was recorded
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.pieces import Rect
 from parallel.regions import digests
-from rollout_sglang import graph, moe, values
+from rollout_sglang import graph, moe, taps, values
 from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
@@ -66,6 +68,8 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
     if verb == "digest":
         values.forget()  # what is served next is made from the bytes hashed here
         return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
+    if verb in ("tap", "untap"):
+        return taps.answer(request, rank, model)
     if verb in ("connect", "disconnect"):
         if _receiver is not None:
             _receiver.close()

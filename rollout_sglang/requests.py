@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.transport import Link
@@ -38,3 +39,11 @@ class LiveRequests:
         ranks = {str(rank): [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in rects] for rank, rects in wanted.items()}
         answers = self._live({"verb": "digest", "ranks": ranks})
         return {rank: [answers[rank][str(index)] for index in range(len(rects))] for rank, rects in wanted.items()}
+
+    def tap(self) -> None:
+        """From now on every rank records what its operators give."""
+        self._live({"verb": "tap"})
+
+    def untap(self, folder: Path) -> list[Path]:
+        """Ends that; each rank writes what it recorded (`rollout_sglang.taps`) into this existing folder of the engine's machine."""
+        return [Path(rank["file"]) for rank in self._live({"verb": "untap", "folder": str(folder)})]
