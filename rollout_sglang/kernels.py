@@ -70,8 +70,8 @@ def rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Around `Sampler.forward`: log-probs are log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It overwrites
-    the logits, but takes others to make log-probs of."""
+    """Around `Sampler.forward`: log-probs are the log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It
+    overwrites the logits, but takes others to make log-probs of."""
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
     return original(self, output, sampling, return_logprob, *args, **named)
@@ -99,7 +99,9 @@ def extend_attention(
     `decode_attention`. Of a request's `seq_lens` tokens the first `extend_prefix_lens` were cached before."""
     _refuse_special(encoder_lens, sliding_window_size)
     start = 0
-    for row, length, cached, new in zip(*(x.tolist() for x in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)), strict=True):
+    for row, length, cached, new in zip(
+        *(x.tolist() for x in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)), strict=True
+    ):
         tokens = slice(start, start + new)
         slots, last = req_to_token[row : row + 1, :length], torch.arange(cached, length)[None]
         output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling)[0].transpose(0, 1)

@@ -73,8 +73,30 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class Experts(SequentialMLP):
+    """Megatron's, but a token's weight multiplies what an expert gives, as in every engine. Megatron multiplies what the second layer
+    takes, which is another number once that is quantised."""
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [T, h] in the order of their experts, weights [T]; returns [T, h]."""
+        tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        parts = [_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)]
+        y = torch.cat(parts)
+        return (y.float() * permuted_probs.unsqueeze(-1)).to(y.dtype), None
+
+
+def _expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """One expert's MLP; an expert may get a token or two, or none."""
+    return row_invariant.with_enough_rows(lambda rows: mlp(rows)[0], x)
+
+
 class SpecProvider(LocalSpecProvider):
     """Megatron's local building blocks, and a linear layer that every tensor-parallel rank holds whole."""
+
+    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
+        return Experts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
     def replicated_linear(self) -> type:
         return ReplicatedLinear
@@ -91,9 +113,6 @@ class FP8SpecProvider(SpecProvider):
 
     def replicated_linear(self) -> type:
         return FP8ReplicatedLinear
-
-    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
-        return SequentialMLP, MLPSubmodules(linear_fc1=FP8ColumnParallelLinear, linear_fc2=FP8RowParallelLinear)
 
 
 def block_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
