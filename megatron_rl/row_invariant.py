@@ -56,7 +56,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
         part, seen = slice(start, start + step), last[:, start : start + step]
         rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])
         attended = _attend(rows, key, value, seen)
-        result[:, :, part] = attended.view(batch, heads, -1, value.shape[-1])
+        result[:, :, part] = attended.reshape(batch, heads, -1, value.shape[-1])
     return result
 
 
