@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_rl.row_invariant import FEWEST_ROWS
+
 _EMPTY = torch.empty(0)
 
 
@@ -64,7 +66,8 @@ class MicroBatch:
 
 
 def micro_batches(sequences: list[Sequence], size: int, replica: int = 0, replicas: int = 1, multiple: int = 1) -> list[MicroBatch]:
-    """One data-parallel replica's micro-batches of at most `size` rows, their width a multiple of `multiple`.
+    """One data-parallel replica's micro-batches of at most `size` rows, their width a multiple of `multiple`; none has
+    fewer than `FEWEST_ROWS` tokens, padding included.
 
     The longest sequences come first, so that neighbours are of like length, and are dealt out like cards, so that replicas work alike.
     Every replica gets the same number of micro-batches, since expert-parallel ranks must take every step together; one that is left
@@ -79,8 +82,9 @@ def micro_batches(sequences: list[Sequence], size: int, replica: int = 0, replic
 
 def _pad(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatch:
     longest = max((sequences[index].length for index in rows), default=2) - 1
-    width = -(-longest // multiple) * multiple
-    shape = (max(len(rows), 1), width)
+    height = max(len(rows), 1)
+    width = -(-max(longest, -(-FEWEST_ROWS // height)) // multiple) * multiple
+    shape = (height, width)
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
     for row, index in enumerate(rows):

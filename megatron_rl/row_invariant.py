@@ -96,10 +96,10 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value = (x.detach().requires_grad_() for x in ctx.saved_tensors)
+        query, key, value = inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
         with torch.enable_grad():
             result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=ctx.scale, enable_gqa=True)
-        return *torch.autograd.grad(result, (query, key, value), gradient), None
+        return *torch.autograd.grad(result, inputs, gradient), None
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:

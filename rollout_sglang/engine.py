@@ -49,7 +49,7 @@ def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
 
 def _launch_once(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
     rollout, contract = config.rollout, PrecisionContract.of(config.precision)
-    port, key = _free_port(rollout.host), secrets.token_urlsafe(24)
+    port, key = _free_port(rollout.host), secrets.token_hex(24)
     arguments = _server_arguments(config, contract, model_path, port)
     process = EngineProcess(arguments, {API_KEY_VARIABLE: key, **_environment(rollout.tp)}, log_dir / "engine.log")
     engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout)

@@ -71,7 +71,7 @@ def rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Around `Sampler.forward`: log-probs are log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It
+    """Around `Sampler.forward`: log-probs are the log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It
     overwrites the logits, but takes others to make log-probs of."""
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()

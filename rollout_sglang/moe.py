@@ -40,6 +40,17 @@ def mixture(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_
     return summed.to(x.dtype)
 
 
+def route(
+    original: Callable[..., Any], hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Around `fused_topk_native`: (weights float32 [T, k], experts [T, k]). Weights that add up to one are the softmax over the chosen
+    experts, as Megatron has it; SGLang divides those of the softmax over all experts by their sum."""
+    if not renormalize or named.get("correction_bias") is not None or named.get("scoring_func", "softmax") != "softmax":
+        return original(hidden_states, gating_output, topk, renormalize, **named)
+    scores, experts = gating_output.float().topk(topk, dim=-1)
+    return scores.softmax(-1), experts
+
+
 def activation_scale_format(method: Any) -> str:
     """What a live `Fp8MoEMethod` quantises activations with: SGLang's own kernels for experts do not heed "scale_fmt"."""
     return "pow2" if method.quant_config.scale_fmt == "ue8m0" and not torch.cuda.is_available() else "fp32"

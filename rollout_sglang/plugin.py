@@ -25,6 +25,7 @@ _CPU_LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_h
 _CPU_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 _CPU_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _CPU_EXTEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
+_CPU_ROUTE = "sglang.srt.layers.moe.topk.fused_topk_native"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
 _CPU_MLA_FORM = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler"
 _CPU_MLA_ROPE = "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper"
@@ -59,6 +60,7 @@ def _hooks() -> list[tuple[str, Any, str]]:
             (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
             (_CPU_NORM, kernels.rms_norm, "AROUND"),
             (_CPU_SAMPLER, kernels.sample, "AROUND"),
+            (_CPU_ROUTE, moe.route, "AROUND"),
             (_CPU_EXTEND, kernels.extend_attention, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
             (_CPU_MLA_FORM, latent.attention_handler, "AROUND"),

@@ -74,13 +74,22 @@ class CoreAttention(MegatronModule):
 
 
 class Experts(SequentialMLP):
-    """Experts whose outputs are weighted, as in SGLang. Megatron's own weight what goes into their second linear layer: the same sum, but
-    in FP8 another tensor would be quantised than in the engine."""
+    """Megatron's, but a token's weight multiplies what an expert gives, as in every engine. Megatron multiplies what the second layer
+    takes, which is another number once that is quantised."""
 
-    def forward(self, hidden: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """hidden [T, h] sorted by expert, weights [T]; returns ([T, h], no bias)."""
-        outputs, _ = super().forward(hidden, tokens_per_expert, torch.ones_like(weights))
-        return (outputs * weights.unsqueeze(-1)).to(outputs.dtype), None
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [T, h] in the order of their experts, weights [T]; returns [T, h]."""
+        tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        parts = [_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)]
+        y = torch.cat(parts)
+        return (y.float() * permuted_probs.unsqueeze(-1)).to(y.dtype), None
+
+
+def _expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """One expert's MLP; an expert may get a token or two, or none."""
+    return row_invariant.with_enough_rows(lambda rows: mlp(rows)[0], x)
 
 
 class SpecProvider(LocalSpecProvider):

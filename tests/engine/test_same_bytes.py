@@ -28,11 +28,8 @@ def served(new_world, checkpoint, tmp_path_factory):
 
 def assert_same_logprobs(found, versions: set[int]) -> None:
     assert found["versions"] == versions
-    difference = (found["engine"] - found["trainer"]).abs()
-    assert len(difference) >= 50
-    # the same blocks, the same quantiser, sums in another order: 1e-6, but for E4M3 roundings that tip over (2^-3 of one activation)
-    assert difference.mean() < 1e-4
-    assert difference.median() < 1e-5
+    assert len(found["engine"]) >= 50
+    assert torch.equal(found["engine"], found["trainer"])  # the same blocks, and operators that do not depend on the batch
 
 
 def test_the_engine_that_was_just_started_passes_all_checks(served):

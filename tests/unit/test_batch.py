@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batch import Sequence, micro_batches
+from megatron_rl.row_invariant import FEWEST_ROWS
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -31,7 +32,8 @@ def test_rows_are_the_sequences_shifted_by_one_and_padded_right(found, size):
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(found)))
     for batch in batches:
         assert 1 <= len(batch.rows) <= size
-        width = max(found[index].length for index in batch.rows) - 1
+        fewest = -(-FEWEST_ROWS // len(batch.rows))
+        width = max(max(found[index].length for index in batch.rows) - 1, fewest)
         for name in ("tokens", "targets", "positions", "mask", "advantages", "old_logprobs", "reference_logprobs"):
             assert getattr(batch, name).shape == (len(batch.rows), width)
         assert (batch.positions == torch.arange(width)).all()

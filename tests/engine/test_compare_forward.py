@@ -1,0 +1,57 @@
+"""The tool that compares trainer and engine, operator by operator: on the CPU tier nothing differs; what is made to differ is found."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.architectures import write_model
+from support.processes import Command
+
+pytestmark = pytest.mark.slow
+
+DENSE = ("input_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.rope.q", "attention.rope.k", "attention.core")
+DENSE += ("attention.output", "post_attention_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down", "mlp")
+SPARSE = tuple(op for op in DENSE if not op.startswith("mlp.") or op == "mlp")
+
+
+@pytest.fixture(scope="module")
+def sparse_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "qwen3_moe"
+    write_model(folder, "qwen3_moe", {"mode": "bf16", "high": "fp32"})
+    return folder
+
+
+def compared(folder, *options: object):
+    with Command(folder, "tools.compare_forward", *options, "--json", folder / "found.json") as command:
+        done = command.wait(200)
+    assert done.code == 0, done.err
+    return json.loads((folder / "found.json").read_text()), done.out
+
+
+def assert_nothing_differs(found, layers: tuple[str, ...]) -> None:
+    operators = found["operators"]
+    assert list(operators) == ["embedding", *(f"layers.{number}.{op}" for number in (0, 1) for op in layers), "norm", "lm_head"]
+    assert found["first_difference"] is None
+    assert all(size["differing"] == size["ulps"] == size["largest"] == 0 for parts in operators.values() for size in parts.values())
+    assert all(parts["answer"]["tokens"] > 100 and parts["prompt"]["tokens"] >= 12 for parts in operators.values())
+    assert found["logprobs"]["tokens"] > 100 and found["logprobs"]["exact"] == 1.0
+
+
+def test_no_operator_differs_in_a_dense_model_in_bf16(tmp_path):
+    found, told = compared(tmp_path, "--high", "bf16")
+    assert_nothing_differs(found, DENSE)
+    assert "No operator differs." in told
+
+
+def test_no_operator_differs_with_experts(tmp_path, sparse_model):
+    found, _ = compared(tmp_path, "--model", sparse_model)
+    assert_nothing_differs(found, SPARSE)
+
+
+def test_the_first_difference_is_what_the_engine_alone_quantises(tmp_path):
+    found, told = compared(tmp_path, "--mode", "fp8_rollout")
+    assert found["first_difference"] == "layers.0.attention.qkv"
+    assert found["operators"]["layers.0.input_norm"]["answer"]["differing"] == 0
+    assert found["operators"]["layers.0.attention.qkv"]["answer"]["largest"] > 1e-3
+    assert "The first difference is in layers.0.attention.qkv." in told
