@@ -123,7 +123,7 @@ class _Reader:
         self.read.add(id(layer.weight))
         weight, master = quantised(*blocks), plain(layer.weight)
         x = tokens = self.hidden
-        if layer.quantises_input:
+        if getattr(layer, "quantises_input", True):
             x = activation(BLOCK, layer.scale_format)
             tokens = Format(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
         gradients = Gradients(x, weight, x, tokens, _gradient(layer.weight), master)
