@@ -179,6 +179,7 @@ def work(rank: int, folder: str) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import multi_latent_attention as latent
+    from support.trainer import leave_layout
 
     from megatron_rl.mcore import cpu
 
@@ -218,7 +219,7 @@ def work(rank: int, folder: str) -> None:
                 "real_place": real_place,
             }
         )
-        parallel_state.destroy_model_parallel()
+        leave_layout()
     Path(folder, f"{rank}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from safetensors import safe_open
 
 from megatron_rl import hf
@@ -26,13 +25,12 @@ from parallel.megatron import trainer_shards
 from parallel.pieces import Rect, Shard
 from parallel.plan import blocks, kind_of, scale_name
 from parallel.regions import raw_bytes, region
-from support.trainer import TRAIN, negative_log_likelihood
+from support.trainer import TRAIN, leave_layout, negative_log_likelihood
 
 
 def start(layout: Layout) -> None:
     """Makes Megatron's groups anew; the processes stay."""
-    if parallel_state.is_initialized():
-        parallel_state.destroy_model_parallel()
+    leave_layout()
     start_megatron(layout, seed=0)
     torch.set_num_threads(1)
 

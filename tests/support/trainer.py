@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,21 @@ def start(layout: Layout | None = None) -> Layout:
     """Joins the process groups and makes Megatron's, anew where they are another layout's; returns the layout."""
     layout = layout or Layout(tp=int(os.environ.get("WORLD_SIZE", "1")))
     if not _runs(layout):
-        if dist.is_initialized():
-            parallel_state.destroy_model_parallel()
+        leave_layout()
         start_megatron(layout, seed=0)
         torch.set_num_threads(1)
     return layout
+
+
+def leave_layout() -> None:
+    """Ends Megatron's groups, which Megatron itself only forgets: each keeps three threads of gloo awake, and a layout has dozens."""
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    gc.collect()  # models hold groups, in cycles
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def _runs(layout: Layout) -> bool:
