@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.config_data import Data
 from megatron_rl.config_errors import as_user_error, section_of
+from megatron_rl.config_reward import RewardConfig
 from megatron_rl.config_section import Section as _Section
+from megatron_rl.config_sync import Sync
 from megatron_rl.errors import UserError
 
 
@@ -143,85 +146,6 @@ class Rollout(_Section):
     """Seconds an engine may take to become healthy."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds one generate call or one sync call may take."""
-
-
-class Data(_Section):
-    """Where problems come from."""
-
-    train: str = "arithmetic"
-    """`arithmetic` (made by the project) or the path of a JSONL file."""
-    eval: str | None = "arithmetic"
-    """Held-out problems: as `train`; an empty text for no evaluation. Never shares a prompt with `train`."""
-    format: Literal["arithmetic", "gsm8k"] = "arithmetic"
-    """Shape of a JSONL file's rows; ignored for generated data."""
-    prompt_template: str = "{question}"
-    """Text around each question; must hold `{question}`."""
-    max_prompt_tokens: int = Field(512, ge=1)
-    """Longer problems are left out, counted and logged."""
-    eval_size: int = Field(128, ge=1)
-    """Held-out problems scored at each evaluation."""
-    eval_every: int = Field(5, ge=1)
-    """RL steps between evaluations; the first (step 0) and the last step are always evaluated."""
-    levels: tuple[int, ...] = (2, 3, 4, 5)
-    """Difficulty levels of generated problems: the number of operations."""
-    seed: int = 0
-
-    @field_validator("eval")
-    @classmethod
-    def _no_eval(cls, eval: str | None) -> str | None:
-        return eval or None  # TOML has no null
-
-    @model_validator(mode="after")
-    def _template(self) -> Data:
-        if "{question}" not in self.prompt_template:
-            raise ValueError(f"prompt_template {self.prompt_template!r} must hold {{question}}")
-        return self
-
-
-class RewardConfig(_Section):
-    """How a completion is scored."""
-
-    function: Literal["arithmetic", "math"] = "arithmetic"
-    """`arithmetic`: integer after `#`; `math`: exact integer match first, then math-verify."""
-    workers: int = Field(2, ge=1)
-    """Worker processes."""
-    timeout: float = Field(5.0, gt=0)
-    """Seconds for one completion; then the worker is replaced and the sample scores 0."""
-    memory_mb: int = Field(4096, ge=256)
-    """Address-space limit of one worker in MiB."""
-
-
-IN_FLIGHT = 2
-"""Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
-
-_LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16 << 20, "cuda_ipc": 1 << 30}
-"""Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
-
-
-class Sync(_Section):
-    """Moving weights from the actor to the engine. See docs/sync.md."""
-
-    transport: Literal["shared_memory", "process_group", "cuda_ipc", "disk"] = "shared_memory"
-    """`shared_memory`: one host. `process_group`: NCCL or gloo, any hosts. `cuda_ipc`: one host with CUDA. `disk`: a shared folder."""
-    bucket_mb: int = Field(256, ge=1)
-    """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
-    staged: bool = False
-    """Transfer into a second copy of the weights in the engine while it goes on serving, so that only a local copy stops it."""
-    running: Literal["finish", "restart"] = "finish"
-    """Completions that run when the weights switch: wait until they are finished, or throw them away and sample them anew."""
-    proof: Literal["streamed", "reread"] = "reread"
-    """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
-    host: str = "127.0.0.1"
-    """process_group: address of the first trainer rank's host, where all ranks meet."""
-    dir: Path | None = None
-    """disk: the folder."""
-    timeout: float = Field(600.0, gt=0)
-    """Seconds one side waits for the other."""
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Largest chunk that is sent in one go."""
-        return min((self.bucket_mb << 20) // IN_FLIGHT, _LARGEST_CHUNK[self.transport])
 
 
 class Checkpoint(_Section):

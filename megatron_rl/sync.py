@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Sync
+from megatron_rl.config_sync import Sync
 from megatron_rl.engine import Engine
 from megatron_rl.errors import RunError
 from megatron_rl.ranks import on_rank0

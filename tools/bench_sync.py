@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from sync_baselines import GatherAndQuantise, PlainCopy, Setup, contract, flat_plan, flat_tensors
 
-from megatron_rl.config import Sync
+from megatron_rl.config_sync import Sync
 from megatron_rl.engine import Engine
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.fp8.quantize import quantize_weight

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Precision, Sync
+from megatron_rl.config import Precision
+from megatron_rl.config_sync import Sync
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan

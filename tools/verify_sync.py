@@ -29,7 +29,8 @@ import typer
 from safetensors.torch import save_file
 
 from megatron_rl.architecture import traits_of
-from megatron_rl.config import Precision, Sync
+from megatron_rl.config import Precision
+from megatron_rl.config_sync import Sync
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import fp8_layers

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config import Config, Data
+from megatron_rl.config import Config
+from megatron_rl.config_data import Data
 from megatron_rl.data import arithmetic, jsonl
 from megatron_rl.data.stream import ProblemStream, fingerprint, shuffled_epochs
 from megatron_rl.errors import UserError

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.config import Sync
+from megatron_rl.config_sync import Sync
 from megatron_rl.errors import UserError
 from megatron_rl.transport.chunks import Chunk
 

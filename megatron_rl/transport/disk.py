@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_rl.config import Sync
+from megatron_rl.config_sync import Sync
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 

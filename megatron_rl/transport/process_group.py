@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import IN_FLIGHT, Sync
+from megatron_rl.config_sync import IN_FLIGHT, Sync
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import IN_FLIGHT, Sync
+from megatron_rl.config_sync import IN_FLIGHT, Sync
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 

@@ -10,7 +10,7 @@ import torch
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.causes import MismatchCauses
-from megatron_rl.config import Algorithm
+from megatron_rl.config_algorithm import Algorithm
 from megatron_rl.mcore.emulate import with_engine_weights
 from support.trainer import Trainer
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.batch import Sequence
-from megatron_rl.config import Config, Sync
+from megatron_rl.config import Config
+from megatron_rl.config_sync import Sync
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.weights import load_checkpoint
 from megatron_rl.ranks import is_rank0, on_rank0

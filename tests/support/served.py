@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
-from megatron_rl.config import Algorithm
+from megatron_rl.config_algorithm import Algorithm
 from megatron_rl.errors import RunError
 from megatron_rl.export import export_checkpoint, save_hf
 from megatron_rl.mcore import checkpoint as checkpoints

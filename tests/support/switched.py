@@ -11,7 +11,8 @@ import torch
 
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
-from megatron_rl.config import Algorithm, Sync
+from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.config_sync import Sync
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.sync import WeightSync
 from megatron_rl.types import Generation, Sampling

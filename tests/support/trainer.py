@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 from megatron_rl import hf
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import MicroBatch, Sequence
-from megatron_rl.config import Algorithm, Precision, Train
+from megatron_rl.config import Precision, Train
+from megatron_rl.config_algorithm import Algorithm
 from megatron_rl.errors import RunError
 from megatron_rl.export import gather_tensors
 from megatron_rl.mcore import checkpoint as checkpoints

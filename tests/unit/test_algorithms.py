@@ -17,7 +17,7 @@ from megatron_rl.algorithm.aggregate import weigh
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.algorithm.overlong import overlong_reward
 from megatron_rl.batch import MicroBatch, Sequence, micro_batches
-from megatron_rl.config import Algorithm
+from megatron_rl.config_algorithm import Algorithm
 
 LONGEST = 12
 FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "weights", "corrections")

@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl.algorithm.calibrated import ClipCalibration, Tokens, moved, targets
 from megatron_rl.batch import Sequence
-from megatron_rl.config import Algorithm
+from megatron_rl.config_algorithm import Algorithm
 
 REFERENCE = (0.8, 1.2)
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.algorithm.corrections import assign_corrections
 from megatron_rl.batch import Sequence, micro_batches
-from megatron_rl.config import Algorithm
+from megatron_rl.config_algorithm import Algorithm
 
 ROLLOUT = -2.0
 RATIOS = ([1.0, 3.0, 0.4], [0.9, 1.2], [6.0, 0.1, 1.0, 1.0], [1.001, 0.999])

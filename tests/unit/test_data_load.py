@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config import Config, Data, Model
+from megatron_rl.config import Config, Model
+from megatron_rl.config_data import Data
 from megatron_rl.data import load_problems
 from megatron_rl.data.stream import shuffled_epochs
 from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer

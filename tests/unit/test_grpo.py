@@ -15,7 +15,7 @@ from megatron_rl.algorithm.advantages import advantages as group_advantages
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.loss import PolicyLoss as GRPOLoss
 from megatron_rl.batch import MicroBatch, Sequence, micro_batches
-from megatron_rl.config import Algorithm
+from megatron_rl.config_algorithm import Algorithm
 
 
 def advantages(rewards_G: list[float]) -> list[float]:

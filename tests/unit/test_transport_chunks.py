@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_geometry import MOE, model
 
-from megatron_rl.config import Precision, Sync
+from megatron_rl.config import Precision
+from megatron_rl.config_sync import Sync
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport.chunks import Chunk, Memory, check_targets, chunks_of, source_memory, target_memory

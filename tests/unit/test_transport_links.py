@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import IN_FLIGHT, Sync
+from megatron_rl.config_sync import IN_FLIGHT, Sync
 from megatron_rl.errors import UserError
 from megatron_rl.transport import Link, check_hosts, check_transport, cuda_ipc, make_inbox, make_outbox, ring
 from megatron_rl.transport.chunks import Chunk

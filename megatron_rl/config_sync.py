@@ -1,0 +1,42 @@
+"""The section `[sync]`: how weights travel to the engine. Imports without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_rl.config_section import Section
+
+IN_FLIGHT = 2
+"""Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
+
+_LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16 << 20, "cuda_ipc": 1 << 30}
+"""Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
+
+
+class Sync(Section):
+    """Moving weights from the actor to the engine. See docs/sync.md."""
+
+    transport: Literal["shared_memory", "process_group", "cuda_ipc", "disk"] = "shared_memory"
+    """`shared_memory`: one host. `process_group`: NCCL or gloo, any hosts. `cuda_ipc`: one host with CUDA. `disk`: a shared folder."""
+    bucket_mb: int = Field(256, ge=1)
+    """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
+    staged: bool = False
+    """Transfer into a second copy of the weights in the engine while it goes on serving, so that only a local copy stops it."""
+    running: Literal["finish", "restart"] = "finish"
+    """Completions that run when the weights switch: wait until they are finished, or throw them away and sample them anew."""
+    proof: Literal["streamed", "reread"] = "reread"
+    """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
+    host: str = "127.0.0.1"
+    """process_group: address of the first trainer rank's host, where all ranks meet."""
+    dir: Path | None = None
+    """disk: the folder."""
+    timeout: float = Field(600.0, gt=0)
+    """Seconds one side waits for the other."""
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Largest chunk that is sent in one go."""
+        return min((self.bucket_mb << 20) // IN_FLIGHT, _LARGEST_CHUNK[self.transport])
