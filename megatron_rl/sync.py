@@ -104,20 +104,9 @@ class WeightSync:
         start = time.perf_counter()
         planes = self._read_planes()
         outbox = self._outbox or self._connect()
-        staged, restart = self._settings.staged, self._settings.running == "restart"
-
-        def stop_serving() -> None:
-            self._engine.pause(restart)
-            self._engine.begin_sync()
-
-        if not staged:
-            on_rank0(stop_serving)
-        on_rank0(lambda: self._engine.start_receiving(hashing))
+        on_rank0(lambda: self._begin(hashing))
         sent, hash_seconds = self._send(outbox, planes, hashing)
-        if staged:
-            on_rank0(stop_serving)
-        arrived = on_rank0(lambda: self._engine.finish_receiving(hashing))
-        on_rank0(lambda: self._engine.end_sync(version))
+        arrived = on_rank0(lambda: self._finish(version, hashing))
         proof_start = time.perf_counter()
         if hashing:
             self._compare(planes, sent, arrived)
@@ -147,35 +136,55 @@ class WeightSync:
         self._together(lambda: outbox.open(addresses))
         return outbox
 
+    def _stop_serving(self) -> None:
+        self._engine.pause(restart=self._settings.running == "restart")
+        self._engine.begin_sync()
+
+    def _begin(self, hashing: bool) -> None:
+        """Rank 0: the engine begins to receive."""
+        if not self._settings.staged:
+            self._stop_serving()
+        self._engine.start_receiving(hashing)
+
+    def _finish(self, version: int, hashing: bool) -> dict[int, list[str]]:
+        """Rank 0: all that was sent lies in the engine's live tensors, as version `version`; returns the digests by engine rank."""
+        if self._settings.staged:
+            self._stop_serving()
+        arrived = self._engine.finish_receiving(hashing)
+        self._engine.end_sync(version)
+        return arrived
+
     def _send(self, outbox: Outbox, planes: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
         """Sends this rank's chunks; returns the digests of all chunks, by number, and the longest time a rank took to make them."""
-        mine: dict[int, str] = {}
-        memory = source_memory(planes, self.chunks, self._rank)
 
-        def send() -> None:
+        def send() -> tuple[dict[int, str], float]:
+            mine: dict[int, str] = {}
+            memory = source_memory(planes, self.chunks, self._rank)
             for number, chunk in enumerate(self.chunks):
                 if chunk.source == self._rank:
                     mine[number] = memory.pack(chunk.sources, byte_flat(outbox.buffer(chunk)), hashing)
                     outbox.send(chunk)
             outbox.finish()
+            return mine, memory.hash_seconds
 
-        self._together(send)
-        parts = _gathered((mine, memory.hash_seconds))
+        parts = self._together(send)
         return {number: value for part, _ in parts for number, value in part.items()}, max(seconds for _, seconds in parts)
 
-    def _together(self, part: Callable[[], None]) -> None:
-        """Every rank does its part; where one fails, all raise RunError, which tells the engine's side of it as well."""
-        failure = ""
+    def _together(self, part: Callable[[], T]) -> list[T]:
+        """Every rank does its part and is told all results; where one fails, all raise RunError, with the engine's side of it."""
+        result, failure = None, ""
         try:
-            part()
+            result = part()
         except (OSError, RuntimeError) as error:
             failure = f"trainer rank {self._rank}: {error}"
             if self._outbox is not None:
                 self._outbox.close()  # the engine's ranks that wait for this one are told
-        failures = [text for text in _gathered(failure) if text]
+        told = _gathered((result, failure))
+        failures = [text for _, text in told if text]
         if failures:
             reason = on_rank0(self._engine_failure)
             raise RunError(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
+        return [cast(T, value) for value, _ in told]
 
     def _engine_failure(self) -> str:
         """What the engine's ranks say of a sync that broke."""

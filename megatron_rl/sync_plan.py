@@ -58,11 +58,6 @@ class SyncPlan:
             model, train, (config.rollout.tp, config.rollout.ep), PrecisionContract.of(config.precision), config.sync.chunk_bytes
         )
 
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of the largest bucket."""
-        return max(sum(piece.nbytes for piece in bucket) for bucket in self.buckets)
-
     def bytes_of(self, move: Move) -> int:
         itemsize = {"fp8": 1, "int8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]
         return move.target_rect.rows * move.target_rect.cols * itemsize
