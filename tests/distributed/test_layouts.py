@@ -25,7 +25,7 @@ LAYOUTS = {
     "tp2_ep2_etp2": Layout(tp=2, dp=2, ep=2, etp=2),
 }
 
-TRAIN = {"micro_batch_size": 2, "adam_eps": 1e-4}
+TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
 TOLERANCE = {"fp32": 1e-5, "fp8": 3e-2}
