@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
@@ -40,6 +41,11 @@ class Sequence:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
 
+    @property
+    def places(self) -> torch.Tensor:
+        """The positions whose targets are the answer's tokens, int64 [A]: position t predicts token t + 1."""
+        return torch.arange(len(self.prompt_ids) - 1, self.length - 1)
+
 
 @dataclass
 class MicroBatch:
@@ -69,10 +75,15 @@ class MicroBatch:
         """Places without a token of a sequence."""
         return sum(self.lengths[len(self.rows) :])
 
+    def places(self, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the sequence, int64 [A]: where its answer's tokens are targets)."""
+        for index, start in zip(self.rows, accumulate(self.lengths, initial=0), strict=False):
+            yield index, start + sequences[index].places
+
     def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the sequence, its answer's part [A]) of a tensor [1, t] aligned with `targets`."""
-        for index, part in zip(self.rows, values[0].split(self.lengths), strict=False):
-            yield index, part[len(sequences[index].prompt_ids) - 1 :]
+        for index, places in self.places(sequences):
+            yield index, values[0, places]
 
     def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
         """At every place the mean over the targets of its own sequence; `values` [1, t], returns [1, t], with gradient."""
@@ -108,7 +119,7 @@ def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
         end = start + sequence.length - 1
         tokens[0, start:end] = ids[:-1]
         targets[0, start:end] = ids[1:]
-        answer = (0, slice(start + len(sequence.prompt_ids) - 1, end))
+        answer = (0, start + sequence.places)
         mask[answer] = 1.0
         advantages[answer] = sequence.advantage
         weights[answer] = sequence.weight

@@ -10,15 +10,13 @@ place, with one thread or two. Norms, SwiGLU, rotary positions and log-softmax w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 FEWEST_ROWS = 16
-_KEYS = 32
+KEYS = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES = 64
 _SCORES = 1 << 24
@@ -51,7 +49,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
-    key, value = (_padded(x.float(), 2, -(-x.shape[2] // _KEYS) * _KEYS) for x in (key, value))
+    key, value = (_padded(x.float(), 2, -(-x.shape[2] // KEYS) * KEYS) for x in (key, value))
     result = query.new_empty(batch, heads, queries, value.shape[-1])
     step = min(_QUERIES, max(1, _SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, step):
@@ -65,15 +63,15 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """`attention` of few queries, already scaled, heads of a group one after the other: [b, g, heads * s, d]; returns [b, g, heads * s, e].
 
-    The sum over keys is one of parts of `_KEYS` keys each, in order: parts beyond a query's last key add zero to it.
+    The sum over keys is one of parts of `KEYS` keys each, in order: parts beyond a query's last key add zero to it.
     """
     rows = query.shape[2]
-    length = (int(last.max()) // _KEYS + 1) * _KEYS
+    length = (int(last.max()) // KEYS + 1) * KEYS
     scores = _padded(query, 2, FEWEST_ROWS) @ key[:, :, :length].transpose(-1, -2)
     hidden = torch.arange(length) > last[:, None, None, :, None]
     scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(hidden, -torch.inf)
     weights = scores.softmax(-1)
-    parts = zip(weights.split(_KEYS, -1), value[:, :, :length].split(_KEYS, 2), strict=True)
+    parts = zip(weights.split(KEYS, -1), value[:, :, :length].split(KEYS, 2), strict=True)
     total, *others = (part @ values for part, values in parts)
     for other in others:
         total += other
@@ -86,10 +84,8 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x if missing <= 0 else torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
-def _gradients(
-    inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, ...]:
-    """The backward pass of torch's fused attention at the same inputs: no scores are kept between the passes."""
+def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+    """Gradients of `causal_attention`'s inputs: those of torch's fused attention, so that no scores are kept between the passes."""
     query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -106,74 +102,9 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_gradients(ctx.saved_tensors, gradient, ctx.scale), None
+        return *attention_gradients(ctx.saved_tensors, gradient, ctx.scale), None
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
     """`attention` of every token to itself and those before it, with gradient; scale 1 / sqrt(d) where None. Shapes as there, s = t."""
     return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)
-
-
-@dataclass(frozen=True)
-class Alike:
-    """Packed sequences of about one length, which attend in one batch: places [t] <-> [b, s]."""
-
-    places: torch.Tensor
-    """int64 [b, s]: where each token stands in the row; beyond a sequence's end, its first token."""
-    real: torch.Tensor
-    """bool [b, s]: False beyond a sequence's end."""
-
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """[t, h, d] -> [b, h, s, d]."""
-        return x[self.places].transpose(1, 2)
-
-    def put(self, x: torch.Tensor, into: torch.Tensor) -> None:
-        """[b, h, s, d] -> the sequences' places in [t, h, d]."""
-        into[self.places[self.real]] = x.transpose(1, 2)[self.real]
-
-
-def alike(lengths: list[int]) -> list[Alike]:
-    """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys."""
-    starts = list(accumulate(lengths, initial=0))
-    found: dict[int, list[int]] = {}
-    for number, length in enumerate(lengths):
-        found.setdefault(-(-length // _KEYS), []).append(number)
-    return [_group([starts[n] for n in numbers], [lengths[n] for n in numbers]) for blocks, numbers in found.items() if blocks]
-
-
-def _group(starts: list[int], lengths: list[int]) -> Alike:
-    first, steps = torch.tensor(starts)[:, None], torch.arange(max(lengths))
-    real = steps < torch.tensor(lengths)[:, None]
-    return Alike(first + steps * real, real)
-
-
-class _PackedCausalAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Alike], scale: float
-    ) -> torch.Tensor:
-        ctx.save_for_backward(query, key, value)
-        ctx.groups, ctx.scale = groups, scale
-        result = query.new_empty(*query.shape[:2], value.shape[-1])
-        for group in groups:
-            last = torch.arange(group.places.shape[1]).expand(group.places.shape)
-            group.put(attention(group.take(query), group.take(key), group.take(value), last, scale), result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
-        for group in ctx.groups:
-            inputs = tuple(group.take(x) for x in ctx.saved_tensors)
-            beyond = group.take(gradient) * group.real[:, None, :, None]
-            for x, into in zip(_gradients(inputs, beyond, ctx.scale), found, strict=True):
-                group.put(x, into)
-        return *found, None, None
-
-
-def packed_causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Alike], scale: float | None = None
-) -> torch.Tensor:
-    """`causal_attention` of each sequence by itself, the same bits; query [t, h, d], key [t, g, d], value [t, g, e], `groups` from
-    `alike`, which cover all t. Returns [t, h, e]."""
-    return _PackedCausalAttention.apply(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)

@@ -5,8 +5,8 @@
     python tools/compare_forward.py --model FOLDER --mode bf16 --high fp32 --json FILE
 
 The engine samples answers and records, in its scheduler, what its operators gave for every token of prompt and answer as it served them;
-then the trainer computes all sequences packed into one row. Trainer and engine are one process each. Operators are named as in the precision
-graph; `rope.q` and `rope.k` are queries and keys behind the rotary positions. Exit code 0 whatever differs.
+then the trainer computes all sequences packed into one row. Trainer and engine are one process each. Operators are named as in the
+precision graph; `rope.q` and `rope.k` are queries and keys behind the rotary positions. Exit code 0 whatever differs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron_rl.cli import error_text
 from megatron_rl.config import Architecture, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.export import save_hf
-from megatron_rl.mcore.actor import Policy, forward
+from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.taps import recording
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
@@ -107,7 +107,7 @@ def trainer_rows(policy: Policy, sequences: list[Sequence]) -> list[Rows]:
     """What the trainer's operators give for each sequence, all of them packed into one row; shapes as `engine_rows`."""
     (batch,) = micro_batches(sequences, sum(sequence.length for sequence in sequences))
     with torch.no_grad(), recording(policy.model) as recorded:
-        forward(policy.model, batch)
+        policy.forward(batch)
     found: list[Rows] = [{} for _ in sequences]
     for op, values in recorded.items():
         for index, rows in zip(batch.rows, values.split(batch.lengths), strict=False):

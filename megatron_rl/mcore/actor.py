@@ -28,11 +28,6 @@ Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.
 _PADDING, _PLACES = "tokens/padding", "tokens/places"
 
 
-def forward(model: Any, batch: MicroBatch) -> torch.Tensor:
-    """What a model, or a pipeline stage of it, gives for a micro-batch: of the last stage logits [1, t, vocab / tp]."""
-    return model(batch.tokens, batch.positions, None, packed_seq_params=packed(batch.lengths, batch.tokens.device))
-
-
 class Policy:
     """A Megatron model that can be asked for log-probs. The reference is one of these; the actor is one that learns."""
 
@@ -63,20 +58,28 @@ class Policy:
         gather.sum_values(flat)
         return list(found), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
+    def micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
+        """This replica's share of the sequences, packed."""
+        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every row
+        return micro_batches(sequences, self.micro_batch_tokens, replica, replicas, multiple)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """What this rank's pipeline stage gives for a micro-batch: the last one logits [1, t, vocab / tp]."""
+        description = packed(batch.lengths, batch.tokens.device)
+        return self._forward_model(batch.tokens, batch.positions, None, packed_seq_params=description)
+
     def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
         """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps (logits, micro-batch) to a sum over tokens.
 
         It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
-        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every row
-        batches = micro_batches(sequences, self.micro_batch_tokens, replica, replicas, multiple)
+        batches = self.micro_batches(sequences)
 
-        def step(iterator: Any, model: Any) -> Any:
+        def step(iterator: Any, _: Any) -> Any:
             batch = next(iterator)
-            logits = forward(model, batch)
-            return logits, lambda output: (loss(output, batch), batch.mask.sum().int(), {})
+            return self.forward(batch), lambda output: (loss(output, batch), batch.mask.sum().int(), {})
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -125,8 +128,8 @@ class Actor(Policy):
 
         def with_metrics(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             total, metrics = loss(token_logprobs(logits, batch.targets, self.temperature), batch)
-            places = {_PLACES: batch.tokens.numel(), _PADDING: batch.padding}
-            for name, value in {"loss/total": total.detach(), **places, **metrics}.items():
+            found: dict[str, Any] = {"loss/total": total.detach(), **metrics, _PLACES: batch.tokens.numel(), _PADDING: batch.padding}
+            for name, value in found.items():
                 own[name] = own.get(name, 0.0) + float(value)
             return total
 

@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_rl import row_invariant
 from megatron_rl.mcore.latent import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.linear import BlockWeightColumnParallelLinear, FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
-from megatron_rl.mcore.packing import packed_attention
+from megatron_rl.mcore.packing import attend
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -67,7 +67,7 @@ class CoreAttention(MegatronModule):
             raise NotImplementedError("context parallelism is not supported by this core attention")
         packed = how.get("packed_seq_params")
         if packed is not None:
-            return packed_attention(query, key, value, packed, self.softmax_scale).flatten(1)
+            return attend(query, key, value, packed, self.softmax_scale).flatten(1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)

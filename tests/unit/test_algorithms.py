@@ -113,8 +113,8 @@ def run(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, most: in
     for batch in micro_batches(sequences, most):
         batch = exact_weights(in_float64(batch), sequences)
         values = torch.full(batch.mask.shape, -50.0, dtype=torch.float64)
-        for index, part in batch.answers(values, sequences):
-            part.copy_(torch.tensor(logprobs[index], dtype=torch.float64))
+        for index, places in batch.places(sequences):
+            values[0, places] = torch.tensor(logprobs[index], dtype=torch.float64)
         values.requires_grad_()
         loss, sums = PolicyLoss(config)(values, batch)
         (loss / tokens).backward()
@@ -129,8 +129,8 @@ def run(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, most: in
 def exact_weights(batch: MicroBatch, sequences: list[Sequence]) -> MicroBatch:
     """The weights as Python floats hold them; the tensors of a batch are float32."""
     exact = torch.zeros_like(batch.weights)
-    for index, part in batch.answers(exact, sequences):
-        part.fill_(sequences[index].weight)
+    for index, places in batch.places(sequences):
+        exact[0, places] = sequences[index].weight
     torch.testing.assert_close(batch.weights, exact, rtol=1e-7, atol=0)
     return dataclasses.replace(batch, weights=exact)
 

@@ -56,8 +56,8 @@ def test_a_row_is_the_sequences_end_to_end_shifted_by_one(found, most, multiple)
 def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, most):
     for batch in micro_batches(found, most):
         known = torch.zeros_like(batch.mask)
-        for index, part in batch.answers(known, found):
-            part.fill_(index + 1)
+        for index, places in batch.places(found):
+            known[0, places] = index + 1
         assert torch.equal(batch.mask, (known > 0).float())
         for index, sequence in enumerate(found):
             if index in batch.rows:

@@ -62,8 +62,8 @@ class Case:
     def laid_out(self, batch: MicroBatch, elsewhere: float = -3.0) -> torch.Tensor:
         """float64 [1, t]: the current log-probs where `batch` has answer tokens, another number at all other positions."""
         found = torch.full(batch.mask.shape, elsewhere, dtype=torch.float64)
-        for index, part in batch.answers(found, self.sequences):
-            part.copy_(torch.tensor(self.logprobs[index], dtype=torch.float64))
+        for index, places in batch.places(self.sequences):
+            found[0, places] = torch.tensor(self.logprobs[index], dtype=torch.float64)
         return found
 
     def tokens(self) -> list[tuple[float, float, float, float]]:

@@ -79,19 +79,3 @@ def test_bf16_is_computed_in_fp32_and_rounded_once():
     query, key, value = (x.bfloat16() for x in attention_inputs(2, 2, 128, 128))
     wide = row_invariant.causal_attention(query.float(), key.float(), value.float())
     assert torch.equal(row_invariant.causal_attention(query, key, value), wide.bfloat16())
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_packed_sequences_attend_as_each_alone_to_the_last_bit(threads, shape):
-    heads, groups, width, values = shape
-    lengths = [1, 5, 31, 32, 33, 64, 70, 150, 40, 1]
-    total = sum(lengths)
-    inputs = [random(total, count, size, seed=seed) for seed, (count, size) in enumerate([(heads, width), (groups, width), (groups, values)])]
-    inputs = [x.requires_grad_() for x in inputs]
-    found = row_invariant.packed_causal_attention(*inputs, row_invariant.alike(lengths))
-    parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(lengths, 2) for x in inputs), strict=True)
-    alone = torch.cat([row_invariant.causal_attention(*part)[0] for part in parts], 1).transpose(0, 1)
-    assert torch.equal(found, alone)
-    gradient = random(*found.shape, seed=9)
-    for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(alone, inputs, gradient), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
