@@ -49,6 +49,8 @@ def answer_lengths(file: Path | None, field: str, count: int, longest: int) -> l
         found = [chosen.lognormvariate(math.log(_MEDIAN), _SIGMA) for _ in range(count)]
     else:
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        if not rows or any(not isinstance(row.get(field), str) for row in rows):
+            raise typer.BadParameter(f"{file} has lines without a text {field!r}; name its key with --field", param_hint="--field")
         found = [len(row[field].encode()) / _BYTES_PER_TOKEN for row in chosen.choices(rows, k=count)]
     return [min(max(round(length), 2), longest) for length in found]
 
@@ -87,17 +89,16 @@ def padding(batches: list[MicroBatch], packed: bool) -> float:
     return 1 - used / sum(sum(batch.lengths) if packed else len(batch.lengths) * max(batch.lengths) for batch in batches)
 
 
-def step(trained: Actor, sequences: list[Sequence]) -> float:
-    """Seconds of the log-probs and an optimizer step."""
+def step(trained: Actor, sequences: list[Sequence]) -> tuple[float, torch.Tensor]:
+    """Seconds of the log-probs and an optimizer step; the log-probs of all answers."""
     start = time.perf_counter()
-    for sequence, logprobs in zip(sequences, trained.logprobs(sequences)[0], strict=True):
-        sequence.old_logprobs = logprobs
+    logprobs, _ = trained.logprobs(sequences)
     trained.update(sequences, loss)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, torch.cat(logprobs)
 
 
 def main(
-    lengths: Annotated[Path | None, typer.Option(help="JSON lines with a text each.")] = None,
+    lengths: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with a text each.")] = None,
     field: Annotated[str, typer.Option(help="The text's key.")] = "answer",
     count: Annotated[int, typer.Option(min=1, help="Sequences of the step.")] = 64,
     longest: Annotated[int, typer.Option(min=2, help="Tokens at which answers are cut.")] = 1024,
@@ -122,19 +123,18 @@ def main(
 
     ways = {"packed": new(), "padded": padded(new(), rows, False), "padded, sorted": padded(new(), rows, True)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(repeat + 1):
+    first = {name: step(trained, sequences)[1] for name, trained in ways.items()}  # not timed: it allocates
+    for _ in range(repeat):
         for name, trained in ways.items():
-            taken = step(trained, sequences)
-            if turn:  # the first one allocates
-                seconds[name].append(taken)
+            seconds[name].append(step(trained, sequences)[0])
     what = lengths.name if lengths else f"log-normal, median {_MEDIAN}, sigma {_SIGMA}"
     typer.echo(f"{what}: {count} answers of {min(answers)} to {max(answers)} tokens, mean {statistics.mean(answers):.0f}; {precision}")
     found: dict[str, dict[str, Any]] = {}
     for name, trained in ways.items():
         times = statistics.median(one / other for one, other in zip(seconds[name], seconds["packed"], strict=True))
         batches = trained.micro_batches(sequences)
-        share = padding(batches, name == "packed")
-        found[name] = {"seconds": statistics.median(seconds[name]), "times_packed": times, "padding": share, "micro_batches": len(batches)}
+        share, apart = padding(batches, name == "packed"), float((first[name] - first["packed"]).abs().max())
+        found[name] = {"seconds": statistics.median(seconds[name]), "times_packed": times, "padding": share, "logprobs_apart": apart}
         typer.echo(
             f"{name:15} {found[name]['seconds']:8.3f} s   {times:5.2f}x of packed   {100 * share:5.1f} % padding   {len(batches)} rows"
         )
