@@ -36,16 +36,23 @@ class Alike:
 
 
 def alike(lengths: list[int]) -> list[Alike]:
-    """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys."""
+    """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys.
+
+    A group is as wide as those keys, not as its longest sequence: then the backward pass, too, gives a sequence the same bits in any company.
+    """
     starts = list(accumulate(lengths, initial=0))
     found: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
         found.setdefault(-(-length // row_invariant.KEYS), []).append(number)
-    return [_group([starts[n] for n in numbers], [lengths[n] for n in numbers]) for blocks, numbers in found.items() if blocks]
+    return [
+        _group([starts[n] for n in numbers], [lengths[n] for n in numbers], blocks * row_invariant.KEYS)
+        for blocks, numbers in found.items()
+        if blocks
+    ]
 
 
-def _group(starts: list[int], lengths: list[int]) -> Alike:
-    first, steps = torch.tensor(starts)[:, None], torch.arange(max(lengths))
+def _group(starts: list[int], lengths: list[int], width: int) -> Alike:
+    first, steps = torch.tensor(starts)[:, None], torch.arange(width)
     real = steps < torch.tensor(lengths)[:, None]
     return Alike(first + steps * real, real)
 

@@ -100,14 +100,14 @@ def step(trained: Actor, sequences: list[Sequence]) -> tuple[float, torch.Tensor
 def main(
     lengths: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="JSON lines with a text each.")] = None,
     field: Annotated[str, typer.Option(help="The text's key.")] = "answer",
-    count: Annotated[int, typer.Option(min=1, help="Sequences of the step.")] = 64,
+    count: Annotated[int, typer.Option(min=1, help="Sequences of the step.")] = 32,
     longest: Annotated[int, typer.Option(min=2, help="Tokens at which answers are cut.")] = 1024,
     tokens: Annotated[int, typer.Option(min=1, help="train.micro_batch_tokens of the packed way.")] = 2048,
     rows: Annotated[int, typer.Option(min=1, help="Sequences in a padded micro-batch.")] = 8,
     precision: Annotated[str, typer.Option(help=" or ".join(PRECISIONS))] = "fp8",
     layers: int = 2,
     hidden: int = 256,
-    repeat: Annotated[int, typer.Option(min=1)] = 5,
+    repeat: Annotated[int, typer.Option(min=1)] = 3,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measures and prints."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -39,6 +41,25 @@ def test_row_by_row_gives_the_bits_of_each_sequence_alone(shape, dtype):
     assert found.dtype == dtype and torch.equal(found, wanted)
     if dtype is torch.float32:
         assert_same_gradients(found, wanted, inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_company_changes_no_bit_of_a_gradient(shape):
+    inputs = row(*shape)
+    gradient = random(sum(LENGTHS), shape[0], shape[3], seed=9)
+
+    def gradients(*cuts: int) -> tuple[torch.Tensor, ...]:
+        """Of rows that hold the sequences between two cuts each."""
+        ends = [0, *cuts, len(LENGTHS)]
+        rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
+        parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
+        found = torch.cat([packed_attention.row_by_row(*part, packed_attention.alike(lengths)) for *part, lengths in parts])
+        return torch.autograd.grad(found, inputs, gradient)
+
+    together = gradients()
+    for cuts in ((3, 8), tuple(range(1, len(LENGTHS)))):
+        for one, other in zip(together, gradients(*cuts), strict=True):
+            assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
