@@ -38,7 +38,8 @@ class Alike:
 def alike(lengths: list[int]) -> list[Alike]:
     """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys.
 
-    A group is as wide as those keys, not as its longest sequence: then the backward pass, too, gives a sequence the same bits in any company.
+    A group is as wide as those keys, not as its longest sequence: so the backward pass, too, gives a sequence the same bits in any
+    company.
     """
     starts = list(accumulate(lengths, initial=0))
     found: dict[int, list[int]] = {}

@@ -10,7 +10,8 @@ answers, then one optimizer step on them. All ways get the same sequences:
     padded           --rows sequences in a micro-batch, in the order sampled, padded to the longest of them
     padded, sorted   the same, longest first, so that neighbours are of like length
 
-The ways take turns, so that a busy machine slows all of them; medians are shown, and ratios of a turn's own pair.
+The ways take turns; medians are shown, and ratios of a turn's own pair. On a CPU the seconds are the processor's, of one thread, which
+other programs on the machine hardly change.
 """
 
 from __future__ import annotations
@@ -91,10 +92,17 @@ def padding(batches: list[MicroBatch], packed: bool) -> float:
 
 def step(trained: Actor, sequences: list[Sequence]) -> tuple[float, torch.Tensor]:
     """Seconds of the log-probs and an optimizer step; the log-probs of all answers."""
-    start = time.perf_counter()
+    start = _now()
     logprobs, _ = trained.logprobs(sequences)
     trained.update(sequences, loss)
-    return time.perf_counter() - start, torch.cat(logprobs)
+    return _now() - start, torch.cat(logprobs)
+
+
+def _now() -> float:
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def main(
@@ -116,7 +124,7 @@ def main(
     answers = answer_lengths(lengths, field, count, longest)
     sequences = random_sequences(answers)
     start_megatron(Layout(), seed=0)
-    torch.set_num_threads(1)  # threads that wait for each other on a busy machine would be measured
+    torch.set_num_threads(1)
 
     def new() -> Actor:
         return actor(architecture, PRECISIONS[precision], Train(learning_rate=1e-6, micro_batch_tokens=tokens))
