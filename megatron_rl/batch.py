@@ -1,12 +1,17 @@
-"""Sequences and the padded micro-batches that a forward pass takes. Shape legend: `_T` tokens, `_A` answer tokens, [b, s] batch."""
+"""Sequences, and the packed micro-batches that a forward pass takes: sequences laid end to end in one row.
+
+Shape legend: `_T` tokens, `_A` answer tokens, [1, t] a micro-batch. The last token of a sequence predicts nothing and has no place there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 
+from megatron_rl.packing import pack
 from megatron_rl.row_invariant import FEWEST_ROWS
 
 _EMPTY = torch.empty(0)
@@ -36,16 +41,23 @@ class Sequence:
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
 
+    @property
+    def places(self) -> torch.Tensor:
+        """The positions whose targets are the answer's tokens, int64 [A]: position t predicts token t + 1."""
+        return torch.arange(len(self.prompt_ids) - 1, self.length - 1)
+
 
 @dataclass
 class MicroBatch:
-    """Right-padded tensors [b, s]; position t predicts token t + 1, so answer tokens are the targets from prompt end - 1 on.
+    """Tensors [1, t]; a place holds a token and what belongs to the next one, its target. Whoever attends must know `lengths`.
 
-    `mask` is 1.0 where the target is an answer token. Padding comes last, where a causal mask hides it.
+    `mask` is 1.0 where the target is an answer token.
     """
 
     rows: list[int]
-    """Index of each row in the list of sequences."""
+    """Index of each packed sequence in the list of sequences, in order."""
+    lengths: list[int]
+    """Places of each packed sequence; where padding follows, its places come last, as one sequence more."""
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
@@ -58,48 +70,64 @@ class MicroBatch:
     corrections: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
 
+    @property
+    def padding(self) -> int:
+        """Places without a token of a sequence."""
+        return sum(self.lengths[len(self.rows) :])
+
+    def places(self, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the sequence, int64 [A]: where its answer's tokens are targets)."""
+        for index, start in zip(self.rows, accumulate(self.lengths, initial=0), strict=False):
+            yield index, start + sequences[index].places
+
     def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the sequence, its answer's part [A]) of a tensor [b, s] aligned with `targets`."""
-        for row, index in enumerate(self.rows):
-            start = len(sequences[index].prompt_ids) - 1
-            yield index, values[row, start : start + len(sequences[index].answer_ids)]
+        """(index of the sequence, its answer's part [A]) of a tensor [1, t] aligned with `targets`."""
+        for index, places in self.places(sequences):
+            yield index, values[0, places]
+
+    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+        """At every place the mean over the targets of its own sequence; `values` [1, t], returns [1, t], with gradient."""
+        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(values.device)
+        zeros = values.new_zeros(len(self.lengths))
+        sums, counts = (zeros.index_add(0, owner, x[0].to(values.dtype)) for x in (values * self.mask, self.mask))
+        return (sums / counts.clamp(min=1))[owner].unsqueeze(0)
 
 
-def micro_batches(sequences: list[Sequence], size: int, replica: int = 0, replicas: int = 1, multiple: int = 1) -> list[MicroBatch]:
-    """One data-parallel replica's micro-batches of at most `size` rows, their width a multiple of `multiple`; none has
-    fewer than `FEWEST_ROWS` tokens, padding included.
+def micro_batches(sequences: list[Sequence], most_tokens: int, replica: int = 0, replicas: int = 1, multiple: int = 1) -> list[MicroBatch]:
+    """One data-parallel replica's micro-batches of at most `most_tokens` places, a sequence that is longer alone in one.
 
-    The longest sequences come first, so that neighbours are of like length, and are dealt out like cards, so that replicas work alike.
-    Every replica gets the same number of micro-batches, since expert-parallel ranks must take every step together; one that is left
-    without a sequence gets a row of padding.
+    Padding only brings a micro-batch to a multiple of `multiple` places and to `FEWEST_ROWS`. Every replica gets the same number of
+    micro-batches, since expert-parallel ranks must take every step together; one that is left without a sequence gets padding alone.
     """
     if any(not sequence.prompt_ids for sequence in sequences):
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
-    order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length)
-    deal = size * replicas
-    return [_pad(order[start + replica : start + deal : replicas], sequences, multiple) for start in range(0, len(order), deal)]
+    bins = pack([sequence.length - 1 for sequence in sequences], most_tokens, replicas)
+    return [_lay(bin, sequences, multiple) for bin in bins[replica::replicas]]
 
 
-def _pad(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatch:
-    longest = max((sequences[index].length for index in rows), default=2) - 1
-    height = max(len(rows), 1)
-    width = -(-max(longest, -(-FEWEST_ROWS // height)) // multiple) * multiple
-    shape = (height, width)
+def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatch:
+    lengths = [sequences[index].length - 1 for index in rows]
+    padding = -(-max(sum(lengths), FEWEST_ROWS) // multiple) * multiple - sum(lengths)
+    lengths += [padding] if padding else []
+    shape = (1, sum(lengths))
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
-    for row, index in enumerate(rows):
+    start = 0
+    for index in rows:
         sequence = sequences[index]
         ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
-        tokens[row, : len(ids) - 1] = ids[:-1]
-        targets[row, : len(ids) - 1] = ids[1:]
-        answer = slice(len(sequence.prompt_ids) - 1, len(ids) - 1)
-        mask[row, answer] = 1.0
-        advantages[row, answer] = sequence.advantage
-        weights[row, answer] = sequence.weight
-        corrections[row, answer] = sequence.correction if len(sequence.correction) else 1.0
+        end = start + sequence.length - 1
+        tokens[0, start:end] = ids[:-1]
+        targets[0, start:end] = ids[1:]
+        answer = (0, start + sequence.places)
+        mask[answer] = 1.0
+        advantages[answer] = sequence.advantage
+        weights[answer] = sequence.weight
+        corrections[answer] = sequence.correction if len(sequence.correction) else 1.0
         if len(sequence.old_logprobs):
-            old[row, answer] = sequence.old_logprobs
+            old[answer] = sequence.old_logprobs
         if len(sequence.reference_logprobs):
-            reference[row, answer] = sequence.reference_logprobs
-    positions = torch.arange(width).expand(shape).contiguous()
-    return MicroBatch(rows, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)
+            reference[answer] = sequence.reference_logprobs
+        start = end
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    return MicroBatch(rows, lengths, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)

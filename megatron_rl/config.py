@@ -115,8 +115,8 @@ class Train(_Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 turns clipping off."""
-    micro_batch_size: int = Field(32, ge=1)
-    """Sequences per forward pass of one rank."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Tokens per forward pass of one rank, most: sequences are laid end to end up to it. A longer sequence has a pass of its own."""
     steps: int = Field(30, ge=1)
     """RL steps (policy versions) of the run."""
     seed: int = 0

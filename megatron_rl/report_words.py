@@ -41,6 +41,7 @@ _MEANING = {
     "length/max": ("longest completion, in tokens", "count"),
     "length/truncated": ("share of completions cut at the length limit", "share"),
     "tokens/generated": ("tokens generated", "count"),
+    "tokens/padding": ("share of the places in micro-batches that hold no token", "share"),
     "tokens/per_second": ("tokens generated per second of generation", "count"),
     "sync/bytes": ("bytes moved from trainer to engine", "bytes"),
     "sync/tensors": ("tensors moved", "count"),

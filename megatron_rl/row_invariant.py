@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 FEWEST_ROWS = 16
-_KEYS = 32
+KEYS = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES = 64
 _SCORES = 1 << 24
@@ -49,7 +49,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
-    key, value = (_padded(x.float(), 2, -(-x.shape[2] // _KEYS) * _KEYS) for x in (key, value))
+    key, value = (_padded(x.float(), 2, -(-x.shape[2] // KEYS) * KEYS) for x in (key, value))
     result = query.new_empty(batch, heads, queries, value.shape[-1])
     step = min(_QUERIES, max(1, _SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, step):
@@ -63,15 +63,15 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """`attention` of few queries, already scaled, heads of a group one after the other: [b, g, heads * s, d]; returns [b, g, heads * s, e].
 
-    The sum over keys is one of parts of `_KEYS` keys each, in order: parts beyond a query's last key add zero to it.
+    The sum over keys is one of parts of `KEYS` keys each, in order: parts beyond a query's last key add zero to it.
     """
     rows = query.shape[2]
-    length = (int(last.max()) // _KEYS + 1) * _KEYS
+    length = (int(last.max()) // KEYS + 1) * KEYS
     scores = _padded(query, 2, FEWEST_ROWS) @ key[:, :, :length].transpose(-1, -2)
     hidden = torch.arange(length) > last[:, None, None, :, None]
     scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(hidden, -torch.inf)
     weights = scores.softmax(-1)
-    parts = zip(weights.split(_KEYS, -1), value[:, :, :length].split(_KEYS, 2), strict=True)
+    parts = zip(weights.split(KEYS, -1), value[:, :, :length].split(KEYS, 2), strict=True)
     total, *others = (part @ values for part, values in parts)
     for other in others:
         total += other
@@ -84,9 +84,15 @@ def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return x if missing <= 0 else torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
-class _CausalAttention(torch.autograd.Function):
-    """The backward pass is that of torch's fused attention at the same inputs: no scores are kept between the passes."""
+def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+    """Gradients of `causal_attention`'s inputs: those of torch's fused attention, so that no scores are kept between the passes."""
+    query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
+    with torch.enable_grad():
+        result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return torch.autograd.grad(result, inputs, gradient)
 
+
+class _CausalAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
@@ -96,10 +102,7 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value = inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=ctx.scale, enable_gqa=True)
-        return *torch.autograd.grad(result, inputs, gradient), None
+        return *attention_gradients(ctx.saved_tensors, gradient, ctx.scale), None
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:

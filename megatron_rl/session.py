@@ -133,7 +133,7 @@ class Session:
             return None
         model = build_model(hf_config, self.layout, self.contract).requires_grad_(False)
         load_checkpoint(model, self.config.model.path, this_rank_shards(hf_config, self.layout))
-        return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_size)
+        return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def _checkpoint(self, model: Any, hf_config: dict[str, Any], steps_done: int) -> None:
         folder = self.folder / "checkpoints" / f"step_{steps_done:05d}"

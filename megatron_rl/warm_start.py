@@ -69,9 +69,7 @@ def _random_checkpoint(config: Config) -> Path:
 def _schedule(config: Config) -> Train:
     """The RL run's optimizer with the warm start's learning rate."""
     warm = config.model.warm_start
-    return config.train.model_copy(
-        update={"learning_rate": warm.learning_rate, "warmup_steps": min(20, warm.steps), "micro_batch_size": warm.batch_size}
-    )
+    return config.train.model_copy(update={"learning_rate": warm.learning_rate, "warmup_steps": min(20, warm.steps)})
 
 
 def _learn(config: Config, learner: Actor, tokenizer: Any, report: Any) -> None:

@@ -44,7 +44,7 @@ def main(
     architecture = Architecture(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
     start_megatron(Layout(), seed=0)
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine would be measured
-    actors = {name: actor(architecture, precision) for name, precision in PRECISIONS.items()}
+    actors = {name: actor(architecture, precision, Train(learning_rate=1e-6)) for name, precision in PRECISIONS.items()}
     length = 128
     batch = [sequence(length, seed) for seed in range(max(tokens // length, 1))]
     seconds: dict[str, list[float]] = {name: [] for name in actors}
@@ -62,7 +62,7 @@ def main(
     stop_megatron()
 
 
-def actor(architecture: Architecture, precision: Precision) -> Actor:
+def actor(architecture: Architecture, precision: Precision, train: Train) -> Actor:
     """An actor with random weights."""
     contract = PrecisionContract.of(precision)
     model = build_model(hf.new_config(architecture, 0, precision.high), Layout(), contract)
@@ -72,7 +72,7 @@ def actor(architecture: Architecture, precision: Precision) -> Actor:
             parameter.copy_(
                 torch.randn(parameter.shape, generator=generator) * 0.02 if parameter.dim() > 1 else torch.ones(parameter.shape)
             )
-    return Actor(model, Train(learning_rate=1e-6), temperature=1.0)
+    return Actor(model, train, temperature=1.0)
 
 
 def sequence(length: int, seed: int) -> Sequence:

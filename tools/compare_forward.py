@@ -5,8 +5,8 @@
     python tools/compare_forward.py --model FOLDER --mode bf16 --high fp32 --json FILE
 
 The engine samples answers and records, in its scheduler, what its operators gave for every token of prompt and answer as it served them;
-then the trainer computes all sequences in one batch. Trainer and engine are one process each. Operators are named as in the precision
-graph; `rope.q` and `rope.k` are queries and keys behind the rotary positions. Exit code 0 whatever differs.
+then the trainer computes all sequences packed into one row. Trainer and engine are one process each. Operators are named as in the
+precision graph; `rope.q` and `rope.k` are queries and keys behind the rotary positions. Exit code 0 whatever differs.
 """
 
 from __future__ import annotations
@@ -104,15 +104,14 @@ def engine_rows(recorded: Rows, sequences: list[Sequence]) -> list[Rows]:
 
 
 def trainer_rows(policy: Policy, sequences: list[Sequence]) -> list[Rows]:
-    """What the trainer's operators give for each sequence, all of them in one batch; shapes as `engine_rows`."""
-    (batch,) = micro_batches(sequences, len(sequences))
+    """What the trainer's operators give for each sequence, all of them packed into one row; shapes as `engine_rows`."""
+    (batch,) = micro_batches(sequences, sum(sequence.length for sequence in sequences))
     with torch.no_grad(), recording(policy.model) as recorded:
-        policy.model(batch.tokens, batch.positions, None)
+        policy.forward(batch)
     found: list[Rows] = [{} for _ in sequences]
-    for row, index in enumerate(batch.rows):
-        sequence = sequences[index]
-        rows = {op: values[row, : sequence.length - 1] for op, values in recorded.items()}
-        found[index] = rows | {"lm_head": rows["lm_head"][len(sequence.prompt_ids) - 1 :]}
+    for op, values in recorded.items():
+        for index, rows in zip(batch.rows, values.split(batch.lengths), strict=False):
+            found[index][op] = rows[len(sequences[index].prompt_ids) - 1 :] if op == "lm_head" else rows
     return found
 
 
@@ -143,7 +142,7 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         hf_config, contract = hf.read_config(config.model.path), PrecisionContract.of(config.precision)
         shards, model = this_rank_shards(hf_config, layout), build_model(hf_config, layout, contract).requires_grad_(False)
         load_checkpoint(model, config.model.path, shards)
-        policy = Policy(model, config.rollout.temperature, prompts)
+        policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
         save_hf(folder / "engine", planes(model, shards, contract), hf_config, layout, contract, config.model.path)
         engine = launch(config, folder / "engine", folder)
         resources.callback(engine.stop)

@@ -16,10 +16,9 @@ from megatron_rl.config_algorithm import Algorithm
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [b, s], bool [b, s]: tokens of sequences whose gradient the clip removes). `logprobs` [b, s] with gradient."""
-    advantage, mask = batch.advantages, batch.mask
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    ratio = torch.exp(((logprobs - batch.old_logprobs) * mask).sum(1, keepdim=True) / lengths)
+    """(losses [1, t], bool [1, t]: tokens of sequences whose gradient the clip removes). `logprobs` [1, t] with gradient."""
+    advantage = batch.advantages
+    ratio = torch.exp(batch.sequence_means(logprobs - batch.old_logprobs))
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     return loss, (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)

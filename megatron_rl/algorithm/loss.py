@@ -29,7 +29,7 @@ class PolicyLoss:
     config: Algorithm
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(sum of weighted token losses, sums of metrics). `logprobs` float32 [b, s], with gradient, aligned with `batch.targets`."""
+        """(sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], with gradient, aligned with `batch.targets`."""
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
         losses, clipped = _OBJECTIVES[config.loss](logprobs, batch, config)

@@ -14,7 +14,7 @@ from megatron_rl.config_algorithm import Algorithm
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [b, s], bool [b, s]: tokens whose gradient the clip removes). `logprobs` [b, s] with gradient."""
+    """(losses [1, t], bool [1, t]: tokens whose gradient the clip removes). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
     ratio = torch.exp(logprobs - batch.old_logprobs)
     low, high = 1 - config.clip_low, 1 + config.clip_high

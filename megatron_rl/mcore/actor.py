@@ -20,17 +20,19 @@ from megatron_rl.mcore import gather
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.packing import packed
 from megatron_rl.ranks import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""(log-probs [b, s], micro-batch) -> (sum of token losses, sums of metrics)."""
+"""(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
+_PADDING, _PLACES = "tokens/padding", "tokens/places"
 
 
 class Policy:
     """A Megatron model that can be asked for log-probs. The reference is one of these; the actor is one that learns."""
 
-    def __init__(self, model: GPTModel, temperature: float, micro_batch_size: int) -> None:
-        self.model, self.temperature, self.micro_batch_size = model, temperature, micro_batch_size
+    def __init__(self, model: GPTModel, temperature: float, micro_batch_tokens: int) -> None:
+        self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
         self._forward_model: Any = model
         quantize_model(model)
 
@@ -56,20 +58,28 @@ class Policy:
         gather.sum_values(flat)
         return list(found), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
+    def micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
+        """This replica's share of the sequences, packed."""
+        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+        config = self.model.config
+        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every row
+        return micro_batches(sequences, self.micro_batch_tokens, replica, replicas, multiple)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        """What this rank's pipeline stage gives for a micro-batch: the last one logits [1, t, vocab / tp]."""
+        description = packed(batch.lengths, batch.tokens.device)
+        return self._forward_model(batch.tokens, batch.positions, None, packed_seq_params=description)
+
     def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
         """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps (logits, micro-batch) to a sum over tokens.
 
         It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
-        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every sequence
-        batches = micro_batches(sequences, self.micro_batch_size, replica, replicas, multiple)
+        batches = self.micro_batches(sequences)
 
-        def step(iterator: Any, model: Any) -> Any:
+        def step(iterator: Any, _: Any) -> Any:
             batch = next(iterator)
-            logits = model(batch.tokens, batch.positions, None)
-            return logits, lambda output: (loss(output, batch), batch.mask.sum().int(), {})
+            return self.forward(batch), lambda output: (loss(output, batch), batch.mask.sum().int(), {})
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -77,7 +87,7 @@ class Policy:
             model=self._forward_model,
             num_microbatches=len(batches),
             seq_length=max(batch.tokens.shape[1] for batch in batches),
-            micro_batch_size=self.micro_batch_size,
+            micro_batch_size=1,
             forward_only=forward_only,
         )
 
@@ -86,7 +96,7 @@ class Actor(Policy):
     """The policy in training: Adam on FP32 masters through Megatron's optimizer, blocks quantised once after every step."""
 
     def __init__(self, model: GPTModel, train: Train, temperature: float) -> None:
-        super().__init__(model, temperature, train.micro_batch_size)
+        super().__init__(model, temperature, train.micro_batch_tokens)
         self.steps_done = 0
         self._train = train
         config = model.config
@@ -108,7 +118,8 @@ class Actor(Policy):
         )
 
     def update(self, sequences: list[Sequence], loss: Loss) -> dict[str, float]:
-        """One optimizer step on all sequences. Returns `grad_norm`, `learning_rate` and the loss's metrics, means over answer tokens.
+        """One optimizer step on all sequences. Returns `grad_norm`, `learning_rate`, `tokens/padding` (the share of places in micro-batches
+        that hold no token) and the loss's metrics, means over answer tokens.
 
         Collective: every rank gives all sequences and gets the same result. Raises RunError when the loss or the gradient is not
         finite; the weights are then as they were.
@@ -117,7 +128,8 @@ class Actor(Policy):
 
         def with_metrics(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
             total, metrics = loss(token_logprobs(logits, batch.targets, self.temperature), batch)
-            for name, value in {"loss/total": total.detach(), **metrics}.items():
+            found: dict[str, Any] = {"loss/total": total.detach(), **metrics, _PLACES: batch.tokens.numel(), _PADDING: batch.padding}
+            for name, value in found.items():
                 own[name] = own.get(name, 0.0) + float(value)
             return total
 
@@ -125,7 +137,9 @@ class Actor(Policy):
         self.optimizer.zero_grad()
         self._run(sequences, with_metrics, forward_only=False)
         tokens = max(sum(len(sequence.answer_ids) for sequence in sequences), 1)
-        means = {name: value / tokens for name, value in gather.sum_by_name(own).items()}
+        sums = gather.sum_by_name(own)
+        padding = sums.pop(_PADDING) / sums.pop(_PLACES)
+        means = {name: value / tokens for name, value in sums.items()}
         if not math.isfinite(means["loss/total"]):
             raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}")
         self._refuse_bad_gradients()
@@ -133,7 +147,7 @@ class Actor(Policy):
         _, grad_norm, _ = self.optimizer.step()
         self.steps_done += 1
         quantize_model(self.model)
-        return {**means, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
+        return {**means, _PADDING: padding, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
 
     def _refuse_bad_gradients(self) -> None:
         """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""

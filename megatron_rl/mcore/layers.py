@@ -27,6 +27,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_rl import row_invariant
 from megatron_rl.mcore.latent import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.linear import BlockWeightColumnParallelLinear, FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
+from megatron_rl.mcore.packing import attend
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -41,10 +42,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention over [s, b, heads, d], grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU
-    the one that an engine computes as well.
+    """Causal attention, grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU the one that an engine
+    computes as well.
 
-    Padding must come after a sequence's tokens: a causal mask then hides it, so no mask is needed. Returns [s, b, heads * d].
+    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.packed`; returns [t, heads * d].
+    A batch without: [s, b, heads, d], padding after a sequence's tokens, where a causal mask hides it; returns [s, b, heads * d].
     """
 
     def __init__(
@@ -63,8 +65,9 @@ class CoreAttention(MegatronModule):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
         if self.config.context_parallel_size > 1:
             raise NotImplementedError("context parallelism is not supported by this core attention")
-        if how.get("packed_seq_params") is not None:
-            raise NotImplementedError("packed sequences are not supported by this core attention")
+        packed = how.get("packed_seq_params")
+        if packed is not None:
+            return attend(query, key, value, packed, self.softmax_scale).flatten(1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)

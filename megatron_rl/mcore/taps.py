@@ -34,11 +34,12 @@ POINTS = (
 
 @contextmanager
 def recording(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
-    """A dictionary that a forward pass within fills: operator -> [b, s, columns], in the order of computation. One process, no parts."""
+    """A dictionary that a forward pass of one row within fills: operator -> [t, columns], in the order of computation. One process, no
+    parts."""
     found: dict[str, torch.Tensor] = {}
 
     def record(op: str, values: torch.Tensor) -> None:
-        rows = values.transpose(0, 1).flatten(2)
+        rows = values.flatten(1)  # [t, 1, ...], and [t, ...] around the attention of packed sequences
         found[op] = _engine_order(rows, model.config) if op.endswith(".qkv") else rows
 
     handles = attach(model, POINTS, record)

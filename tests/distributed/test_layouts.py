@@ -25,7 +25,7 @@ LAYOUTS = {
     "tp2_ep2_etp2": Layout(tp=2, dp=2, ep=2, etp=2),
 }
 
-TRAIN = {"micro_batch_size": 2, "adam_eps": 1e-4}
+TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
 TOLERANCE = {"fp32": 1e-5, "fp8": 3e-2}
@@ -35,7 +35,7 @@ after which a loss differs by 1 %. Stages and replicas leave the sums of a produ
 
 
 def batches() -> list:
-    """With two rows in a micro-batch, two replicas deal 7 sequences as 2 + 2, 2 + 1, and 5 as 2 + 2, 1 + 0."""
+    """Within 60 tokens one process packs 7 sequences as 2 + 2 + 3; two replicas as 2 and 1, 2 and 2, 5 sequences as 1 and 1, 1 and 2."""
     return [random_sequences(7, seed=1), random_sequences(5, seed=2)]
 
 

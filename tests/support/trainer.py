@@ -27,7 +27,7 @@ from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
-TRAIN = {"learning_rate": 1e-3, "micro_batch_size": 4}
+TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
 
 
 class Trainer:

@@ -1,4 +1,4 @@
-"""Padded micro-batches: every answer token is a target exactly once, whatever the size of a micro-batch."""
+"""Packed micro-batches: every answer token is a target exactly once, whatever the size of a micro-batch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batch import Sequence, micro_batches
+from megatron_rl.packing import pack
 from megatron_rl.row_invariant import FEWEST_ROWS
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -25,74 +26,113 @@ def sequences(draw: st.DrawFn) -> list[Sequence]:
     return found
 
 
+BOUND = st.integers(1, 40)
+
+
 @quick
-@given(sequences(), st.integers(1, 8))
-def test_rows_are_the_sequences_shifted_by_one_and_padded_right(found, size):
-    batches = micro_batches(found, size)
+@given(sequences(), BOUND, st.integers(1, 4))
+def test_a_row_is_the_sequences_end_to_end_shifted_by_one(found, most, multiple):
+    batches = micro_batches(found, most, multiple=multiple)
     assert sorted(row for batch in batches for row in batch.rows) == list(range(len(found)))
     for batch in batches:
-        assert 1 <= len(batch.rows) <= size
-        fewest = -(-FEWEST_ROWS // len(batch.rows))
-        width = max(max(found[index].length for index in batch.rows) - 1, fewest)
+        used = [found[index].length - 1 for index in batch.rows]
+        assert batch.rows and (len(used) == 1 or sum(used) <= most)
+        assert batch.lengths == used + [batch.padding] * bool(batch.padding)
+        assert batch.padding < max(multiple, FEWEST_ROWS + multiple - sum(used))
+        width = sum(batch.lengths)
+        assert width >= FEWEST_ROWS and width % multiple == 0
         for name in ("tokens", "targets", "positions", "mask", "advantages", "old_logprobs", "reference_logprobs"):
-            assert getattr(batch, name).shape == (len(batch.rows), width)
-        assert (batch.positions == torch.arange(width)).all()
-        for row, index in enumerate(batch.rows):
-            ids = found[index].prompt_ids + found[index].answer_ids
-            padding = [0] * (width - len(ids) + 1)
-            assert batch.tokens[row].tolist() == ids[:-1] + padding
-            assert batch.targets[row].tolist() == ids[1:] + padding
+            assert getattr(batch, name).shape == (1, width)
+        parts = zip(*(getattr(batch, name)[0].split(batch.lengths) for name in ("tokens", "targets", "positions")), strict=True)
+        for number, (tokens, targets, positions) in enumerate(parts):
+            assert positions.tolist() == list(range(len(tokens)))
+            sequence = found[batch.rows[number]] if number < len(used) else Sequence([0] * (batch.padding + 1), [])
+            ids = sequence.prompt_ids + sequence.answer_ids
+            assert tokens.tolist() == ids[:-1] and targets.tolist() == ids[1:]
 
 
 @quick
-@given(sequences(), st.integers(1, 8))
-def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, size):
-    for batch in micro_batches(found, size):
-        assert set(batch.mask.unique().tolist()) <= {0.0, 1.0}
-        for row, index in enumerate(batch.rows):
-            sequence, answer = found[index], batch.mask[row].bool()
-            assert batch.targets[row][answer].tolist() == sequence.answer_ids
-            assert (batch.advantages[row] == batch.mask[row] * sequence.advantage).all()
-            for name in ("old_logprobs", "reference_logprobs"):
-                values = getattr(batch, name)[row]
-                assert torch.equal(values[answer], getattr(sequence, name))
-                assert (values[~answer] == 0).all()
+@given(sequences(), BOUND)
+def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, most):
+    for batch in micro_batches(found, most):
+        known = torch.zeros_like(batch.mask)
+        for index, places in batch.places(found):
+            known[0, places] = index + 1
+        assert torch.equal(batch.mask, (known > 0).float())
+        for index, sequence in enumerate(found):
+            if index in batch.rows:
+                answer = known == index + 1
+                assert batch.targets[answer].tolist() == sequence.answer_ids
+                assert (batch.advantages[answer] == sequence.advantage).all()
+                for name in ("old_logprobs", "reference_logprobs"):
+                    assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
+        for name in ("advantages", "old_logprobs", "reference_logprobs", "weights", "corrections"):
+            assert (getattr(batch, name)[known == 0] == 0).all()
 
 
 @quick
-@given(sequences(), st.integers(1, 8))
-def test_answers_gives_each_sequence_its_part_back(found, size):
-    returned = {index: part for batch in micro_batches(found, size) for index, part in batch.answers(batch.targets, found)}
+@given(sequences(), BOUND)
+def test_answers_gives_each_sequence_its_part_back(found, most):
+    returned = {index: part for batch in micro_batches(found, most) for index, part in batch.answers(batch.targets, found)}
     assert {index: part.tolist() for index, part in returned.items()} == {
         index: sequence.answer_ids for index, sequence in enumerate(found)
     }
 
 
 @quick
-@given(sequences())
-def test_neighbours_are_of_like_length(found):
-    lengths = [found[index].length for batch in micro_batches(found, 2) for index in batch.rows]
-    assert lengths == sorted(lengths, reverse=True)
+@given(sequences(), BOUND)
+def test_a_sequences_mean_is_that_of_its_answer_alone(found, most):
+    for batch in micro_batches(found, most):
+        values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
+        means = dict(batch.answers(batch.sequence_means(values), found))
+        for index, part in batch.answers(values, found):
+            torch.testing.assert_close(means[index], part.mean().expand(len(part)), rtol=1e-12, atol=0)
 
 
 @quick
-@given(sequences(), st.integers(1, 4), st.integers(1, 4))
-def test_replicas_share_all_sequences_evenly_and_take_as_many_steps_as_each_other(found, size, replicas):
-    dealt = [micro_batches(found, size, replica, replicas) for replica in range(replicas)]
-    rows = [[row for batch in batches for row in batch.rows] for batches in dealt]
-    assert sorted(row for share in rows for row in share) == list(range(len(found)))
-    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+@given(sequences(), BOUND, st.integers(1, 4))
+def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(found, most, replicas):
+    dealt = [micro_batches(found, most, replica, replicas) for replica in range(replicas)]
+    assert sorted(row for batches in dealt for batch in batches for row in batch.rows) == list(range(len(found)))
     assert len({len(batches) for batches in dealt}) == 1
     for batch in (batch for batches in dealt for batch in batches):
-        assert len(batch.rows) <= size and batch.tokens.numel() > 0
+        assert batch.tokens.numel() > 0
         assert batch.mask.sum() == sum(len(found[row].answer_ids) for row in batch.rows)
 
 
+@quick
+@given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 400), st.integers(1, 8))
+def test_bins_hold_every_sequence_once_keep_the_bound_and_are_alike(lengths, bound, replicas):
+    bins = pack(lengths, bound, replicas)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    loads = [sum(lengths[index] for index in members) for members in bins]
+    assert loads == sorted(loads, reverse=True)
+    assert len(bins) % replicas == 0
+    for load, members in zip(loads, bins, strict=True):
+        assert load <= bound or len(members) == 1
+    if lengths:
+        assert loads[0] - loads[-1] <= max(lengths)
+        shares = [sum(loads[replica::replicas]) for replica in range(replicas)]
+        assert max(shares) - min(shares) <= max(lengths)
+
+
+@quick
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 1000))
+def test_bins_are_at_least_half_full(lengths, bound):
+    """No bin could be spared: two of them, the least full, hold more than the bound unless there is but one."""
+    bins = pack(lengths, bound)
+    assert len(bins) <= max(1, 2 * sum(lengths) // bound + 1)
+
+
+def test_thousands_of_sequences_that_fit_badly_are_packed_at_once():
+    assert len(pack([600] * 4096, 1000)) == 4096
+
+
 def test_unknown_log_probs_are_zeros():
-    (batch,) = micro_batches([Sequence([1, 2], [3, 4])], 4)
+    (batch,) = micro_batches([Sequence([1, 2], [3, 4])], 64)
     assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_nothing_to_cut_gives_no_micro_batch(size):
-    assert micro_batches([], size) == []
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_nothing_to_cut_gives_no_micro_batch(replicas):
+    assert micro_batches([], 64, 0, replicas) == []

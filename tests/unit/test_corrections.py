@@ -92,13 +92,13 @@ def test_a_hopeless_ratio_is_finite(sequences):
 
 def test_without_correction_every_weight_is_one(sequences):
     assert assign_corrections(sequences, Algorithm()) == {}
-    for batch in micro_batches(sequences, 2):
+    for batch in micro_batches(sequences, 10):
         assert torch.equal(batch.corrections, batch.mask)
 
 
 def test_micro_batches_carry_the_weights(sequences):
     assign_corrections(sequences, Algorithm(correction="icepop"))
-    for batch in micro_batches(sequences, 3):
+    for batch in micro_batches(sequences, 10):
         assert not (batch.corrections * (1 - batch.mask)).any()
         for index, part in batch.answers(batch.corrections, sequences):
             assert torch.equal(part, sequences[index].correction)

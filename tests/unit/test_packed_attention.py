@@ -1,0 +1,96 @@
+"""Attention of packed sequences is that of each alone, to the last bit on a CPU, and so is its gradient."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_rl import packed_attention, row_invariant
+
+SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
+LENGTHS = [1, 5, 31, 32, 33, 64, 0, 70, 150, 40, 1]
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def row(heads: int, groups: int, width: int, values: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    shapes = ((heads, width), (groups, width), (groups, values))
+    return [random(sum(LENGTHS), *shape, seed=seed, dtype=dtype).requires_grad_() for seed, shape in enumerate(shapes)]
+
+
+def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(LENGTHS, 2) for x in (query, key, value)), strict=True)
+    return torch.cat([row_invariant.causal_attention(*part)[0] for part in parts if part[0].numel()], 1).transpose(0, 1)
+
+
+def assert_same_gradients(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+    gradient = random(*wanted.shape, seed=9)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_by_row_gives_the_bits_of_each_sequence_alone(shape, dtype):
+    inputs = row(*shape, dtype)
+    found, wanted = packed_attention.row_by_row(*inputs, packed_attention.alike(LENGTHS)), alone(*inputs)
+    assert found.dtype == dtype and torch.equal(found, wanted)
+    if dtype is torch.float32:
+        assert_same_gradients(found, wanted, inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_company_changes_no_bit_of_a_gradient(shape):
+    inputs = row(*shape)
+    gradient = random(sum(LENGTHS), shape[0], shape[3], seed=9)
+
+    def gradients(*cuts: int) -> tuple[torch.Tensor, ...]:
+        """Of rows that hold the sequences between two cuts each."""
+        ends = [0, *cuts, len(LENGTHS)]
+        rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
+        parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
+        found = torch.cat([packed_attention.row_by_row(*part, packed_attention.alike(lengths)) for *part, lengths in parts])
+        return torch.autograd.grad(found, inputs, gradient)
+
+    together = gradients()
+    for cuts in ((3, 8), tuple(range(1, len(LENGTHS)))):
+        for one, other in zip(together, gradients(*cuts), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_by_one_gives_the_same_numbers(shape):
+    inputs = row(*shape)
+    found, wanted = packed_attention.one_by_one(*inputs, LENGTHS, None), alone(*inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(found, wanted, inputs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_flash_is_asked_for_the_same(shape, monkeypatch):
+    """FlashAttention runs on a GPU only: a stand-in holds the call to its rules and computes from what it was given."""
+
+    def stand_in(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+        assert query.shape[-1] == key.shape[-1] == value.shape[-1]
+        assert enable_gqa == (query.shape[1] != key.shape[1]) and window_size == (-1, 0)
+        assert starts_q.dtype == starts_k.dtype == torch.int32 and longest_q == longest_k == max(LENGTHS)
+        return packed_attention.one_by_one(query, key, value, starts_q.diff().tolist(), scale)
+
+    inputs = row(*shape)
+    monkeypatch.setattr(packed_attention, "varlen_attn", stand_in)
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+    found = packed_attention.flash(*inputs, starts, max(LENGTHS), None)
+    torch.testing.assert_close(found, alone(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_flash_fits_the_installed_operator():
+    """torch's own operator accepts the call; on the meta device it gives shapes alone."""
+    query, key, value = (
+        torch.empty(20, count, width, dtype=torch.bfloat16, device="meta") for count, width in ((4, 192), (2, 192), (2, 128))
+    )
+    found = packed_attention.flash(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
+    assert found.shape == (20, 4, 128) and found.dtype is torch.bfloat16
