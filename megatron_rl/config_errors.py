@@ -41,9 +41,12 @@ def as_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
 
 
 def section_of(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
-    """The model at a dotted path, None where the path ends at a plain field or nowhere. `""` is the root itself."""
+    """The model at a dotted path, None where the path ends at a plain field or nowhere. `""` is the root itself.
+
+    The number of a table in a list leads nowhere else: `data.train.0` is the model of every table in `data.train`.
+    """
     model: type[BaseModel] | None = root
-    for part in filter(None, path.split(".")):
+    for part in _names(path):
         info = model.model_fields.get(part) if model else None
         model = _model_in(info.annotation) if info else None
     return model
@@ -51,7 +54,7 @@ def section_of(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
 
 def nearest(path: str, root: type[BaseModel]) -> str | None:
     """The existing dotted path most like `path`: in the same section first, then by its last name anywhere, outer sections first."""
-    parent, _, name = path.rpartition(".")
+    parent, _, name = ".".join(_names(path)).rpartition(".")
     everything = sorted(_paths(root), key=lambda p: p.count("."), reverse=True)
     siblings = [p for p in everything if p.rpartition(".")[0] == parent]
     for candidates, cutoff in ((siblings, 0.6), (everything, 0.8)):
@@ -59,6 +62,11 @@ def nearest(path: str, root: type[BaseModel]) -> str | None:
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
     return None
+
+
+def _names(path: str) -> list[str]:
+    """The parts of a dotted path without the numbers of tables in a list."""
+    return [part for part in path.split(".") if part and not part.isdigit()]
 
 
 def _rule(detail: ErrorDetails) -> str:
@@ -105,7 +113,7 @@ def _how_to_add(path: str, root: type[BaseModel]) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model class in `Model` or `Model | None`."""
+    """The model class in `Model`, `Model | None` or `tuple[Model, ...]`."""
     for option in (annotation, *typing.get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option

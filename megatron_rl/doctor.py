@@ -39,6 +39,8 @@ _NEEDED = (
     "pydantic",
     "httpx",
     "math-verify",
+    "datasets",
+    "pyarrow",
     "tensorboard",
     "matplotlib",
 )

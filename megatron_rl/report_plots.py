@@ -46,7 +46,7 @@ class Panel:
     ylabel: str
     series: tuple[tuple[str, str], ...] = ()
     kind: str = "number"  # "number" | "share" (0..1 shown in percent) | "log"
-    pattern: str = ""  # metrics that match are series too; group 1 becomes "level <group>"
+    pattern: str = ""  # metrics that match are series too; group 1 names them, a number as "level <group>"
     zero: bool = False  # the axis starts at 0
     legend: bool = False  # a legend even for one series
     draw: Callable[[Axes, Rows], None] | None = None
@@ -54,8 +54,11 @@ class Panel:
     def found(self, rows: Rows) -> list[tuple[str, str]]:
         """The series that these rows have at all."""
         present = {key for row in rows for key in row}
-        levels = sorted((int(match[1]), key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key)))
-        return [(key, label) for key, label in self.series if key in present] + [(key, f"level {level}") for level, key in levels]
+        found = [(match[1], key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key))]
+        levels = sorted((int(name), key) for name, key in found if name.isdigit())
+        sets = sorted((name, key) for name, key in found if not name.isdigit())
+        fixed = [(key, label) for key, label in self.series if key in present]
+        return [*fixed, *((key, f"level {level}") for level, key in levels), *((key, name) for name, key in sets)]
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,17 @@ def _lines(ax: Axes, rows: Rows, panel: Panel) -> None:
     for number, (key, label) in enumerate(series):
         points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
         steps, values = [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
-        style: dict[str, Any] = {"color": _SERIES[number], "linestyle": _DASHES[number], "label": label}
+        color, dash = (
+            number % len(_SERIES),
+            (number + number // len(_SERIES)) % len(_DASHES),
+        )  # the ninth has the first's colour, other dashes
+        style: dict[str, Any] = {"color": _SERIES[color], "linestyle": _DASHES[dash], "label": label}
         if len(points) <= _MARKED:
-            style |= {"marker": _MARKERS[number], "markersize": 4.5, "markeredgecolor": _PAPER, "markeredgewidth": 0.4}
+            style |= {"marker": _MARKERS[dash], "markersize": 4.5, "markeredgecolor": _PAPER, "markeredgewidth": 0.4}
         ax.plot(steps, values, **style)
         lost = [step for step, value in points if value is None]
         if lost:
-            ax.plot(lost, [0.03] * len(lost), "x", color=_SERIES[number], transform=ax.get_xaxis_transform(), label=f"{label}: not finite")
+            ax.plot(lost, [0.03] * len(lost), "x", color=_SERIES[color], transform=ax.get_xaxis_transform(), label=f"{label}: not finite")
     positive = [value for row in rows for key, _ in series if (value := row.get(key)) is not None and value > 0]
     smallest = min((value for row in rows for key, _ in series if (value := row.get(key)) is not None), default=0.0)
     if panel.kind == "log" and positive:
@@ -178,7 +185,7 @@ def _for_page(text: str, title: str) -> str:
 
 
 _CAUSES = [cause for cause in CAUSES if cause != "total"]
-_level = r"eval/level_(\d+)"
+_level = r"eval/(?:level|source)_(.+)"
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
         Plot(
@@ -187,7 +194,7 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
             (Panel("correct", (("eval/accuracy", "held-out"), ("accuracy/train", "training, as sampled")), "share"),),
         ),
         Plot(
-            "Held-out accuracy by level",
+            "Held-out accuracy by level or set",
             "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
             (Panel("correct", kind="share", pattern=_level),),
         ),

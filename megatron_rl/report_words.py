@@ -65,6 +65,8 @@ _PATTERNS = (
     (re.compile(r"mismatch/cause/(\w+)/k3"), "what the cause “{}” adds to the k3 estimate of KL(rollout || trainer), in nats", "small"),
     (re.compile(r"accuracy/level_(\d+)"), "share of correct completions, level {}", "share"),
     (re.compile(r"eval/level_(\d+)"), "held-out accuracy, level {}", "share"),
+    (re.compile(r"accuracy/source_(.+)"), "share of correct completions, set {}", "share"),
+    (re.compile(r"eval/source_(.+)"), "held-out accuracy, set {}", "share"),
     (re.compile(r"time/(\w+)"), "the phase “{}”", "seconds"),
 )
 _UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")

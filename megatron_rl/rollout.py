@@ -35,7 +35,7 @@ class RolloutWorker:
         self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: RewardPool
     ) -> None:
         self._config, self._engine, self._stream, self._tokenizer, self._rewards = config, engine, stream, tokenizer, rewards
-        self._held_out = held_out[: config.data.eval_size]
+        self._held_out = held_out
 
     def collect(self, version: int) -> Rollout:
         """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version.
@@ -79,7 +79,7 @@ class RolloutWorker:
             return {}
         start = time.perf_counter()
         completions = self._sample(self._held_out, version).completions_B
-        return {**accuracies(completions, "eval/accuracy", "eval/level_"), "time/eval": time.perf_counter() - start}
+        return {**accuracies(completions, "eval/accuracy", "eval/level_", "eval/source_"), "time/eval": time.perf_counter() - start}
 
     def _sample(self, problems_B: Sequence[Problem], version: int) -> Rollout:
         config = self._config.rollout
@@ -108,13 +108,16 @@ def _by_signal(rollout: Rollout, group_size: int) -> tuple[list[list[Completion]
     return [g for g, yes in zip(groups, differ, strict=True) if yes], [g for g, yes in zip(groups, differ, strict=True) if not yes]
 
 
-def accuracies(completions: Sequence[Completion], overall: str, by_level: str) -> dict[str, float]:
-    """Share of correct completions, overall and for each difficulty level."""
-    levels = sorted({completion.problem.level for completion in completions})
+def accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:
+    """Share of correct completions, overall and for each difficulty level; of several sets for each set, as their levels do not compare."""
+    verdicts: dict[Any, list[bool]] = {}
+    several = len({completion.problem.source for completion in completions}) > 1
+    for completion in completions:
+        part = completion.problem.source if several else completion.problem.level
+        verdicts.setdefault(part, []).append(completion.reward.correct)
     found = {overall: sum(completion.reward.correct for completion in completions) / len(completions)}
-    for level in levels if len(levels) > 1 else []:
-        members = [completion.reward.correct for completion in completions if completion.problem.level == level]
-        found[f"{by_level}{level}"] = sum(members) / len(members)
+    for part, correct in sorted(verdicts.items()) if len(verdicts) > 1 else []:
+        found[f"{by_source if several else by_level}{part}"] = sum(correct) / len(correct)
     return found
 
 
@@ -130,7 +133,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
         "reward/errors": float(sum(bool(completion.reward.error) for completion in completions)),
         "reward/overlong": sum(completion.overlong for completion in completions) / count,
-        **accuracies(completions, "accuracy/train", "accuracy/level_"),
+        **accuracies(completions, "accuracy/train", "accuracy/level_", "accuracy/source_"),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths)),
         "length/truncated": sum(completion.finish_reason == "length" for completion in completions) / count,

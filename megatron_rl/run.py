@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl import hf
 from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
-from megatron_rl.data import arithmetic, jsonl
+from megatron_rl.data import check_data
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
 from megatron_rl.hf_checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
     check_transport(config.sync)
     _check_model(config, layout)
     if data:
-        _check_data_files(config)
+        check_data(config.data, config.model.path)
     return layout
 
 
@@ -112,13 +112,3 @@ def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:
         if found != wanted:
             fix = "remove that folder, name another model.path, or set it back"
             raise UserError(f"model.create.{name}", wanted, f"the checkpoint already at {config.model.path} has {found}", fix)
-
-
-def _check_data_files(config: Config) -> None:
-    """Reads every data file once: a bad line is told now, not after minutes of start-up."""
-    data = config.data
-    for field, value in (("data.train", data.train), ("data.eval", data.eval)):
-        if value == arithmetic.SOURCE:
-            arithmetic.check_levels(data.levels)
-        elif value:
-            jsonl.read_jsonl(Path(value), data.format, field)

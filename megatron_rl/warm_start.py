@@ -19,6 +19,7 @@ from megatron_rl.batch import MicroBatch, Sequence
 from megatron_rl.config import Config, Train
 from megatron_rl.data.arithmetic import demonstration
 from megatron_rl.data.arithmetic import generate as generate_problems
+from megatron_rl.data.prompts import prompt_maker
 from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.export import save_hf
@@ -74,12 +75,12 @@ def _schedule(config: Config) -> Train:
 
 def _learn(config: Config, learner: Actor, tokenizer: Any, report: Any) -> None:
     warm = config.model.warm_start
-    choose = random.Random(warm.seed)
+    choose, ask = random.Random(warm.seed), prompt_maker(config.data, tokenizer)
     for step in range(1, warm.steps + 1):
         problems = generate_problems(warm.batch_size, config.data.levels, seed=warm.seed * 1_000_003 + step, split="train")
         examples = []
         for problem in problems:
-            prompt = tokenizer.encode(config.data.prompt_template.replace("{question}", problem.prompt), add_special_tokens=False)
+            prompt = tokenizer.encode(ask(problem.prompt), add_special_tokens=False)
             answer = tokenizer.encode(demonstration(problem, choose, warm.step_by_step_share), add_special_tokens=False)
             examples.append(Sequence(prompt, [*answer, tokenizer.eos_token_id]))
         metrics = learner.update(examples, _negative_log_likelihood)

@@ -1,6 +1,7 @@
 """Problems: where they come from, what is held out, and the order in which the loop sees them.
 
-`load_problems` is the entry; `tokenizer`, `arithmetic`, `jsonl` and `stream` are its parts.
+`load_problems` is the entry. Its parts: `sets` reads one set (`files`, `hub`, `formats`), `arithmetic` makes one, `prompts` writes the
+template around a question, `stream` orders and mixes. Two questions are the same when they differ in white space and case only.
 """
 
 from __future__ import annotations
@@ -8,106 +9,163 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config
-from megatron_rl.config_data import Data
-from megatron_rl.data import arithmetic, jsonl
-from megatron_rl.data.stream import ProblemStream, fingerprint, shuffled_epochs
+from megatron_rl.config_data import GENERATED, Data, Source
+from megatron_rl.data import arithmetic
+from megatron_rl.data.prompts import no_chat_template, prompt_maker, read_template
+from megatron_rl.data.sets import read_set
+from megatron_rl.data.stream import Order, ProblemStream, fingerprint, mixture, shuffled_epochs
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ProblemStream", "load_problems"]
+__all__ = ["ProblemStream", "check_data", "load_problems"]
 
 _log = logging.getLogger(__name__)
 
 
 def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[ProblemStream, list[Problem]]:
-    """The stream of train problems and the held-out problems (empty when `data.eval` is None), prompts templated.
+    """The stream of train problems and the held-out problems (empty where `data.eval` is), prompts templated.
 
-    Held-out problems are distinct: `data.eval_size` of them, or a file's all when it has fewer. Prompts of more than
-    `data.max_prompt_tokens` tokens are left out, and so is every train problem whose prompt the held-out source holds; both counts
-    are logged. Raises UserError for bad files, bad levels, and when nothing is left to train on or to evaluate.
+    Held-out problems stand set by set in the order of `data.eval`, each with its set's label as `source`: `data.eval_size` of a set, or
+    all when it has fewer, no question twice within a set. The train sets lose every question that any held-out set has, scored or not, and
+    what they repeat of themselves or of a set before; prompts of more than `data.max_prompt_tokens` tokens are left out everywhere.
+    All counts are logged as warnings. Raises UserError for bad files, bad levels, bad templates, and when a set has nothing left.
     """
     data = cfg.data
-
-    def fits(prompts: list[str]) -> list[bool]:
-        return [len(ids_T) <= data.max_prompt_tokens for ids_T in tokenizer(prompts)["input_ids"]]
-
-    held_out, reserved_prompts = _held_out(data, fits)
-    return _train_stream(data, fits, reserved_prompts), held_out
-
-
-_Fits = Callable[[list[str]], list[bool]]
+    asker = _Asker(prompt_maker(data, tokenizer), tokenizer, data.max_prompt_tokens)
+    scored, reserved = [], set()
+    for source in data.eval:
+        candidates = _candidates(source, data)
+        reserved |= {same(problem.prompt) for problem in candidates}
+        scored += _sample(asker.ask(candidates, f"data.eval ({source.label})"), source, data)
+    return _train_stream(data, asker, reserved), scored
 
 
-def _held_out(data: Data, fits: _Fits) -> tuple[list[Problem], set[str]]:
-    """The problems to score, and every prompt that training must not see: for a file all of its prompts, scored or not."""
-    if data.eval is None:
-        return [], set()
-    if data.eval == arithmetic.SOURCE:
-        candidates = _templated(arithmetic.generate(data.eval_size, data.levels, data.seed, "eval"), data)
-    else:
-        candidates = _templated(jsonl.read_jsonl(Path(data.eval), data.format, "data.eval"), data)
-    distinct = {problem.prompt: problem for problem in candidates}
-    usable = _without_long_prompts(list(distinct.values()), data, fits, "data.eval")
+def check_data(data: Data, model: Path) -> None:
+    """Reads every set and the template once: what is wrong with them is told now, not after minutes of start-up.
+
+    `model` is the folder of the checkpoint with the tokenizer, which need not exist yet.
+    """
+    read_template(data)
+    for field, sources in (("data.train", data.train), ("data.eval", data.eval)):
+        for source in sources:
+            if source.source == GENERATED:
+                arithmetic.check_levels(data.levels)
+            else:
+                read_set(source, data.format, field, quiet=True)
+    if data.chat:
+        if not model.is_dir():  # it will get the project's byte-level tokenizer
+            raise no_chat_template(model)
+        from megatron_rl.data.tokenizer import load_tokenizer
+
+        prompt_maker(data, load_tokenizer(model))
+
+
+def same(question: str) -> str:
+    """What two questions have in common that count as the same one."""
+    return " ".join(question.split()).casefold()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asker:
+    """Turns bare questions into prompts, and knows which are too long."""
+
+    prompt: Callable[[str], str]
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+
+    def templated(self, problem: Problem) -> Problem:
+        return dataclasses.replace(problem, prompt=self.prompt(problem.prompt))
+
+    def fits(self, problems: Sequence[Problem]) -> list[bool]:
+        """Whether each templated prompt is short enough."""
+        found = self.tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
+        return [len(ids_T) <= self.max_tokens for ids_T in found]
+
+    def ask(self, problems: Sequence[Problem], where: str) -> list[Problem]:
+        """The problems with prompts instead of questions, without those that are too long, which are counted."""
+        asked = [self.templated(problem) for problem in problems]
+        kept = [problem for problem, fits in zip(asked, self.fits(asked), strict=True) if fits]
+        dropped = len(asked) - len(kept)
+        if not kept:
+            rule = f"all {dropped} prompts of {where} are longer than that many tokens"
+            raise UserError("data.max_prompt_tokens", self.max_tokens, rule, "raise it or shorten the template")
+        if dropped:
+            _log.warning("%s: left out %d of %d problems with prompts over %d tokens", where, dropped, len(asked), self.max_tokens)
+        return kept
+
+
+def _candidates(source: Source, data: Data) -> list[Problem]:
+    """The distinct questions of a held-out set."""
+    if source.source == GENERATED:
+        made = arithmetic.generate(data.eval_size, data.levels, data.seed, "eval")
+        return [dataclasses.replace(problem, source=source.label) for problem in made]
+    return _distinct(read_set(source, data.format, "data.eval"), set(), f"data.eval ({source.label})")
+
+
+def _sample(usable: list[Problem], source: Source, data: Data) -> list[Problem]:
     if len(usable) > data.eval_size:
-        usable = random.Random(f"{data.seed}/eval").sample(usable, data.eval_size)
-    elif len(usable) < data.eval_size:
-        _log.warning("data.eval = %s: %d held-out problems, fewer than data.eval_size = %d", data.eval, len(usable), data.eval_size)
-    return usable, set(distinct)
+        return random.Random(f"{data.seed}/eval").sample(usable, data.eval_size)
+    if len(usable) < data.eval_size:
+        text = "data.eval (%s): %d held-out problems, fewer than data.eval_size = %d"
+        _log.warning(text, source.label, len(usable), data.eval_size)
+    return usable
 
 
-def _train_stream(data: Data, fits: _Fits, reserved_prompts: set[str]) -> ProblemStream:
-    if data.train == arithmetic.SOURCE:
-        return _generated_stream(data, fits, reserved_prompts)
-    problems = _templated(jsonl.read_jsonl(Path(data.train), data.format, "data.train"), data)
-    allowed = [problem for problem in problems if problem.prompt not in reserved_prompts]
+def _distinct(problems: list[Problem], seen: set[str], where: str) -> list[Problem]:
+    """The first of each question that is not in `seen`, which it extends; the others are counted."""
+    kept = []
+    for problem in problems:
+        if (key := same(problem.prompt)) not in seen:
+            seen.add(key)
+            kept.append(problem)
+    if len(kept) < len(problems):
+        _log.warning("%s: left out %d problems whose question came before", where, len(problems) - len(kept))
+    return kept
+
+
+def _train_stream(data: Data, asker: _Asker, reserved: set[str]) -> ProblemStream:
+    seen: set[str] = set()
+    orders = []
+    for source in data.train:
+        if source.source == GENERATED:
+            orders.append(_generated(source, data, asker, reserved))
+        else:
+            orders.append(_from_set(source, data, asker, reserved, seen))
+    return mixture(orders, [source.weight for source in data.train])
+
+
+def _from_set(source: Source, data: Data, asker: _Asker, reserved: set[str], seen: set[str]) -> Order:
+    where = f"data.train ({source.label})"
+    problems = read_set(source, data.format, "data.train")
+    allowed = [problem for problem in problems if same(problem.prompt) not in reserved]
     if len(allowed) < len(problems):
-        _log.warning("data.train = %s: left out %d problems that data.eval also holds", data.train, len(problems) - len(allowed))
+        _log.warning("%s: left out %d problems that data.eval also holds", where, len(problems) - len(allowed))
     if not allowed:
-        raise UserError("data.train", data.train, "every problem of it is also in data.eval", "give another file for one of them")
-    return shuffled_epochs(_without_long_prompts(allowed, data, fits, "data.train"), data.seed)
+        raise UserError("data.train", source.source, "every problem of it is also in data.eval", "give another file for one of them")
+    distinct = _distinct(allowed, seen, where)
+    if not distinct:
+        raise UserError("data.train", source.source, "every problem of it is in a set before it", "leave it out")
+    return shuffled_epochs(asker.ask(distinct, where), f"{data.seed}/{source.label}")
 
 
-def _generated_stream(data: Data, fits: _Fits, reserved_prompts: set[str]) -> ProblemStream:
-    def templated(problem: Problem) -> Problem:
-        return dataclasses.replace(problem, prompt=_apply_template(data.prompt_template, problem.prompt))
-
+def _generated(source: Source, data: Data, asker: _Asker, reserved: set[str]) -> Order:
     def accept(problem: Problem) -> bool:
-        prompt = templated(problem).prompt
-        return prompt not in reserved_prompts and fits([prompt])[0]
+        return same(problem.prompt) not in reserved and asker.fits([asker.templated(problem)])[0]
 
     def problem_at(position: int) -> Problem:
-        return templated(arithmetic.train_problem(position, data.levels, data.seed, accept))
+        problem = arithmetic.train_problem(position, data.levels, data.seed, accept)
+        return dataclasses.replace(asker.templated(problem), source=source.label)
 
     arithmetic.check_levels(data.levels)
     for position in range(len(data.levels)):  # a level that can never fit fails now, not in the middle of a run
         problem_at(position)
-    order = (data.levels, data.seed, data.prompt_template, data.max_prompt_tokens, sorted(reserved_prompts))
-    return ProblemStream(problem_at, fingerprint(*order))
-
-
-def _apply_template(template: str, question: str) -> str:
-    """Plain replacement: braces in a question or elsewhere in the template mean nothing."""
-    return template.replace("{question}", question)
-
-
-def _templated(problems: list[Problem], data: Data) -> list[Problem]:
-    return [dataclasses.replace(problem, prompt=_apply_template(data.prompt_template, problem.prompt)) for problem in problems]
-
-
-def _without_long_prompts(problems: list[Problem], data: Data, fits: _Fits, field: str) -> list[Problem]:
-    kept = [problem for problem, fit in zip(problems, fits([p.prompt for p in problems]), strict=True) if fit]
-    dropped = len(problems) - len(kept)
-    if not kept:
-        rule = f"all {dropped} prompts of {field} are longer than that many tokens"
-        raise UserError("data.max_prompt_tokens", data.max_prompt_tokens, rule, "raise it or shorten data.prompt_template")
-    if dropped:
-        _log.warning("%s: left out %d of %d problems with prompts over %d tokens", field, dropped, len(problems), data.max_prompt_tokens)
-    return kept
+    decisive = (data.levels, data.seed, asker.prompt("{question}"), data.max_prompt_tokens, sorted(reserved))
+    return Order(problem_at, fingerprint(*decisive))

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from megatron_rl.config_data import GENERATED
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
-SOURCE = "arithmetic"
 HELD_OUT_ONE_IN = 8
 """One question in this many is held out."""
 ENUMERATED_LEVELS = 3
@@ -75,7 +75,7 @@ def demonstration(problem: Problem, rng: random.Random, step_by_step_share: floa
 
     Raises UserError for a problem that this module did not generate: it has no steps to show.
     """
-    prefix = f"{SOURCE}:"
+    prefix = f"{GENERATED}:"
     if not problem.id.startswith(prefix):
         raise UserError("model.warm_start.steps", None, "worked examples exist for generated problems only", "set it to 0")
     if rng.random() >= step_by_step_share:
@@ -94,7 +94,7 @@ def _problem(question: str, level: int) -> Problem:
     """The id holds the bare expression: unique, the same in every run, and what `demonstration` reads under any prompt template."""
     expression = question.rstrip("= ")
     answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
-    return Problem(f"{SOURCE}:{expression}", question, str(answer), level, SOURCE)
+    return Problem(f"{GENERATED}:{expression}", question, str(answer), level, GENERATED)
 
 
 def _operations(value: int) -> list[int]:

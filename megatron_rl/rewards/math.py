@@ -59,7 +59,7 @@ def compare_integers(text: str, gold: str) -> bool | None:
 
 def _stated_answer(text: str) -> str | None:
     r"""The text in the last complete `\boxed{}`, after the last `####` or after the last "answer is", in this order."""
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed is not None:
         return boxed
     _, found, rest = text.rpartition("####")
@@ -69,7 +69,8 @@ def _stated_answer(text: str) -> str | None:
     return _END_OF_SENTENCE.split(text[places[-1].end() :], maxsplit=1)[0] if places else None
 
 
-def _last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{}` of `text`; None where there is none, or its brace never closes."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None

@@ -7,7 +7,9 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 from support.models import read_weights
 from support.processes import ROOT, Command, Done, alive_after, end, family, until
 
@@ -48,7 +50,7 @@ def finish(command: Command, seconds: float = 200) -> Done:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, Done]]:
     """Five runs, two at a time as there may be two cores only: name -> (folder of the run, how the command ended)."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("killed", "plain", "two_ranks", "two_stages", "gsm8k")}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("killed", "plain", "two_ranks", "two_stages", "mixture")}
     with ThreadPoolExecutor(2) as pool:
         work = {
             "killed": pool.submit(lambda: run_and_kill_its_engine(folders["killed"])),
@@ -56,10 +58,26 @@ def runs(tmp_path_factory) -> dict[str, tuple[Path, Done]]:
             "two_ranks": pool.submit(lambda: finish(train(folders["two_ranks"], before=TORCHRUN, train__layout__tp=2))),
             "two_stages": pool.submit(lambda: finish(train(folders["two_stages"], before=TORCHRUN, **TWO_STAGES))),
         }
-        if GSM8K.is_file():
-            how = {"data__train": GSM8K, "data__eval": "", "train__steps": 1, "rollout__max_total_tokens": 8192}
-            work["gsm8k"] = pool.submit(lambda: finish(train(folders["gsm8k"], config="gsm8k", **how)))
+        mixed = several_sets(folders["mixture"])
+        work["mixture"] = pool.submit(lambda: finish(train(folders["mixture"], config="gsm8k", **mixed)))
         return {name: (folders[name] / "runs" / "latest", future.result()) for name, future in work.items()}
+
+
+def several_sets(folder: Path) -> dict[str, object]:
+    """A run on sets of three kinds: GSM8K's rows (the published ones where they are there), MATH's as Parquet, generated; a warm start."""
+    if not GSM8K.is_file():
+        made = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(40)]
+        (folder / "train.jsonl").write_text("\n".join(made))
+    lines = GSM8K if GSM8K.is_file() else folder / "train.jsonl"
+    parquet.write_table(pyarrow.table({"problem": ["2+3?", "1+1?"], "solution": [r"\boxed{5}", r"\boxed{2}"]}), folder / "math.parquet")
+    return {
+        "data__train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "arithmetic"}}]',
+        "data__eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "arithmetic"}}]',
+        "model__warm_start__steps": 2,
+        "train__steps": 1,
+        "rollout__prompts_per_step": 8,
+        "rollout__max_total_tokens": 8192,
+    }
 
 
 def run_and_kill_its_engine(folder: Path) -> Done:
@@ -130,17 +148,18 @@ def test_the_graph_of_fp8_rollout_shows_where_the_engine_quantises_and_the_train
     assert not (tmp_path / "none").exists()
 
 
-def test_gsm8k_with_math_verify(runs):
-    if "gsm8k" not in runs:
-        pytest.skip(f"{GSM8K} is not there")
-    run, done = runs["gsm8k"]
+def test_a_mixture_with_math_verify(runs):
+    """Weights 3 and 1 give 6 and 2 of 8 problems; both held-out sets are told apart."""
+    run, done = runs["mixture"]
     assert done.code == 0, done.err
-    (_, row) = rows(run)
+    assert "warm start: step 2/2" in done.out + done.err
+    first, row = rows(run)
     assert row["reward/errors"] == 0 and row["reward/mean"] >= 0 and row["tokens/generated"] > 0
-    questions = {json.loads(line)["question"] for line in GSM8K.read_text().splitlines()}
+    assert {"eval/source_math", "eval/source_arithmetic"} <= first.keys() and {"accuracy/source_published"} <= row.keys()
     samples = rows(run, "samples.jsonl")
-    assert samples and all(sample["prompt"].removeprefix("Question: ").partition("\nAnswer:")[0] in questions for sample in samples)
-    assert all(float(sample["answer"].replace(",", "")) == int(float(sample["answer"].replace(",", ""))) for sample in samples)
+    asked = [sample["prompt"].removeprefix("Question: ").partition("\nAnswer:")[0] for sample in samples]
+    assert len(samples) == 8 and sum(question.endswith("=") for question in asked) == 2
+    assert all(float(sample["answer"]).is_integer() for sample in samples)
 
 
 def test_a_run_whose_engine_is_killed_keeps_what_it_had(runs):

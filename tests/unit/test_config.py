@@ -57,16 +57,43 @@ def test_shipped_configs_load():
         (["--train.steps=3", "--train.steps=4"], "train", "steps", 4),
         (["--train.learning_rate=1e-4"], "train", "learning_rate", 1e-4),
         (["--data.levels=[1, 2]"], "data", "levels", (1, 2)),
-        (["--data.train=a/b.jsonl"], "data", "train", "a/b.jsonl"),
-        (["--data.train='a b=c.jsonl'"], "data", "train", "a b=c.jsonl"),
+        (["--data.format=math"], "data", "format", "math"),
         (["--log.dir=2026"], "log", "dir", Path("2026")),  # text stays text, whatever it looks like
-        (["--data.eval="], "data", "eval", None),
+        (["--data.eval="], "data", "eval", ()),
         (["--model.create={hidden_size = 512}"], "model", "create", None),
     ],
 )
 def test_overrides(load, overrides, section, key, expected):
     value = getattr(getattr(load(MODEL + "[train]\nsteps = 7\n", *overrides), section), key)
     assert (value.hidden_size == 512) if key == "create" else (value == expected)
+
+
+def test_a_set_of_problems_is_one_text_or_a_list_of_tables(load):
+    by_default = load(MODEL).data
+    assert ([s.source for s in by_default.train], [s.source for s in by_default.eval]) == (["arithmetic"], ["arithmetic"])
+    for path in ("a/b.jsonl", "hf:openai/gsm8k:main:train"):
+        (only,) = load(MODEL, f"--data.train={path}").data.train
+        assert (only.source, only.format, only.weight) == (path, None, 1.0)
+    (only,) = load(MODEL, "--data.train='a b=c.jsonl'").data.train
+    assert only.source == "a b=c.jsonl"
+    tables = '[[data.train]]\nsource = "a"\nweight = 3\n[[data.train]]\nsource = "b"\nformat = "math"\nname = "maths"\n'
+    first, second = load(MODEL + tables).data.train
+    assert (first.weight, first.format, second.weight, second.format, second.label) == (3.0, None, 1.0, "math", "maths")
+    (only,) = load(MODEL + tables, '--data.train=[{source = "c", weight = 2}]').data.train
+    assert (only.source, only.weight) == ("c", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [
+        ("data/gsm8k/test.jsonl", "gsm8k/test"),
+        ("arithmetic", "arithmetic"),
+        ("hf:openai/gsm8k:main:test", "gsm8k/main/test"),
+        ("hf:/clones/MATH-500:test", "MATH-500/test"),
+    ],
+)
+def test_sets_have_names(load, source, label):
+    assert load(MODEL, f"--data.eval={source}").data.eval[0].label == label
 
 
 def test_overrides_leave_the_given_table_alone():
@@ -93,6 +120,31 @@ def test_overrides_leave_the_given_table_alone():
         ("[log]\ndir = 3", "log.dir = 3: must be a valid string; put it in quotes"),
         ("[data]\nlevels = ['x']", "data.levels.0 = 'x': must be a valid integer"),
         ("[model.create]\nhidden_size = 100", "model.create.hidden_size = 100: must be a multiple of 128; the default is 256"),
+        ("[data]\nchatt = true", "data.chatt = True: unknown key; did you mean data.chat?"),
+        ("[[data.train]]\nsource = 'a'\nweigth = 2", "data.train.0.weigth = 2: unknown key; did you mean data.train.weight?"),
+        ("[[data.eval]]\nsource = 'a'\nweight = 2", "data.eval.0.weight = 2: unknown key; did you mean data.train.weight?"),
+        ("[[data.eval]]\nsource = 'a'\nzzz = 2", "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, name"),
+        ("[[data.train]]\nsource = 'a'\nweight = 0", "data.train.0.weight = 0: must be greater than or equal to 0.000001; the default is 1.0"),
+        ("[[data.train]]\nname = 'a'", "data.train.0.source: is required; add `source = ...` under [data.train.0]"),
+        (
+            "[data]\ntrain = 3",
+            'data.train = 3: must be one source in quotes, or a list of tables such as [{source = "PATH", format = "gsm8k"}]',
+        ),
+        ("[data]\ntrain = ''", "data: train must name at least one source, such as arithmetic or the path of a file"),
+        (
+            "[data]\ntrain = [{source = 'x/a.jsonl'}, {source = 'y/x/a.json'}]",
+            "data: 2 sets of train are called 'x/a': give each a name of its own",
+        ),
+        (
+            "[data]\nformat = 'maths'",
+            "data.format = 'maths': must be 'gsm8k', 'math', 'deepmath', 'aime' or 'arithmetic'; did you mean 'math'?",
+        ),
+        ("[data]\nprompt_template = 'q'", "data: prompt_template 'q' must hold {question}"),
+        (
+            "[data]\nprompt_template = '{question}'\nprompt_template_file = 'f'",
+            "data: prompt_template and prompt_template_file exclude each other: leave one out",
+        ),
+        ("[data]\nsystem_prompt = 'x'", "data: system_prompt needs chat = true: without a chat template there is no place for it"),
         (
             "[precision]\nbackend = 'emulate'",
             "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from megatron_rl import hf
 from megatron_rl.cli import app
 from megatron_rl.config import Architecture, load_config
+from megatron_rl.data.files import FIX
 from megatron_rl.run import preflight
 from parallel.geometry import GeometryError
 from parallel.layout import Layout
@@ -77,13 +78,13 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
         ),
         (
             ["--data.train=no.jsonl"],
-            "data.train = 'no.jsonl': does not exist; give the path of a JSONL file, or arithmetic for generated problems",
+            f"data.train = 'no.jsonl': does not exist; {FIX}",
         ),
         (
             ["--data.eval=no.jsonl"],
-            "data.eval = 'no.jsonl': does not exist; give the path of a JSONL file, or arithmetic for generated problems",
+            f"data.eval = 'no.jsonl': does not exist; {FIX}",
         ),
-        (["--data.train=model"], "data.train = 'model': is a folder; give the path of a JSONL file, or arithmetic for generated problems"),
+        (["--data.train=model"], f"data.train = 'model': is a folder; {FIX}"),
         (
             ["--rollout.max_new_tokens=513"],
             "rollout.max_new_tokens = 513: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
@@ -199,7 +200,13 @@ def test_calibrated_clipping_where_nothing_is_quantised(workplace):
 def test_a_malformed_line_of_a_data_file_is_told_before_anything_starts(workplace):
     (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")
-    assert line == "data.train = 'bad.jsonl:2': the field answer is missing; correct or remove this line"
+    assert line == "data.train = 'bad.jsonl:2': format gsm8k needs the field answer, found question; correct or remove this row"
+
+
+def test_chat_without_a_chat_template_is_told_before_anything_starts(workplace):
+    line = refused("--data.chat=true", "--model.path=new", "--model.create.hidden_size=128")
+    assert line == "data.chat: the tokenizer of new has no chat template; set it to false, or add chat_template.jinja to that folder"
+    assert refused("--data.chat=true") == line.replace("new", "model")
 
 
 def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workplace):

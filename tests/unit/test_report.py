@@ -202,6 +202,15 @@ def test_plots_have_no_colour_of_their_own():
             assert "#00000" not in picture and "DejaVu" not in picture
 
 
+@pytest.mark.parametrize("names", [[f"level_{level}" for level in range(1, 11)], [f"source_{letter}/test" for letter in "abcdefghij"]])
+def test_many_levels_or_sets_are_told_apart(names):
+    (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == "Held-out accuracy by level or set")
+    rows = [{"step": step, **{f"eval/{name}": 0.1 * step for name in names}} for step in (0, 1)]
+    labels = [name.replace("level_", "level ").removeprefix("source_") for name in names]
+    assert [label for _, label in plot.panels[0].found(rows)] == labels  # level 10 comes after level 9
+    assert all(label in svg(plot, rows) for label in labels)
+
+
 def test_long_runs_stay_small():
     rows = [{"step": step, "reward/mean": math.sin(step), "time/generate": 1.0 + step % 3, "time/train": 2.0} for step in range(2000)]
     pictures = {plot.title: svg(plot, rows) for plots in SECTIONS.values() for plot in plots}

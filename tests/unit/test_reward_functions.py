@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.jsonl import read_jsonl
+from megatron_rl.config_data import Source
+from megatron_rl.data.sets import read_set
 from megatron_rl.rewards import arithmetic, load_function
 from megatron_rl.rewards import math as math_reward
 from megatron_rl.types import Problem, Reward
@@ -100,7 +101,7 @@ def test_functions_are_found_by_name():
 
 @pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
 def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
-    problems = read_jsonl(GSM8K_TEST, "gsm8k", "data.eval")
+    problems = read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     assert sum(math_reward.reward(text, problem).correct for text, problem in zip(texts, problems, strict=True)) == len(texts) == 1319
     for text, problem, other in zip(texts, problems, problems[1:] + problems[:1], strict=True):
@@ -109,7 +110,7 @@ def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
 
 @pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
 def test_real_gsm8k_golds_verify_through_math_verify_too():
-    for problem in read_jsonl(GSM8K_TEST, "gsm8k", "data.eval")[:200]:
+    for problem in read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:200]:
         text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
         assert math_reward.compare_integers(text, problem.answer) is None
         assert math_reward.reward(text, problem).correct

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.data.jsonl import read_jsonl
+from megatron_rl.config_data import Source
+from megatron_rl.data.sets import read_set
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem, Reward
@@ -203,7 +204,7 @@ def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
 
 @pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
 def test_real_gsm8k_golds_verify_in_the_pool():
-    problems = read_jsonl(GSM8K_TEST, "gsm8k", "data.eval")
+    problems = read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     with RewardPool("math", 2, 5.0, 4096) as pool:
         assert all(reward.correct for reward in pool.score(texts, problems))

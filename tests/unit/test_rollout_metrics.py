@@ -13,19 +13,26 @@ from megatron_rl.rollout import Rollout, RolloutWorker, accuracies, rollout_metr
 from megatron_rl.types import Completion, Generation, Problem, Reward
 
 
-def completion(level: int, correct: bool, length: int = 3, finish: str = "stop", error: str = "", value: float | None = None) -> Completion:
+def completion(
+    level: int, correct: bool, length: int = 3, finish: str = "stop", error: str = "", value: float | None = None, source: str = ""
+) -> Completion:
     reward = Reward(float(correct) if value is None else value, correct, error)
-    problem = Problem(f"id-{level}", f"prompt {level}", "42", level=level)
+    problem = Problem(f"id-{level}", f"prompt {level}", "42", level=level, source=source)
     return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward, 0.25)
 
 
 def test_accuracy_overall_and_by_level():
     completions = [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)]
-    assert accuracies(completions, "all", "level_") == {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5}
+    assert accuracies(completions, "all", "level_", "source_") == {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5}
+
+
+def test_several_sets_are_told_by_set_as_their_levels_do_not_compare():
+    completions = [completion(1, True), completion(1, False, source="math"), completion(3, True, source="math"), completion(2, False)]
+    assert accuracies(completions, "all", "level_", "source_") == {"all": 0.5, "source_": 0.5, "source_math": 0.5}
 
 
 def test_a_single_level_is_not_told_twice():
-    assert accuracies([completion(0, True), completion(0, False)], "all", "level_") == {"all": 0.5}
+    assert accuracies([completion(0, True), completion(0, False)], "all", "level_", "source_") == {"all": 0.5}
 
 
 def test_metrics_of_a_step():

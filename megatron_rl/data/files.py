@@ -1,0 +1,80 @@
+"""Rows of a local file: JSONL (one object per line), JSON (one array of objects) or Parquet, recognised by name and first character.
+
+Each row comes with its place, a line's number in JSONL and a row's elsewhere, from 1, so that every fault names file and place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_rl.data.formats import COLUMNS, RowError
+from megatron_rl.errors import UserError
+
+FIX = "give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on the hub, or arithmetic for generated problems"
+
+
+def file_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
+    """(place, decoded row) of every row in file order; blank lines are skipped.
+
+    `field` is the configuration field that named the file. Raises UserError for a missing or unreadable file, and for what is no
+    JSON, with its place.
+    """
+    if not path.is_file():
+        raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", FIX)
+    try:
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path, field)
+            return
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise UserError(field, str(path), f"cannot be read ({error.strerror or error})", FIX) from None
+    if path.suffix == ".json" and content.lstrip()[:1] == b"[":
+        yield from _array_rows(content, path, field)
+        return
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        try:
+            if text := _decoded(line).strip():
+                yield number, _json(text)
+        except RowError as wrong:
+            raise UserError(field, f"{path}:{number}", wrong.rule, wrong.fix) from None
+
+
+def _array_rows(content: bytes, path: Path, field: str) -> Iterator[tuple[int, object]]:
+    try:
+        rows = _json(_decoded(content))
+    except RowError as wrong:
+        raise UserError(field, str(path), wrong.rule, "correct the file") from None
+    assert isinstance(rows, list)  # it starts with a bracket
+    yield from enumerate(rows, start=1)
+
+
+def _parquet_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
+    """The first row whole, so that a refusal can name all columns; of the others what formats read: worked solutions are long."""
+    import pyarrow.lib  # tens of milliseconds, and most runs read no Parquet
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        rows = file.read(columns=[name for name in file.schema_arrow.names if name in COLUMNS]).to_pylist()
+        rows[:1] = next(file.iter_batches(batch_size=1)).to_pylist() if rows else []
+    except pyarrow.lib.ArrowException as error:
+        reason = str(error).splitlines()[0][:200]
+        raise UserError(field, str(path), f"is not a Parquet file that can be read ({reason})", FIX) from None
+    yield from enumerate(rows, start=1)
+
+
+def _decoded(text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RowError(f"is not UTF-8 (byte {error.start + 1})") from None
+
+
+def _json(text: str) -> object:
+    try:
+        row: object = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"is not JSON ({error})") from None
+    return row

@@ -1,0 +1,41 @@
+"""Rows of a data set on the Hugging Face hub, through `datasets`: `hf:OWNER/NAME:SPLIT` or `hf:OWNER/NAME:CONFIG:SPLIT`.
+
+What was downloaded once is read from the cache (HF_HOME, HF_DATASETS_CACHE), without a network too (HF_HUB_OFFLINE=1). The folder of a
+local clone may stand in the place of OWNER/NAME. Data sets that are programs are not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_rl.config_data import HUB
+from megatron_rl.data.formats import COLUMNS
+from megatron_rl.errors import UserError
+
+
+def hub_rows(source: str, field: str) -> Iterator[tuple[int, object]]:
+    """(number from 1, row) of every row of the split. The first row is whole, the others hold what formats read.
+
+    Raises UserError for a name of another shape, and for a data set, configuration or split that cannot be had.
+    """
+    repository, *rest = source.removeprefix(HUB).split(":")
+    if not repository or len(rest) not in (1, 2) or not all(rest):
+        rule = "is not of the form hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG:SPLIT"
+        raise UserError(field, source, rule, "write it so, e.g. hf:openai/gsm8k:main:train")
+    data_set = _load(source, repository, rest[0] if len(rest) == 2 else None, rest[-1], field)
+    narrow = data_set.select_columns([name for name in data_set.column_names if name in COLUMNS])
+    for number, row in enumerate(narrow, start=1):
+        yield number, data_set[0] if number == 1 else row
+
+
+def _load(source: str, repository: str, config: str | None, split: str, field: str) -> Any:
+    import datasets  # seconds to import, and most runs need none of it
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(repository, config, split=split)
+    except Exception as error:  # it raises OSErrors, ValueErrors and errors of its own and of the hub's client, by what is wrong
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        fix = "check the name and the network, or give the path of a downloaded Parquet file"
+        raise UserError(field, source, f"cannot be loaded ({reason})", fix) from error

@@ -1,0 +1,44 @@
+"""One set of problems, wherever its rows come from: `read_set` is what preflight checks and what the loop then loads."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from megatron_rl.config_data import HUB, FormatName, Source
+from megatron_rl.data.files import FIX, file_rows
+from megatron_rl.data.formats import RowError, read_row, refuse_without_format
+from megatron_rl.data.hub import hub_rows
+from megatron_rl.errors import UserError
+from megatron_rl.types import Problem
+
+_log = logging.getLogger(__name__)
+
+
+def read_set(source: Source, default_format: FormatName | None, field: str, quiet: bool = False) -> list[Problem]:
+    """The problems of a file or hub data set in their order; `prompt` is the bare question, `source` the set's label.
+
+    `default_format` holds where `source` names none; `field` is the configuration field that named the set. Rows without a gold
+    answer are left out, counted and, unless `quiet`, logged. Raises UserError for what cannot be read, a
+    malformed row (with its place), a format that is missing or does not fit (with the columns seen and what fits), and a set
+    without problems.
+    """
+    format, where = source.format or default_format, source.source
+    rows = hub_rows(where, field) if where.startswith(HUB) else file_rows(Path(where), field)
+    problems, unanswered = [], []
+    for number, content in rows:
+        try:
+            if format is None:
+                raise refuse_without_format(content)
+            row = read_row(content, format)
+        except RowError as wrong:
+            raise UserError(field, f"{where}:{number}", wrong.rule, wrong.fix) from None
+        if row.gold:
+            problems.append(Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label))
+        else:
+            unanswered.append(number)
+    if not problems:
+        raise UserError(field, where, "holds no problems" + (" with a gold answer" if unanswered else ""), FIX)
+    if unanswered and not quiet:
+        _log.warning("%s = %s: left out %d rows without a gold answer, the first is %d", field, where, len(unanswered), unanswered[0])
+    return problems

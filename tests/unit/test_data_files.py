@@ -1,0 +1,139 @@
+"""JSONL, JSON and Parquet files: the same rows give the same problems, and every fault is one clear line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config_data import Source
+from megatron_rl.data.sets import read_set
+from megatron_rl.errors import UserError
+
+ROWS = [{"question": f"How many {{clips}} of {n}?", "answer": f"so\n#### 1,07{n}", "note": "x"} for n in range(3)]
+GOOD = json.dumps(ROWS[0]).encode()
+
+
+def write(folder: Path, content: bytes, name: str = "train.jsonl") -> Path:
+    path = folder / "gsm8k" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def read(path: Path, format: str | None = "gsm8k", name: str = ""):
+    return read_set(Source(source=str(path), name=name), format, "data.train")
+
+
+def test_a_row_becomes_a_problem(tmp_path):
+    [problem] = read(write(tmp_path, b"\xef\xbb\xbf" + GOOD + b"\r\n\n"))
+    assert (problem.prompt, problem.answer) == ("How many {clips} of 0?", "1070")
+    assert (problem.id, problem.source, problem.level) == ("gsm8k/train:1", "gsm8k/train", 0)
+
+
+def test_a_set_may_have_a_name_and_a_format_of_its_own(tmp_path):
+    path = write(tmp_path, GOOD)
+    [problem] = read_set(Source(source=str(path), name="sums", format="gsm8k"), "math", "data.eval")
+    assert (problem.id, problem.source) == ("sums:1", "sums")
+
+
+def test_all_kinds_of_files_give_the_same_problems(tmp_path):
+    lines = write(tmp_path, "\n".join(map(json.dumps, ROWS)).encode())
+    array = write(tmp_path, b" \n" + json.dumps(ROWS, indent=2).encode(), "train.json")
+    lines_in_json = write(tmp_path, lines.read_bytes(), "lines.json")
+    table = tmp_path / "gsm8k" / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), table, row_group_size=2)
+    expected = read(lines, name="set")
+    assert len(expected) == 3
+    assert read(array, name="set") == read(lines_in_json, name="set") == read(table, name="set") == expected
+
+
+def test_a_parquet_file_of_other_columns_names_them_all(tmp_path):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"problem": ["1+1"], "answer": ["2"], "unread": ["x"], "level": ["Level 3"]}), path)
+    assert [(p.answer, p.level) for p in read(path, "math")] == [("2", 3)]
+    with pytest.raises(
+        UserError, match=r"a.parquet:1.: format gsm8k needs the field question, found problem, answer, unread, level; set fo"
+    ):
+        read(path)
+
+
+@pytest.mark.parametrize(
+    "line, wrong",
+    [
+        (b'{"question": "q"', "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"[1]", "must be a JSON object, not list"),
+        (b'{"question": "q"}', "format gsm8k needs the field answer, found question; correct or remove this row"),
+        (b'{"answer": "#### 1"}', "format gsm8k needs the field question, found answer"),
+        (b"{}", "found none"),
+        (b'{"question": 5, "answer": "#### 1"}', "the field question must be a string, not int"),
+        (b'{"question": null, "answer": "#### 1"}', "the field question must be a string, not NoneType"),
+        (b'{"question": "q", "answer": ["#### 1"]}', "the field answer must be a string, not list"),
+        (b'{"question": "q", "answer": true}', "the field answer must be a string, not bool"),
+        (b'{"question": " ", "answer": "#### 1"}', "the field question is empty"),
+        (b'{"question": "q", "answer": "12"}', 'has no #### before the gold answer; correct or remove this row, or set format = "aime"'),
+        (b'{"question": "\xff", "answer": "#### 1"}', "is not UTF-8"),
+        (b'{"question": "\\ud800", "answer": "#### 1"}', "lone surrogate"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line, wrong):
+    path = write(tmp_path, GOOD + b"\n\n" + line + b"\n" + GOOD)
+    with pytest.raises(UserError) as caught:
+        read(path)
+    message = str(caught.value)
+    assert message.startswith(f"data.train = '{path}:3': ") and wrong in message and "\n" not in message
+
+
+def test_a_malformed_row_of_an_array_is_counted_from_one(tmp_path):
+    path = write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json")
+    with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):
+        read(path)
+
+
+def test_a_format_is_asked_for_by_what_fits(tmp_path):
+    with pytest.raises(UserError, match=r'needs a format; its fields are question, answer, note; set format = "gsm8k"$'):
+        read(write(tmp_path, GOOD), None)
+    with pytest.raises(UserError, match=r"its fields are x; set format to one of gsm8k, arithmetic, math, deepmath, aime, and name"):
+        read(write(tmp_path, b'{"x": 1}'), None)
+
+
+@pytest.mark.parametrize("name, wrong", [("absent.jsonl", "does not exist"), (".", "is a folder")])
+def test_an_unreadable_file_is_named(tmp_path, name, wrong):
+    with pytest.raises(UserError, match=f"data.train = .*{wrong}"):
+        read(tmp_path / name)
+
+
+def test_no_parquet_although_it_is_called_so(tmp_path):
+    with pytest.raises(UserError, match=r"a.parquet': is not a Parquet file that can be read \(Parquet magic bytes not found"):
+        read(write(tmp_path, GOOD * 9, "a.parquet"))
+
+
+@pytest.mark.parametrize("name, content", [("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.json", b"")])
+def test_a_file_without_problems_is_refused(tmp_path, name, content):
+    with pytest.raises(UserError, match="holds no problems"):
+        read(write(tmp_path, content, name))
+
+
+def test_rows_without_gold_are_left_out_and_counted(tmp_path, caplog):
+    rows = [ROWS[0], {"question": "q", "answer": None}, {"question": "q", "answer": " "}, {"question": "q", "answer": "12 ####"}, ROWS[1]]
+    assert len(read(write(tmp_path, "\n".join(map(json.dumps, rows)).encode()))) == 2
+    assert "left out 3 rows without a gold answer, the first is 2" in caplog.text
+    with pytest.raises(UserError, match="holds no problems with a gold answer"):
+        read(write(tmp_path, json.dumps(rows[1]).encode()))
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.binary() | st.text().map(str.encode) | st.dictionaries(st.text(), st.text()).map(json.dumps).map(str.encode),
+    st.sampled_from(["train.jsonl", "train.json", "train.parquet"]),
+    st.sampled_from(["gsm8k", "math", None]),
+)
+def test_no_content_escapes_as_another_error(tmp_path, content, name, format):
+    with pytest.raises(UserError):  # no such content has all fields, so it is always refused, and always politely
+        read(write(tmp_path, content, name), format)

@@ -1,0 +1,102 @@
+"""From question to prompt: template text or file, chat template with and without a system's message, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_rl.config_data import Data
+from megatron_rl.data import check_data
+from megatron_rl.data.prompts import prompt_maker
+from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.errors import UserError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_byte_tokenizer(folder)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture
+def chat(tokenizer):
+    """A prompt from `Data` fields and a question, by a tokenizer with this chat template."""
+    tokenizer = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
+    tokenizer.name_or_path = "some/model"
+
+    def ask(question: str, template: str | None = CHATML, **data: object) -> str:
+        tokenizer.chat_template = template
+        return prompt_maker(Data(chat=True, **data), tokenizer)(question)
+
+    return ask
+
+
+def test_the_template_is_plain_text(tokenizer):
+    ask = prompt_maker(Data(prompt_template="Q: {question} {braces}\n\\boxed{}"), tokenizer)
+    assert ask("what is {x} in {question}?") == "Q: what is {x} in {question}? {braces}\n\\boxed{}"
+
+
+def test_a_template_file(tokenizer, tmp_path):
+    file = tmp_path / "ask.txt"
+    file.write_text("Frage: {question}\nAntwort – ", encoding="utf-8")
+    assert prompt_maker(Data(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
+
+
+@pytest.mark.parametrize(
+    "content, wrong",
+    [(b"no place", "holds no {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")],
+)
+def test_a_template_file_that_is_none(tokenizer, tmp_path, content, wrong):
+    file = tmp_path / "ask.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=f"data.prompt_template_file = .*{wrong}"):
+        check_data(Data(prompt_template_file=file), tmp_path)
+
+
+def test_the_chat_template_ends_where_the_assistant_begins(chat):
+    assert chat("1+1?") == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_template_and_system_message_within_the_chat(chat):
+    found = chat("1+1?", prompt_template="{question} Put it into \\boxed{}.", system_prompt="Be brief.")
+    assert found.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it into \\boxed{}.<|im_end|>\n")
+
+
+@pytest.mark.parametrize(
+    "template, data, line",
+    [
+        (
+            None,
+            {},
+            "data.chat: the tokenizer of some/model has no chat template; set it to false, or add chat_template.jinja to that folder",
+        ),
+        ("{{ messages[0].content }}", {"system_prompt": "Be brief."}, "data.chat: the chat template of some/model leaves out the question"),
+        ("{{ messages[-1].content }}", {"system_prompt": "Be brief."}, "data.system_prompt: the chat template of some/model leaves it out"),
+        (
+            "{{ raise_exception('System role not supported') }}",
+            {"system_prompt": "Be brief."},
+            "data.chat: the chat template of some/model fails (System role not supported); leave out data.system_prompt",
+        ),
+        ("{% if", {}, "data.chat: the chat template of some/model fails ("),
+    ],
+)
+def test_a_chat_template_that_does_not_do(chat, template, data, line):
+    with pytest.raises(UserError) as caught:
+        chat("1+1?", template, **data)
+    assert str(caught.value).startswith(line) and "\n" not in str(caught.value)
+
+
+def test_preflight_asks_the_tokenizer_that_will_be_used(tmp_path):
+    with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path}/new has no chat template"):
+        check_data(Data(chat=True), tmp_path / "new")
+    make_byte_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path} has no chat template"):
+        check_data(Data(chat=True), tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    check_data(Data(chat=True), tmp_path)
