@@ -12,6 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from rich.table import Table
 
 from megatron_rl.config_reward import RewardConfig
 from megatron_rl.data.jsonl import read_jsonl
-from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem
 
 KINDS: dict[str, Callable[[str, str], str]] = {
@@ -41,32 +42,30 @@ def main(
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     count: Annotated[int, typer.Option(help="Completions of each kind.")] = 1000,
 ) -> None:
-    problems = read_jsonl(file, "gsm8k", "FILE")
-    solutions = _solutions(file)
-    texts = {
-        kind: [make(steps, problem.answer) for steps, problem in zip(solutions, problems, strict=True)] for kind, make in KINDS.items()
+    pairs = list(zip(_solutions(file), read_jsonl(file, "gsm8k", "FILE"), strict=True))
+    jobs = {
+        kind: [(make(steps, problem.answer), problem) for steps, problem in islice(cycle(pairs), count)] for kind, make in KINDS.items()
     }
-    jobs = {kind: [(made[number % len(made)], problems[number % len(made)]) for number in range(count)] for kind, made in texts.items()}
     jobs["all, mixed"] = [job for row in zip(*jobs.values(), strict=True) for job in row]
     table = Table("completions", "number", "a minute", "correct", "no verdict")
-    with Scorer(RewardConfig(function="math", workers=workers)) as scorer:
-        _judge(scorer, [("#### 1", problems[0])] * 64)  # all workers are up after this
+    limits = RewardConfig()
+    with RewardPool([("math", {})], workers, limits.timeout, limits.memory_mb) as pool:
+        pool.wait_until_ready()
         for kind, job in jobs.items():
-            table.add_row(kind, *_judge(scorer, job))
+            table.add_row(kind, *_judge(pool, job))
     table.title = f"{workers} workers"
     Console().print(table)
 
 
 def _solutions(file: Path) -> list[str]:
-    return [
-        json.loads(line)["answer"].rpartition("####")[0].strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-    ]
+    lines = filter(str.strip, file.read_text(encoding="utf-8").split("\n"))
+    return [json.loads(line)["answer"].rpartition("####")[0].strip() for line in lines]
 
 
-def _judge(scorer: Scorer, job: list[tuple[str, Problem]]) -> tuple[str, ...]:
+def _judge(pool: RewardPool, job: list[tuple[str, Problem]]) -> tuple[str, ...]:
     texts, problems = zip(*job, strict=True)
     start = time.perf_counter()
-    rewards = scorer.score(texts, problems, [0] * len(texts))
+    rewards = [reward for [reward] in pool.score(texts, problems)]
     rate = len(job) / (time.perf_counter() - start) * 60
     correct, failed = sum(reward.correct for reward in rewards), sum(bool(reward.error) for reward in rewards)
     return f"{len(job):,}", f"{rate:,.0f}", f"{correct / len(job):.1%}", f"{failed}"

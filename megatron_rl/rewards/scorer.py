@@ -9,7 +9,6 @@ A completion that any of them fails on has no verdict at all: a sum with a term 
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +29,7 @@ class Scorer:
     `say` is told how many completions of a call got no verdict, and why. Entering starts the workers without waiting for them.
     """
 
-    def __init__(self, config: RewardConfig, say: Callable[[str], None] = logging.getLogger(__name__).warning) -> None:
+    def __init__(self, config: RewardConfig, say: Callable[[str], None]) -> None:
         self._config, self._say, self._parts = config, say, config.parts
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
@@ -83,10 +82,8 @@ class Scorer:
         more = f"; and {len(reasons) - _REASONS_TOLD} other reasons" if len(reasons) > _REASONS_TOLD else ""
         self._say(f"{len(failed)} of {len(rewards)} completions got no verdict: {told}{more}")
         if self._config.on_error == "stop":
-            first = failed[0]
-            raise RunError(
-                f"a completion of problem {problems_B[first].id} got no verdict ({rewards[first].error}); reward.on_error is stop"
-            )
+            problem, error = problems_B[failed[0]], rewards[failed[0]].error
+            raise RunError(f"a completion of problem {problem.id} got no verdict ({error}), and reward.on_error is stop")
         exclude = self._config.on_error == "exclude"
         return [replace(reward, excluded=exclude) if reward.error else reward for reward in rewards]
 

@@ -53,7 +53,7 @@ class RewardServer:
         """Posts an empty batch once. Raises UserError where the server does not answer it as it should."""
         try:
             asyncio.run(self._attempt_alone())
-        except _NoAnswer as error:
+        except _RequestError as error:
             fix = "start the server, or correct the address or the token"
             raise UserError("reward.functions.url", self._part.url, f"the reward server fails on an empty batch: {error}", fix) from None
 
@@ -76,7 +76,7 @@ class RewardServer:
             try:
                 async with turns:
                     return await self._attempt(client, texts, problems)
-            except _NoAnswer as error:
+            except _RequestError as error:
                 if not left or not error.again:
                     return [Reward(0.0, False, error=str(error))] * len(texts)
             await asyncio.sleep(pause)
@@ -88,26 +88,25 @@ class RewardServer:
             await self._attempt(client, [], [])
 
     async def _attempt(self, client: httpx.AsyncClient, texts: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
-        """One request. Raises _NoAnswer."""
+        """One request. Raises _RequestError."""
         body = json.dumps({"texts": list(texts), "problems": [asdict(problem) for problem in problems]})  # ASCII: takes lone surrogates
         try:
             async with asyncio.timeout(self._part.timeout):
                 response = await client.post(self._part.url, content=body)
         except TimeoutError:
-            raise _NoAnswer(f"timeout after {self._part.timeout:g} s", again=True) from None
+            raise _RequestError(f"timeout after {self._part.timeout:g} s", again=True) from None
         except httpx.HTTPError as error:
-            raise _NoAnswer(f"{type(error).__name__}: {error}", again=True) from None
+            raise _RequestError(f"{type(error).__name__}: {error}", again=True) from None
         if response.status_code != httpx.codes.OK:
-            raise _NoAnswer(
-                f"HTTP status {response.status_code}: {' '.join(response.text.split())[:200]}", again=response.status_code in _TRY_AGAIN
-            )
+            said = " ".join(response.text.split())[:200]
+            raise _RequestError(f"HTTP status {response.status_code}: {said}", again=response.status_code in _TRY_AGAIN)
         return _read(response.content, len(texts))
 
     def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(headers=self._headers, timeout=None)  # `_attempt` holds the time
 
 
-class _NoAnswer(Exception):
+class _RequestError(Exception):
     """Why a request has no usable answer; `again`: whether another attempt may help."""
 
     def __init__(self, reason: str, again: bool) -> None:
@@ -121,11 +120,11 @@ def _read(content: bytes, count: int) -> list[Reward]:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"])) or "answer"
-        raise _NoAnswer(f"unusable answer: {place}: {first['msg']}", again=False) from None
+        raise _RequestError(f"unusable answer: {place}: {first['msg']}", again=False) from None
     correct = answer.correct if answer.correct is not None else [value is not None and value > 0 for value in answer.rewards]
     for name, values in (("rewards", answer.rewards), ("correct", correct)):
         if len(values) != count:
-            raise _NoAnswer(f"unusable answer: {len(values)} {name} for {count} completions", again=False)
+            raise _RequestError(f"unusable answer: {len(values)} {name} for {count} completions", again=False)
     return [_reward(value, right) for value, right in zip(answer.rewards, correct, strict=True)]
 
 
