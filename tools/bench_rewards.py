@@ -42,10 +42,9 @@ def main(
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     count: Annotated[int, typer.Option(help="Completions of each kind.")] = 1000,
 ) -> None:
-    pairs = list(zip(_solutions(file), read_jsonl(file, "gsm8k", "FILE"), strict=True))
-    jobs = {
-        kind: [(make(steps, problem.answer), problem) for steps, problem in islice(cycle(pairs), count)] for kind, make in KINDS.items()
-    }
+    rows = zip(_solutions(file), read_jsonl(file, "gsm8k", "FILE"), strict=True)
+    pairs = list(islice(cycle(rows), count))
+    jobs = {kind: [(make(steps, problem.answer), problem) for steps, problem in pairs] for kind, make in KINDS.items()}
     jobs["all, mixed"] = [job for row in zip(*jobs.values(), strict=True) for job in row]
     table = Table("completions", "number", "a minute", "correct", "no verdict")
     limits = RewardConfig()

@@ -176,10 +176,9 @@ def test_real_math500_golds_verify():
 
 
 @needs_math500
-@pytest.mark.parametrize("seed", range(3))
-def test_shuffled_math500_golds_fail(seed):
+def test_shuffled_math500_golds_fail():
     golds = [json.loads(line)["answer"] for line in MATH_500.read_text().splitlines()]
-    shuffled = random.Random(seed).sample(golds, len(golds))
+    shuffled = random.Random(0).sample(golds, len(golds))
     pairs = [(rf"\boxed{{{said}}}", gold) for said, gold in zip(shuffled, golds, strict=True) if said != gold]
     assert len(pairs) > 480
     assert _correct(*map(list, zip(*pairs, strict=True))) <= 1
