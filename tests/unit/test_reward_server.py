@@ -86,8 +86,8 @@ def test_the_protocol(server, monkeypatch):
 @pytest.mark.parametrize(
     "path, error, requests",
     [
-        ("/hang", "timeout after 0.3 s", 2),
-        ("/drip", "timeout after 0.3 s", 2),
+        ("/hang", "timeout after 0.5 s", 2),
+        ("/drip", "timeout after 0.5 s", 2),
         ("/busy", 'HTTP status 503: {"rewards"', 2),
         ("/broken", "HTTP status 500: ", 1),
         ("/garbage", "unusable answer: answer: Invalid JSON", 1),
@@ -98,9 +98,11 @@ def test_the_protocol(server, monkeypatch):
     ],
 )
 def test_a_server_that_fails_costs_the_samples_only(server, path, error, requests):
+    client(server, "/").score(TEXTS, PROBLEMS)  # what is imported at the first request takes long on a busy machine
+    server.seen.clear()
     start = time.monotonic()
-    rewards = client(server, path, timeout=0.3, retries=1).score(TEXTS, PROBLEMS)
-    assert time.monotonic() - start < 2.5
+    rewards = client(server, path, timeout=0.5, retries=1).score(TEXTS, PROBLEMS)
+    assert time.monotonic() - start < 2.8
     assert len(rewards) == 5 and all(reward.error.startswith(error) and not reward.correct for reward in rewards), rewards[0]
     assert len(server.seen) == requests
 
