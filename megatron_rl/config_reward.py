@@ -49,10 +49,14 @@ class RewardPart(Section):
     retries: int = Field(2, ge=0)
     """`http`: further attempts after no connection, a timeout or status 429, 502, 503 or 504."""
 
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return _checked_name(name)
+
     @model_validator(mode="after")
     def _settings(self) -> RewardPart:
-        if fault := _fault(self.name, self.model_fields_set):
-            raise ValueError(fault)
+        _check_settings(self.name, self.model_fields_set)
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -91,8 +95,7 @@ class RewardConfig(Section):
     @field_validator("function")
     @classmethod
     def _known(cls, function: str) -> str:
-        if fault := _fault(function, {"name"}):
-            raise ValueError(fault)
+        _check_settings(_checked_name(function), set())
         return function
 
     @model_validator(mode="after")
@@ -120,16 +123,17 @@ class RewardConfig(Section):
         return labels[0]
 
 
-def _fault(name: str, given: set[str]) -> str:
-    """What is wrong with a function's name or with the settings given with it; "" for nothing."""
-    if name not in _SETTINGS:
-        if not _OWN_FUNCTION.fullmatch(name):
-            return f"must be one of {', '.join(_SETTINGS)}, or your own function as module:attribute"
-    elif missing := [setting for setting in _REQUIRED.get(name, ()) if setting not in given]:
-        return f"{name} needs {' and '.join(missing)}, in a table [[reward.functions]]"
+def _checked_name(name: str) -> str:
+    if name not in _SETTINGS and not _OWN_FUNCTION.fullmatch(name):
+        raise ValueError(f"must be one of {', '.join(_SETTINGS)}, or your own function as module:attribute")
+    return name
+
+
+def _check_settings(name: str, given: set[str]) -> None:
+    if missing := [setting for setting in _REQUIRED.get(name, ()) if setting not in given]:
+        raise ValueError(f"{name} needs {' and '.join(missing)}, in a table [[reward.functions]]")
     if foreign := sorted(given - {"name", "weight", *_SETTINGS.get(name, ())}):
-        return f"{name} takes no {', '.join(foreign)}"
-    return ""
+        raise ValueError(f"{name} takes no {', '.join(foreign)}")
 
 
 def _is_http(url: str) -> bool:

@@ -30,7 +30,7 @@ class Scorer:
     """
 
     def __init__(self, config: RewardConfig, say: Callable[[str], None]) -> None:
-        self._config, self._say, self._parts = config, say, config.parts
+        self._config, self._say, self._parts, self._judge = config, say, config.parts, config.judge
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
         self._servers = {label: RewardServer(part) for label, part in self._parts.items() if part.name == "http"}
@@ -64,7 +64,7 @@ class Scorer:
             error = next(iter(failed.values()))
             labels = [label for label, told in failed.items() if told == error]
             return Reward(0.0, False, error=error if len(self._parts) == 1 else f"{', '.join(labels)}: {error}")
-        correct = verdicts[self._config.judge].correct
+        correct = verdicts[self._judge].correct
         values = {
             label: correct * length_value(tokens, part.full_tokens, part.zero_tokens) if part.name == "length" else verdicts[label].value
             for label, part in self._parts.items()

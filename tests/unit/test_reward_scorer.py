@@ -45,7 +45,7 @@ def load(tmp_path):
             'or your own function as module:attribute; the default is "arithmetic"',
         ),
         ("[reward]\nfunction = 'http'", "reward.function = 'http': http needs url, in a table [[reward.functions]]"),
-        ("[[reward.functions]]\nname = 'a b:c'", "reward.functions.0: must be one of arithmetic, math"),
+        ("[[reward.functions]]\nname = 'a b:c'", "reward.functions.0.name = 'a b:c': must be one of arithmetic, math"),
         ("[[reward.functions]]\nname = 'format'", "reward.functions.0: format needs pattern, in a table"),
         ("[[reward.functions]]\nname = 'math'\nurl = 'x'", "reward.functions.0: math takes no url"),
         ("[[reward.functions]]\nname = 'my.module:f'\npattern = 'x'", "reward.functions.0: my.module:f takes no pattern"),
