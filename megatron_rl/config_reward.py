@@ -31,16 +31,16 @@ class RewardPart(Section):
     """`arithmetic`, `math`, `exact`, `format`, `length`, `http`, or your own Python function as `module:attribute`."""
     weight: float = 1.0
     """Factor of this function's value in the sum; 0 only measures."""
-    pattern: str = ""
+    pattern: str = Field("", min_length=1)
     """`format`: regular expression that the whole completion must match. `exact`: one whose last match holds the answer, in its
     first group where it has one. A dot matches line ends too."""
     full_tokens: int = Field(0, ge=0)
     """`length`: completion tokens at which a correct completion is worth 1."""
     zero_tokens: int = Field(0, ge=0)
     """`length`: completion tokens at which it is worth 0; in between the value is linear, beyond both ends constant."""
-    url: str = ""
+    url: str = Field("", min_length=1)
     """`http`: address that completions are posted to."""
-    token_env: str = ""
+    token_env: str = Field("", min_length=1)
     """`http`: environment variable that holds a bearer token; none is sent where this is empty."""
     batch_size: int = Field(64, ge=1)
     """`http`: completions per request."""
@@ -79,7 +79,7 @@ class RewardConfig(Section):
     function: str = "arithmetic"
     """The only reward function: `arithmetic` (integer after `#`), `math` (exact integer match first, then math-verify), `exact` (the
     completion is the answer), or your own as `module:attribute`."""
-    functions: tuple[RewardPart, ...] = ()
+    functions: tuple[RewardPart, ...] = Field((), min_length=1)
     """Instead of `function`: several, or one with settings. The first that judges the answer (neither `format` nor `length`) decides
     what counts as correct."""
     on_error: Literal["zero", "exclude", "stop"] = "zero"

@@ -49,6 +49,8 @@ def load(tmp_path):
         ("[[reward.functions]]\nname = 'format'", "reward.functions.0: format needs pattern, in a table"),
         ("[[reward.functions]]\nname = 'math'\nurl = 'x'", "reward.functions.0: math takes no url"),
         ("[[reward.functions]]\nname = 'my.module:f'\npattern = 'x'", "reward.functions.0: my.module:f takes no pattern"),
+        ("[[reward.functions]]\nname = 'format'\npattern = ''", "reward.functions.0.pattern = '': String should have at least 1 character"),
+        ("[reward]\nfunctions = []", "reward.functions = []: Tuple should have at least 1 item"),
         ("[[reward.functions]]\nname = 'format'\npattern = '('", "reward.functions.0: pattern '(' is no regular expression"),
         ("[[reward.functions]]\nname = 'http'\nurl = 'host:80'", "reward.functions.0: url 'host:80' must be an address such as http://"),
         ("[[reward.functions]]\nname = 'math'\nwieght = 1", "reward.functions.0.wieght = 1: unknown key"),
