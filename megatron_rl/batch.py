@@ -34,6 +34,8 @@ class Sequence:
     """Weights of the policy term for the engine's difference from the trainer (`algorithm.corrections`); empty for 1."""
     reward: float = 0.0
     """What the answer earned, before any KL term."""
+    excluded: bool = False
+    """Nothing is known of what it earned: it teaches nothing and no mean counts it."""
     weight: float = 1.0
     """Of each answer token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
 

@@ -166,6 +166,7 @@ def to_sequences(rollout: Rollout) -> list[Sequence]:
             completion.prompt_ids_T,
             completion.output_ids_T,
             reward=completion.score,
+            excluded=completion.reward.excluded,
             rollout_logprobs=torch.tensor(completion.logprobs_T),
         )
         for completion in rollout.completions_B

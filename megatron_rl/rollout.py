@@ -12,7 +12,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.engine import Engine
 from megatron_rl.errors import RunError
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.types import Completion, Problem, Sampling
 
 
@@ -32,7 +32,7 @@ class RolloutWorker:
     """Owns what only rank 0 has: the engine, the problems, the tokenizer and the reward workers."""
 
     def __init__(
-        self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: RewardPool
+        self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: Scorer
     ) -> None:
         self._config, self._engine, self._stream, self._tokenizer, self._rewards = config, engine, stream, tokenizer, rewards
         self._held_out = held_out
@@ -95,7 +95,8 @@ class RolloutWorker:
             completions.append(
                 Completion(problem, prompt, answer.output_ids_T, answer.logprobs_T, answer.finish_reason, answer.policy_version, text)
             )
-        rewards = self._rewards.score([completion.text for completion in completions], list(problems_B))
+        lengths = [len(completion.output_ids_T) for completion in completions]
+        rewards = self._rewards.score([completion.text for completion in completions], list(problems_B), lengths)
         for completion, reward in zip(completions, rewards, strict=True):
             completion.reward = reward
         return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
@@ -104,7 +105,7 @@ class RolloutWorker:
 def _by_signal(rollout: Rollout, group_size: int) -> tuple[list[list[Completion]], list[list[Completion]]]:
     """(groups whose members' rewards differ, the others). Length penalties do not count: they would keep groups that are all wrong."""
     groups = [rollout.completions_B[start : start + group_size] for start in range(0, len(rollout.completions_B), group_size)]
-    differ = [len({member.reward.value for member in group}) > 1 for group in groups]
+    differ = [len({member.reward.value for member in group if not member.reward.excluded}) > 1 for group in groups]
     return [g for g, yes in zip(groups, differ, strict=True) if yes], [g for g, yes in zip(groups, differ, strict=True) if not yes]
 
 
@@ -125,12 +126,13 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     """Rewards, accuracy, lengths and throughput of all that was sampled in one step."""
     completions = [*rollout.completions_B, *rollout.discarded_B]
     count = len(completions)
-    rewards = [completion.reward.value for completion in completions]
+    rewards = [completion.reward.value for completion in completions if not completion.reward.excluded] or [0.0]
     lengths = [len(completion.output_ids_T) for completion in completions]
-    mean = sum(rewards) / count
+    mean = sum(rewards) / len(rewards)
     return {
         "reward/mean": mean,
-        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / count) ** 0.5,
+        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        **_reward_parts(completions),
         "reward/errors": float(sum(bool(completion.reward.error) for completion in completions)),
         "reward/overlong": sum(completion.overlong for completion in completions) / count,
         **accuracies(completions, "accuracy/train", "accuracy/level_", "accuracy/source_"),
@@ -142,6 +144,12 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         **rollout.seconds,
         **rollout.sampling,
     }
+
+
+def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
+    """The mean of each reward function over the completions with a verdict; nothing where there is one function only."""
+    parts = [completion.reward.parts for completion in completions if completion.reward.parts]
+    return {f"reward/part/{label}": sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
 
 
 def sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
@@ -157,6 +165,7 @@ def sample_rows(step: int, completions: Sequence[Completion], count: int) -> lis
             "answer": completion.problem.answer,
             "reward": completion.reward.value,
             "correct": completion.reward.correct,
+            "parts": completion.reward.parts,
             "advantage": completion.advantage,
             "finish_reason": completion.finish_reason,
             "error": completion.reward.error,

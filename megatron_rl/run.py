@@ -14,6 +14,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
 from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.rewards.scorer import check_rewards
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import check_transport
 from parallel.geometry import GeometryError, ModelGeometry
@@ -34,7 +35,7 @@ def run_training(config: Config) -> Path:
 def preflight(config: Config, data: bool = True) -> Layout:
     """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout.
 
-    `data`: the files of problems as well, which not every command reads.
+    `data`: the files of problems and the reward functions as well, which not every command uses.
     """
     needs.check_machine(config.precision)
     layout = _layout(config)
@@ -49,6 +50,8 @@ def preflight(config: Config, data: bool = True) -> Layout:
     _check_model(config, layout)
     if data:
         check_data(config.data, config.model.path)
+        if os.environ.get("RANK", "0") == "0":  # the only rank that scores
+            check_rewards(config.reward)
     return layout
 
 

@@ -30,7 +30,7 @@ from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.report import headline, write_report
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
 from megatron_rl.sync import WeightSync
@@ -117,12 +117,11 @@ class Session:
             config = self.config
             tokenizer = load_tokenizer(config.model.path)
             stream, held_out = load_problems(config, tokenizer)
-            reward = config.reward
-            pool = self._resources.enter_context(RewardPool(reward.function, reward.workers, reward.timeout, reward.memory_mb))
+            scorer = self._resources.enter_context(Scorer(config.reward, self.say))
             self.say("starting the engine")
             found[0] = find_launcher(config.rollout.engine)(config, self.folder / "engine_model", self.folder)
             self._resources.callback(found[0].stop)
-            found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, pool)
+            found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer)
 
         on_rank0(start)
         return found[0], found[1]

@@ -38,6 +38,10 @@ class Reward:
     value: float
     correct: bool
     error: str = ""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The values of several reward functions before weighting, by label; empty where there is one only, or an error."""
+    excluded: bool = False
+    """Without a verdict, and to be left out of the training and of its group's mean (`reward.on_error`)."""
 
 
 @dataclass

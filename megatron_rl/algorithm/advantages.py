@@ -19,16 +19,21 @@ from megatron_rl.config_algorithm import Algorithm
 _EPSILON = 1e-6
 
 
-def advantages(rewards: list[float], group_size: int, kind: str = "group_std") -> list[float]:
-    """One advantage per completion; groups of `group_size` lie side by side. All zero in a group whose members earned the same."""
+def advantages(rewards: list[float], group_size: int, kind: str = "group_std", excluded: list[bool] | None = None) -> list[float]:
+    """One advantage per completion; groups of `group_size` lie side by side. All zero in a group whose members earned the same.
+
+    A completion that is `excluded` gets 0, and the others what they would get in a smaller group; one that is left alone gets 0.
+    """
     r = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
-    centred = r - r.mean(1, keepdim=True)
+    counted = torch.ones_like(r) if excluded is None else 1 - torch.tensor(excluded, dtype=r.dtype).view_as(r)
+    members = counted.sum(1, keepdim=True).clamp(min=1)
+    centred = counted * (r - (counted * r).sum(1, keepdim=True) / members)
     if kind == "group_std":
-        centred = centred / (r.std(1, correction=0, keepdim=True) + _EPSILON)
+        centred = centred / ((centred.square().sum(1, keepdim=True) / members).sqrt() + _EPSILON)
     elif kind == "leave_one_out":
-        centred = r - (r.sum(1, keepdim=True) - r) / (group_size - 1)
+        centred = centred * members / (members - 1).clamp(min=1)  # r - mean of the others' = (r - mean) n / (n - 1)
     elif kind == "batch_std":
-        centred = centred / (centred.std(correction=0) + _EPSILON)
+        centred = centred / ((centred.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
     return centred.flatten().tolist()
 
 
@@ -41,7 +46,8 @@ def assign_advantages(sequences: list[Sequence], config: Algorithm, group_size: 
         kl = [_summed_kl(sequence, config.kl_estimator) for sequence in sequences]
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
         metrics["reward/kl"] = sum(kl) / max(sum(len(sequence.answer_ids) for sequence in sequences), 1)
-    for sequence, advantage in zip(sequences, advantages(rewards, group_size, config.advantage), strict=True):
+    excluded = [sequence.excluded for sequence in sequences]
+    for sequence, advantage in zip(sequences, advantages(rewards, group_size, config.advantage, excluded), strict=True):
         sequence.advantage = advantage
     return metrics
 

@@ -1,20 +1,52 @@
-"""Rewards: functions that judge one completion, and the pool of worker processes that runs them.
+"""Rewards: functions that judge one completion, the worker processes that run them, and their weighted sum (docs/rewards.md).
 
-This file imports nothing heavy, because every worker imports it. The pool is `megatron_rl.rewards.pool.RewardPool`.
+This file imports nothing heavy, because every worker imports it. `megatron_rl.rewards.scorer.Scorer` is what the loop uses.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+from collections.abc import Mapping
 
-from megatron_rl.types import RewardFunction
+from megatron_rl.types import Problem, RewardFunction
 
-FUNCTIONS = {"arithmetic": "megatron_rl.rewards.arithmetic:reward", "math": "megatron_rl.rewards.math:reward"}
-"""What `reward.function` may name, and where it lives. Any other function is named as `module:attribute`."""
+FUNCTIONS = {
+    "arithmetic": "megatron_rl.rewards.arithmetic:reward",
+    "math": "megatron_rl.rewards.math:reward",
+    "exact": "megatron_rl.rewards.match:exact",
+    "format": "megatron_rl.rewards.match:whole",
+}
+"""The built-in functions that run in the workers, and where they live. Any other is named as `module:attribute`."""
 
 
-def load_function(name: str) -> RewardFunction:
-    """Import the reward function `name`: a key of FUNCTIONS or `module:attribute`. Raises what the import raises."""
-    module, _, attribute = FUNCTIONS.get(name, name).partition(":")
-    function: RewardFunction = getattr(importlib.import_module(module), attribute)
-    return function
+def load_function(name: str, settings: Mapping[str, str] | None = None) -> RewardFunction:
+    """Import the reward function `name`: a key of FUNCTIONS or `module:attribute`, with `settings` as keyword arguments.
+
+    Loads what a built-in function needs, so that no sample's time is spent on it. Raises what the import raises, and TypeError
+    for what cannot be called with a text and a problem.
+    """
+    module_name, _, attribute = FUNCTIONS.get(name, name).partition(":")
+    module = importlib.import_module(module_name)
+    function = getattr(module, attribute)
+    if settings:
+        function = functools.partial(function, **settings)
+    _check_signature(function, name)
+    if name in FUNCTIONS:
+        getattr(module, "prepare", lambda: None)()
+    loaded: RewardFunction = function
+    return loaded
+
+
+def _check_signature(function: object, name: str) -> None:
+    if not callable(function):
+        raise TypeError(f"{name} is a {type(function).__name__}, not a function")
+    if inspect.iscoroutinefunction(function):
+        raise TypeError(f"{name} must be a plain function, not an async one")
+    try:
+        inspect.signature(function).bind("", Problem("", "", ""))
+    except TypeError as error:
+        raise TypeError(f"{name} must take (text, problem): {error}") from None
+    except ValueError:  # some functions written in C tell no signature
+        return

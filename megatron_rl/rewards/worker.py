@@ -1,12 +1,14 @@
-"""One reward worker: `python -m megatron_rl.rewards.worker FD FUNCTION MEMORY_MB PARENT_PID`, started by `RewardPool` only.
+"""One reward worker: `python -m megatron_rl.rewards.worker FD FUNCTIONS MEMORY_MB PARENT_PID`, started by `RewardPool` only.
 
-It imports the reward function, says ("ready", "") or ("failed", why), then reads lists of (text, Problem) and answers each sample
-with a Reward as soon as it is judged. It ends with its pipe and with its parent, whatever it is busy with.
+FUNCTIONS is JSON: a list of (name, settings). It loads them, says ("ready", "") or ("failed", why), then reads lists of (text, Problem)
+and answers each sample, as soon as it is judged, with a list of one Reward per function. It ends with its pipe and with its parent,
+whatever it is busy with.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import os
 import resource
@@ -20,15 +22,14 @@ from megatron_rl.types import Problem, Reward, RewardFunction
 _PR_SET_PDEATHSIG = 1
 
 
-def main(fd: int, function_name: str, memory_mb: int, parent_pid: int) -> None:
+def main(fd: int, functions_json: str, memory_mb: int, parent_pid: int) -> None:
     """Serve the pool at the other end of the pipe `fd` until it closes."""
     _die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _limit_memory(memory_mb)
     channel = Connection(fd)
     try:
-        function = load_function(function_name)
-        getattr(sys.modules[function.__module__], "prepare", lambda: None)()  # slow imports, before a sample's time runs
+        functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
     except BaseException as error:
         channel.send(("failed", _describe(error)))
         return
@@ -36,7 +37,7 @@ def main(fd: int, function_name: str, memory_mb: int, parent_pid: int) -> None:
     try:
         while True:
             for text, problem in channel.recv():
-                channel.send(judge(function, text, problem))
+                channel.send([judge(function, text, problem) for function in functions])
     except (EOFError, ConnectionError):
         return
 
@@ -49,7 +50,7 @@ def judge(function: RewardFunction, text: str, problem: Problem) -> Reward:
             raise TypeError(f"the reward function must return a Reward, not {type(verdict).__name__}")
         if not math.isfinite(verdict.value):
             raise ValueError(f"the reward function returned {verdict.value}")
-        return verdict
+        return Reward(float(verdict.value), bool(verdict.correct), str(verdict.error))  # plain types: the parent unpickles them
     except BaseException as error:  # libraries raise SystemExit and BaseExceptions of their own; none may end the worker
         return Reward(0.0, False, error=_describe(error))
 

@@ -243,6 +243,31 @@ def test_advantages(kind):
     assert advantages([r for group in GROUPS for r in group], 4, kind) == pytest.approx(by_hand(kind), abs=1e-12)
 
 
+@pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
+def test_excluded_members_leave_the_others_as_if_they_were_alone(kind):
+    rewards, excluded = [1.0, 99.0, 0.0, 0.5, 0.25, -99.0, 0.75, 1.0], [False, True, False, False] * 2
+    found = advantages(rewards, 4, kind, excluded)
+    alone = advantages([reward for reward, out in zip(rewards, excluded, strict=True) if not out], 3, kind)
+    assert [value for value, out in zip(found, excluded, strict=True) if not out] == pytest.approx(alone, abs=1e-12)
+    assert found[1] == found[5] == 0.0
+    assert advantages([1.0, 2.0, 3.0, 4.0], 2, kind, [True, False, True, True]) == [0.0] * 4, "nothing to compare with"
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_excluded_sequences_leave_the_loss_as_if_they_were_not_there(sequences, now, aggregate, estimator):
+    config = Algorithm(name="grpo", aggregate=aggregate, kl_coef=0.1, kl_estimator=estimator, kl_in="loss")
+    sequences[1].excluded, sequences[1].advantage = True, 0.0
+    loss, gradients, _ = run(config, sequences, now, 3)
+    alone, lone_gradients, _ = run(config, sequences[:1] + sequences[2:], now[:1] + now[2:], 3)
+    assert loss == pytest.approx(alone, abs=1e-12)
+    assert not any(gradients.pop(1))
+    assert gradients == [pytest.approx(gradient, abs=1e-12) for gradient in lone_gradients]
+    for sequence in sequences:
+        sequence.excluded = True
+    assert run(config, sequences, now, 3)[0] == 0.0
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_reward(estimator):
     """Two groups of two; every number by hand in Python floats."""

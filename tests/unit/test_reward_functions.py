@@ -1,6 +1,7 @@
-"""The two reward functions on answers right, wrong and hostile, and on GSM8K's real golds."""
+"""The built-in reward functions on answers right, wrong and hostile, and on the real golds of GSM8K and MATH-500."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ from hypothesis import strategies as st
 
 from megatron_rl.config_data import Source
 from megatron_rl.data.sets import read_set
-from megatron_rl.rewards import arithmetic, load_function
+from megatron_rl.rewards import arithmetic, load_function, match
 from megatron_rl.rewards import math as math_reward
 from megatron_rl.types import Problem, Reward
 
-GSM8K_TEST = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
+GSM8K_TEST, MATH_500 = DATA / "gsm8k" / "test.jsonl", DATA / "math500" / "test.jsonl"
 
 
 def _problem(answer: str) -> Problem:
@@ -93,22 +95,97 @@ def test_math_verify_decides_the_rest(text, gold, correct):
     assert math_reward.reward(text, _problem(gold)) == Reward(float(correct), correct)
 
 
+@pytest.mark.parametrize(
+    "text, pattern, correct",
+    [
+        (" Paris\n", "", True),
+        ("paris", "", False),
+        ("It is Paris", "", False),
+        ("<answer>Rome</answer> no: <answer>\nParis</answer>", "<answer>(.*?)</answer>", True),
+        ("<answer>Paris</answer> no: <answer>Rome</answer>", "<answer>(.*?)</answer>", False),
+        ("no tags: Paris", "<answer>(.*?)</answer>", False),
+        ("I say Paris, not Lyon", "Paris|Rome", True),
+        ("()", r"(x)?\(\)", False),  # a group that took no part
+    ],
+)
+def test_exact_compares_word_for_word(text, pattern, correct):
+    settings = {"pattern": pattern} if pattern else {}
+    assert match.exact(text, _problem("Paris"), **settings) == Reward(float(correct), correct)
+
+
+@pytest.mark.parametrize(
+    "text, fits", [("<think>\na\n\nb</think> 5", True), ("\n<think></think>5 \n", True), ("so <think>a</think>5", False), ("", False)]
+)
+def test_format_matches_the_whole_completion(text, fits):
+    assert match.whole(text, _problem("5"), pattern="<think>.*</think>.+") == Reward(float(fits), fits)
+
+
+async def asynchronous(text, problem): ...
+
+
+def without_a_problem(text): ...
+
+
+def with_defaults(text, problem, extra=1): ...
+
+
 def test_functions_are_found_by_name():
     assert load_function("arithmetic") is arithmetic.reward
     assert load_function("math") is math_reward.reward
     assert load_function("megatron_rl.rewards.math:reward") is math_reward.reward
+    assert load_function("format", {"pattern": "a+"})("aa", _problem("")).correct
+    assert load_function(f"{__name__}:with_defaults") is with_defaults
 
 
-@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("absent", "has no attribute 'absent'"),
+        ("DATA", "is a PosixPath, not a function"),
+        ("asynchronous", "must be a plain function, not an async one"),
+        ("without_a_problem", r"must take \(text, problem\): too many positional arguments"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused(name, wrong):
+    with pytest.raises((TypeError, AttributeError), match=wrong):
+        load_function(f"{__name__}:{name}")
+
+
+needs_gsm8k = pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+needs_math500 = pytest.mark.skipif(not MATH_500.is_file(), reason=f"the MATH-500 file is not at {MATH_500}")
+
+
+def _correct(texts: list[str], golds: list[str]) -> int:
+    return sum(math_reward.reward(text, _problem(gold)).correct for text, gold in zip(texts, golds, strict=True))
+
+
+@needs_gsm8k
 def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
-    problems = read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
+    golds = [problem.answer for problem in read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")]
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
-    assert sum(math_reward.reward(text, problem).correct for text, problem in zip(texts, problems, strict=True)) == len(texts) == 1319
-    for text, problem, other in zip(texts, problems, problems[1:] + problems[:1], strict=True):
-        assert math_reward.reward(text, other).correct == (problem.answer == other.answer)
+    assert _correct(texts, golds) == _correct([rf"\boxed{{{gold}}}" for gold in golds], golds) == len(golds) == 1319
+    others = golds[1:] + golds[:1]
+    assert _correct(texts, others) == sum(gold == other for gold, other in zip(golds, others, strict=True))
 
 
-@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+@needs_math500
+def test_real_math500_golds_verify():
+    rows = [json.loads(line) for line in MATH_500.read_text().splitlines()]
+    golds = [row["answer"] for row in rows]
+    assert _correct([row["solution"] for row in rows], golds) == len(golds) == 500
+    assert _correct([rf"so \boxed{{{gold}}}" for gold in golds], golds) == 500
+
+
+@needs_math500
+def test_shuffled_math500_golds_fail():
+    golds = [json.loads(line)["answer"] for line in MATH_500.read_text().splitlines()]
+    shuffled = random.Random(0).sample(golds, len(golds))
+    pairs = [(rf"\boxed{{{said}}}", gold) for said, gold in zip(shuffled, golds, strict=True) if said != gold]
+    assert len(pairs) > 480
+    assert _correct(*map(list, zip(*pairs, strict=True))) <= 1
+
+
+@needs_gsm8k
 def test_real_gsm8k_golds_verify_through_math_verify_too():
     for problem in read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:200]:
         text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"

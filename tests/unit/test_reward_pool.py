@@ -14,12 +14,13 @@ import pytest
 
 from megatron_rl.config_data import Source
 from megatron_rl.data.sets import read_set
-from megatron_rl.errors import RunError, UserError
+from megatron_rl.errors import RunError
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem, Reward
 
 GSM8K_TEST = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 MEMORY_MB = 2048
+
 
 HOSTILE = """
     import os, signal, sys, time
@@ -55,6 +56,14 @@ HOSTILE = """
 """
 
 
+def pool_of(name: str, workers: int, timeout: float, memory_mb: int = MEMORY_MB) -> RewardPool:
+    return RewardPool([(name, {})], workers, timeout, memory_mb)
+
+
+def judged(pool: RewardPool, texts: list[str], problems: list[Problem]) -> list[Reward]:
+    return [reward for [reward] in pool.score(texts, problems)]
+
+
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
     """The name of a reward function that misbehaves on request."""
@@ -70,10 +79,10 @@ def _problems(count: int) -> list[Problem]:
 def test_rewards_come_in_the_order_of_the_samples():
     problems = _problems(300)
     texts = [f"#{problem.answer}" if index % 3 else "#-1" for index, problem in enumerate(problems)]
-    with RewardPool("arithmetic", 3, 5.0, MEMORY_MB) as pool:
+    with pool_of("arithmetic", 3, 5.0) as pool:
         for _ in range(2):
-            assert [reward.correct for reward in pool.score(texts, problems)] == [bool(index % 3) for index in range(300)]
-        assert pool.score([], []) == []
+            assert [reward.correct for reward in judged(pool, texts, problems)] == [bool(index % 3) for index in range(300)]
+        assert judged(pool, [], []) == []
 
 
 @pytest.mark.parametrize(
@@ -94,49 +103,49 @@ def test_a_bad_sample_costs_only_itself(hostile, text, error):
     problems = _problems(40)
     texts = [problem.answer for problem in problems]
     texts[5] = texts[23] = text
-    with RewardPool(hostile, 2, 0.5, MEMORY_MB) as pool:
-        rewards = pool.score(texts, problems)
+    with pool_of(hostile, 2, 0.5) as pool:
+        rewards = judged(pool, texts, problems)
         assert rewards[5] == rewards[23] == Reward(0.0, False, error)
         assert sum(reward == Reward(1.0, True) for reward in rewards) == 38
-        assert pool.score(["0"], problems[:1])[0].correct
+        assert judged(pool, ["0"], problems[:1])[0].correct
 
 
 def test_the_timeout_counts_for_each_sample_not_for_its_chunk(hostile):
-    with RewardPool(hostile, 1, 1.5, MEMORY_MB) as pool:
-        rewards = pool.score(["slow"] * 8, _problems(8))
+    with pool_of(hostile, 1, 1.5) as pool:
+        rewards = judged(pool, ["slow"] * 8, _problems(8))
     assert [reward.error for reward in rewards] == [""] * 8
 
 
 def test_a_worker_killed_while_idle_costs_no_sample(hostile):
-    with RewardPool(hostile, 1, 5.0, MEMORY_MB) as pool:
-        pid = int(pool.score(["pid"], _problems(1))[0].value)
+    with pool_of(hostile, 1, 5.0) as pool:
+        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-        [reward] = pool.score(["pid"], _problems(1))
+        [reward] = judged(pool, ["pid"], _problems(1))
     assert reward.correct and int(reward.value) != pid
 
 
 def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free(hostile):
-    pool = RewardPool(hostile, 4, 5.0, MEMORY_MB)
+    pool = pool_of(hostile, 4, 5.0)
     thread = threading.Thread(target=pool.__enter__)  # Linux sends the death signal when the starting thread ends
     thread.start()
     thread.join()
     with pool:
-        assert all(reward.correct for reward in pool.score([str(index) for index in range(64)], _problems(64)))
+        assert all(reward.correct for reward in judged(pool, [str(index) for index in range(64)], _problems(64)))
 
 
 def test_a_worker_imports_little_and_ignores_ctrl_c(hostile):
-    with RewardPool(hostile, 1, 5.0, MEMORY_MB) as pool:
-        pid = int(pool.score(["pid"], _problems(1))[0].value)
+    with pool_of(hostile, 1, 5.0) as pool:
+        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
         os.kill(pid, signal.SIGINT)
-        modules = pool.score(["modules"], _problems(1))[0].error.split(",")
-        assert int(pool.score(["pid"], _problems(1))[0].value) == pid
+        modules = judged(pool, ["modules"], _problems(1))[0].error.split(",")
+        assert int(judged(pool, ["pid"], _problems(1))[0].value) == pid
     assert not {"torch", "numpy", "pydantic", "transformers", "sympy"} & set(modules)
 
 
 def test_closing_ends_the_workers(hostile):
-    with RewardPool(hostile, 1, 5.0, MEMORY_MB) as pool:
-        pid = int(pool.score(["pid"], _problems(1))[0].value)
+    with pool_of(hostile, 1, 5.0) as pool:
+        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -148,9 +157,9 @@ import sys
 sys.path[:0] = {sys.path!r}
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem
-with RewardPool({hostile!r}, 1, 60.0, {MEMORY_MB}) as pool:
+with RewardPool([({hostile!r}, {{}})], 1, 60.0, {MEMORY_MB}) as pool:
     problems = [Problem("0", "?", "0")] * 2
-    print(int(pool.score(["pid"], problems[:1])[0].value), flush=True)
+    print(int(pool.score(["pid"], problems[:1])[0][0].value), flush=True)
     pool.score(["hang"], problems[:1])
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
@@ -175,13 +184,9 @@ def _gone_within(pid: int, seconds: float) -> bool:
 
 
 def test_a_function_that_cannot_be_loaded_is_reported():
-    with pytest.raises(UserError, match="reward.function = 'magic': must be one of arithmetic, math"):
-        RewardPool("magic", 1, 5.0, MEMORY_MB)
-    with (
-        pytest.raises(RunError, match="could not load reward.function = absent:reward: ModuleNotFoundError"),
-        RewardPool("absent:reward", 1, 5, MEMORY_MB) as pool,
-    ):
-        pool.score(["#1"], _problems(1))
+    with pytest.raises(RunError, match="2048 MiB could not load its functions: ModuleNotFoundError: No module named 'absent'"):
+        with pool_of("absent:reward", 1, 5) as pool:
+            judged(pool, ["#1"], _problems(1))
 
 
 def test_workers_that_cannot_start_break_the_run(tmp_path, monkeypatch):
@@ -189,15 +194,15 @@ def test_workers_that_cannot_start_break_the_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with (
         pytest.raises(RunError, match=r"do not start: worker died \(exit code 9\)"),
-        RewardPool("suicidal_reward:reward", 2, 5.0, MEMORY_MB) as pool,
+        pool_of("suicidal_reward:reward", 2, 5.0) as pool,
     ):
-        pool.score(["#1"], _problems(1))
+        judged(pool, ["#1"], _problems(1))
 
 
 def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
     texts = [r"\boxed{\frac{2}{4}}", r"\boxed{(10^9)!}", r"\boxed{\frac{1}{2}}"]
-    with RewardPool("math", 1, 2.0, 4096) as pool:
-        rewards = pool.score(texts, [Problem("p", "?", r"\frac{1}{2}")] * 3)
+    with pool_of("math", 1, 2.0) as pool:
+        rewards = judged(pool, texts, [Problem("p", "?", r"\frac{1}{2}")] * 3)
     assert [reward.correct for reward in rewards] == [True, False, True]
     assert [bool(reward.error) for reward in rewards] == [False, True, False]
 
@@ -206,5 +211,5 @@ def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
 def test_real_gsm8k_golds_verify_in_the_pool():
     problems = read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
-    with RewardPool("math", 2, 5.0, 4096) as pool:
-        assert all(reward.correct for reward in pool.score(texts, problems))
+    with pool_of("math", 2, 5.0) as pool:
+        assert all(reward.correct for reward in judged(pool, texts, problems))

@@ -63,11 +63,24 @@ def test_metrics_of_a_step():
     )
 
 
+def test_metrics_leave_out_what_is_excluded():
+    completions = [completion(0, True), completion(0, False), completion(0, False, error="timed out"), completion(0, False, error="died")]
+    for member, parts in zip(completions, [{"math": 1.0, "format": 0.0}, {"math": 0.0, "format": 1.0}, {}, {}], strict=True):
+        member.reward.parts, member.reward.excluded = parts, bool(member.reward.error)
+    metrics = rollout_metrics(Rollout(completions, {"time/generate": 4.0}))
+    assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/errors"]) == (0.5, 0.5, 2)
+    assert (metrics["reward/part/math"], metrics["reward/part/format"]) == (0.5, 0.5)
+    assert metrics["accuracy/train"] == 0.25, "without a verdict nothing is correct"
+    for member in completions:
+        member.reward.excluded = True
+    assert rollout_metrics(Rollout(completions, {"time/generate": 4.0}))["reward/mean"] == 0.0
+
+
 def test_a_sample_row_tells_all_of_a_completion_and_is_json():
     (row,) = sample_rows(7, [completion(3, False, finish="length", error="timed out", value=0.125)], 8)
     assert json.loads(json.dumps(row)) == {
         "step": 7, "level": 3, "prompt": "prompt 3", "completion": "text 3", "answer": "42", "reward": 0.125, "correct": False,
-        "advantage": 0.25, "finish_reason": "length", "error": "timed out",
+        "parts": {}, "advantage": 0.25, "finish_reason": "length", "error": "timed out",
     }  # fmt: skip
 
 
@@ -105,8 +118,8 @@ class FakeEngine:
 class FakeRewards:
     """Earns only the first completion of each group of four."""
 
-    def score(self, texts, problems):
-        assert len(texts) == len(problems)
+    def score(self, texts, problems, lengths):
+        assert len(texts) == len(problems) and lengths == [1] * len(texts)
         return [Reward(float(text in "ae"), text in "ae") for text in texts]
 
 
@@ -143,7 +156,7 @@ class Scripted:
     def __init__(self, groups: dict[str, list[float]]) -> None:
         self.groups, self.asked = groups, []
 
-    def score(self, texts, problems):
+    def score(self, texts, problems, lengths):
         self.asked.append(len(problems) // 4)
         return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
 
@@ -183,6 +196,19 @@ def test_without_dynamic_sampling_every_group_is_taken(worker):
     worker, rewards = dynamic(worker, 0, {})
     rollout = worker.collect(5)
     assert rewards.asked == [2] and rollout.sampling == {} and not rollout.discarded_B
+
+
+def test_what_is_excluded_gives_a_group_no_signal(worker):
+    worker, _ = dynamic(worker, 1, {"0": EQUAL, "1": MIXED})
+    scores = worker._rewards.score
+
+    def excluding(texts, problems, lengths):
+        rewards = scores(texts, problems, lengths)
+        rewards[0] = Reward(0.0, False, "timed out", excluded=True)
+        return rewards
+
+    worker._rewards.score = excluding
+    assert worker.collect(5).sampling["sampling/without_signal"] == 1
 
 
 def test_length_penalties_stay_beside_the_reward_and_give_no_signal(worker):

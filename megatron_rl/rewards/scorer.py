@@ -1,0 +1,117 @@
+"""The reward of a completion: a weighted sum of functions, each computed where it is safe or cheap.
+
+    in worker processes   whatever runs code on a completion: math, patterns, your own functions   (pool.py)
+    on a server           functions named `http`                                                    (server.py)
+    here                  length
+
+A completion that any of them fails on has no verdict at all: a sum with a term missing would be a reward for nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+
+from megatron_rl.config_reward import RewardConfig, RewardPart
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.rewards.pool import Function, RewardPool
+from megatron_rl.rewards.server import RewardServer
+from megatron_rl.types import Problem, Reward
+
+_REASONS_TOLD = 3
+
+
+class Scorer:
+    """Scores completions as `config` says; use it as a context manager, which holds the worker processes.
+
+    `say` is told how many completions of a call got no verdict, and why. Entering starts the workers without waiting for them.
+    """
+
+    def __init__(self, config: RewardConfig, say: Callable[[str], None]) -> None:
+        self._config, self._say, self._parts, self._judge = config, say, config.parts, config.judge
+        self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
+        self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
+        self._servers = {label: RewardServer(part) for label, part in self._parts.items() if part.name == "http"}
+
+    def __enter__(self) -> Scorer:
+        if self._local:
+            self._pool.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._pool.close()
+
+    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int]) -> list[Reward]:
+        """The rewards of the completions `texts_B` of `lengths_B` tokens, in their order; with `parts` where functions are several.
+
+        A completion without a verdict has an `error`, and what `reward.on_error` gives it. Raises RunError where that is `stop`,
+        and when workers cannot be started.
+        """
+        verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
+        if self._local:
+            for verdicts, judged in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
+                verdicts.update(zip(self._local, judged, strict=True))
+        for label, server in self._servers.items():
+            for verdicts, answer in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
+                verdicts[label] = answer
+        rewards = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
+        return self._without_verdict(rewards, problems_B)
+
+    def _sum(self, verdicts: Mapping[str, Reward], tokens: int) -> Reward:
+        if failed := {label: verdict.error for label, verdict in verdicts.items() if verdict.error}:
+            error = next(iter(failed.values()))
+            labels = [label for label, told in failed.items() if told == error]
+            return Reward(0.0, False, error=error if len(self._parts) == 1 else f"{', '.join(labels)}: {error}")
+        correct = verdicts[self._judge].correct
+        values = {
+            label: correct * length_value(tokens, part.full_tokens, part.zero_tokens) if part.name == "length" else verdicts[label].value
+            for label, part in self._parts.items()
+        }
+        total = sum(part.weight * values[label] for label, part in self._parts.items())
+        return Reward(total, correct, parts=values if len(values) > 1 else {})
+
+    def _without_verdict(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
+        """Tells of the completions that have none, and does with them what the configuration says."""
+        failed = [number for number, reward in enumerate(rewards) if reward.error]
+        if not failed:
+            return rewards
+        reasons = Counter(rewards[number].error for number in failed).most_common()
+        told = "; ".join(f"{error} ({count})" for error, count in reasons[:_REASONS_TOLD])
+        more = f"; and {len(reasons) - _REASONS_TOLD} other reasons" if len(reasons) > _REASONS_TOLD else ""
+        self._say(f"{len(failed)} of {len(rewards)} completions got no verdict: {told}{more}")
+        if self._config.on_error == "stop":
+            problem, error = problems_B[failed[0]], rewards[failed[0]].error
+            raise RunError(f"a completion of problem {problem.id} got no verdict ({error}), and reward.on_error is stop")
+        exclude = self._config.on_error == "exclude"
+        return [replace(reward, excluded=exclude) if reward.error else reward for reward in rewards]
+
+
+def length_value(tokens: int, full: int, zero: int) -> float:
+    """1 at `full` tokens, 0 at `zero` tokens, linear in between and constant outside: clip((zero - n) / (zero - full), 0, 1).
+
+    LCPO-Max (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha.
+    """
+    return min(max((zero - tokens) / (zero - full), 0.0), 1.0)
+
+
+def check_rewards(config: RewardConfig) -> None:
+    """What can be known before a run: that the user's own functions load in a worker, within its limits, and that servers answer.
+
+    Raises UserError. Built-in functions need no check.
+    """
+    for part in config.parts.values():
+        if part.name == "http":
+            RewardServer(part).check()
+        elif part.own:
+            try:
+                with RewardPool([_function(part)], 1, config.timeout, config.memory_mb) as pool:
+                    pool.wait_until_ready()
+            except RunError as error:
+                fix = "it is looked for where Python looks, and in the working directory"
+                raise UserError("reward.functions" if config.functions else "reward.function", part.name, str(error), fix) from None
+
+
+def _function(part: RewardPart) -> Function:
+    return part.name, {"pattern": part.pattern} if part.pattern else {}
