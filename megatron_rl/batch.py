@@ -14,7 +14,10 @@ _EMPTY = torch.empty(0)
 
 @dataclass
 class Sequence:
-    """A prompt with its answer, and what is known of each answer token (float32 [A], empty when not known)."""
+    """A prompt with its answer, and what is known of each token of it that the policy sampled (float32 [A], empty when not known).
+
+    A counts sampled tokens only: what an environment wrote in between is read by the model, but nothing is ever known or learnt of it.
+    """
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -30,18 +33,31 @@ class Sequence:
     reward: float = 0.0
     """What the answer earned, before any KL term."""
     weight: float = 1.0
-    """Of each answer token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
+    """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
+    sampled: list[bool] = field(default_factory=list)
+    """For each answer token, False where an environment wrote it; empty where all were sampled."""
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
+
+    @property
+    def sampled_count(self) -> int:
+        """A."""
+        return sum(self.sampled) if self.sampled else len(self.answer_ids)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The positions whose targets are the sampled tokens, int64 [A]: position t predicts token t + 1."""
+        answer = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
+        return answer[torch.tensor(self.sampled)] if self.sampled else answer
 
 
 @dataclass
 class MicroBatch:
     """Right-padded tensors [b, s]; position t predicts token t + 1, so answer tokens are the targets from prompt end - 1 on.
 
-    `mask` is 1.0 where the target is an answer token. Padding comes last, where a causal mask hides it.
+    `mask` is 1.0 where the target is a sampled answer token. Padding comes last, where a causal mask hides it.
     """
 
     rows: list[int]
@@ -59,10 +75,9 @@ class MicroBatch:
     """The token's correction where `mask` is 1, else 0."""
 
     def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the sequence, its answer's part [A]) of a tensor [b, s] aligned with `targets`."""
+        """(index of the sequence, its sampled tokens' part [A]) of a tensor [b, s] aligned with `targets`."""
         for row, index in enumerate(self.rows):
-            start = len(sequences[index].prompt_ids) - 1
-            yield index, values[row, start : start + len(sequences[index].answer_ids)]
+            yield index, values[row, sequences[index].places]
 
 
 def micro_batches(sequences: list[Sequence], size: int, replica: int = 0, replicas: int = 1, multiple: int = 1) -> list[MicroBatch]:
@@ -92,7 +107,7 @@ def _pad(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
         ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
         tokens[row, : len(ids) - 1] = ids[:-1]
         targets[row, : len(ids) - 1] = ids[1:]
-        answer = slice(len(sequence.prompt_ids) - 1, len(ids) - 1)
+        answer = sequence.places
         mask[row, answer] = 1.0
         advantages[row, answer] = sequence.advantage
         weights[row, answer] = sequence.weight

@@ -1,6 +1,7 @@
 """Means over a batch as weights of tokens, given before the batch is cut.
 
 The trainer divides a sum over N answer tokens of n sequences by N. A token of a sequence of T answer tokens weighs
+(tokens that the policy sampled; an environment's weigh nothing)
 
     token     1                 the mean over all tokens (DAPO, arXiv 2503.14476)
     sequence  N / (n T)         the mean of the sequences' means (GRPO as published, arXiv 2402.03300; GSPO)
@@ -14,8 +15,8 @@ from megatron_rl.batch import Sequence
 
 def weigh(sequences: list[Sequence], aggregate: str, longest: int) -> None:
     """Sets the weights of one optimizer step's sequences, all of them whoever computes them; `longest` is L."""
-    tokens = sum(len(sequence.answer_ids) for sequence in sequences)
+    tokens = sum(sequence.sampled_count for sequence in sequences)
     for sequence in sequences:
-        length = len(sequence.answer_ids)
+        length = sequence.sampled_count
         divisor = {"token": tokens, "sequence": len(sequences) * length, "constant": len(sequences) * longest}[aggregate]
         sequence.weight = tokens / divisor if length else 0.0
