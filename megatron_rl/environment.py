@@ -38,6 +38,11 @@ class Message:
     text: str
     error: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not isinstance(self.error, str):
+            raise TypeError(f"a Message is made of texts, not of {self.text!r} and {self.error!r}")
+        self.text.encode()  # half a surrogate pair raises here, not in the tokenizer
+
 
 class Environment(Protocol):
     """The other side of one answer; picklable."""

@@ -26,6 +26,6 @@ def __getattr__(name: str) -> Callable[[str, Episode], Reply]:
             return Reply(0.0, False)
         if not isinstance(message, Message):
             raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
-        return Reply(0.0, False, message=message, state=pickle.dumps(current))
+        return Reply(0.0, False, message=Message(message.text, message.error), state=pickle.dumps(current))
 
     return step

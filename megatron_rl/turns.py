@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_rl.config_environment import EnvironmentConfig
 from megatron_rl.engine import Engine
-from megatron_rl.environment import Episode, Message, Reply, load_environment, stop_strings
+from megatron_rl.environment import Episode, Reply, load_environment, stop_strings
 from megatron_rl.errors import RunError
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Completion, Problem, Reward, Sampling
@@ -60,8 +60,6 @@ class _Dialogue:
 
     completion: Completion
     episode: Episode
-    said: int = 0
-    """Tokens of the environment so far."""
 
 
 class Turns:
@@ -119,14 +117,14 @@ class Turns:
         if reply.message is None:
             return False
         completion.tool_errors += bool(reply.message.error)
-        ids = self._encode(reply.message)
+        ids = self._tokenizer.encode(reply.message.text, add_special_tokens=False)
+        said = len(completion.output_ids_T) - completion.sampled_count
         if completion.turns == limits.max_turns:
             completion.finish_reason = "turns"
             return False
-        if completion.sampled_count >= sampling.max_new_tokens or dialogue.said + len(ids) > limits.max_tokens:
+        if completion.sampled_count >= sampling.max_new_tokens or said + len(ids) > limits.max_tokens:
             completion.finish_reason = "length"
             return False
-        dialogue.said += len(ids)
         dialogue.episode = replace(dialogue.episode, state=reply.state)
         self._extend(completion, ids, [0.0] * len(ids), False)
         return True
@@ -137,9 +135,6 @@ class Turns:
         if self._environments is not None:
             completion.sampled_T += [sampled] * len(ids)
             completion.parts.append(self._decode(ids))
-
-    def _encode(self, message: Message) -> list[int]:
-        return self._tokenizer.encode(message.text, add_special_tokens=False)
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -185,6 +185,10 @@ HOSTILE = """
                 raise KeyError("tool")
             if text == "wrong type":
                 return "text"
+            if text == "no text":
+                return Message(None)
+            if text == "half a character":
+                return Message("\\ud800")
             if text == "unpicklable":
                 self.heard = (part for part in "ab")
             return None if text == "end" else Message("+".join(map(str, self.heard)))
@@ -206,18 +210,19 @@ def hostile(tmp_path, monkeypatch):
 
 
 def test_a_broken_environment_costs_its_own_answer_only(hostile, caplog):
-    texts = ["one", "hang", "two", "hang in C", "die", "raise", "wrong type", "unpicklable", "end", "three"]
+    texts = ["one", "hang", "two", "hang in C", "die", "raise", "wrong type", "unpicklable", "no text"]
+    texts += ["half a character", "end", "three"]
     episodes = [Episode(str(number), "", "") for number in range(len(texts))]
     with EnvironmentPool(EnvironmentConfig(name=hostile, workers=1, timeout=0.5)) as pool:
         assert pool.stop == (">",)
-        replies = pool.step([*texts, "four"], [*episodes, Episode("10", "", "no object")])
+        replies = pool.step([*texts, "four"], [*episodes, Episode("none", "", "no object")])
         errors = [reply.error.partition(":")[0] for reply in replies]
         late, died = "timeout after 0.5 s", "worker died (exit code 7)"
-        assert errors == ["", late, "", late, died, "KeyError", "TypeError", "TypeError", "", "", "ValueError"]
+        assert errors == ["", late, "", late, died, "KeyError", *["TypeError"] * 3, "UnicodeEncodeError", "", "", "ValueError"]
         assert [reply.message and reply.message.text for reply in replies if not reply.error] == ["one", "two", None, "three"]
         again = [Episode("0", "", "", state=replies[0].state), Episode("2", "", "", state=replies[2].state)]
         assert [reply.message.text for reply in pool.step(["a", "b"], again)] == ["one+a", "two+b"], "it went on in another process"
-    assert "failed in 7 of 11 answers: timeout after 0.5 s" in caplog.text
+    assert "failed in 9 of 13 answers: timeout after 0.5 s" in caplog.text
 
 
 @pytest.mark.parametrize(
