@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.errors import UserError
-from megatron_rl.types import Problem, Reward
+from megatron_rl.types import Problem
 
 ENVIRONMENTS = {"calculator": "megatron_rl.calculator:Calculator"}
 """What `environment.name` may name besides `module:attribute`, and where it lives."""
@@ -65,11 +65,12 @@ class Episode(Problem):
     """The pickled environment; empty before the first turn."""
 
 
-@dataclass
-class Reply(Reward):
-    """What a worker answers to one turn. It is a `Reward`, of no value, because that is what the pool of workers carries."""
+@dataclass(frozen=True)
+class Reply:
+    """What comes of one turn: a message; none, at the end of the answer; or an error of the environment."""
 
     message: Message | None = None
+    error: str = ""
     state: bytes = b""
 
 

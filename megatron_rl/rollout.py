@@ -143,7 +143,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 
 def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Turns, and the environments' share of the tokens and their errors; {} where there was none."""
-    heard = [completion for completion in completions if completion.parts]
+    heard = [completion for completion in completions if completion.dialogue]
     if not heard:
         return {}
     said = sum(len(completion.output_ids_T) - completion.sampled_count for completion in heard)
@@ -171,7 +171,7 @@ def sample_rows(step: int, completions: Sequence[Completion], count: int) -> lis
             "advantage": completion.advantage,
             "finish_reason": completion.finish_reason,
             "error": completion.reward.error,
-            **({"parts": completion.parts} if completion.parts else {}),
+            **({"dialogue": completion.dialogue} if completion.dialogue else {}),
         }
         for completion in chosen
     ]

@@ -10,48 +10,39 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from megatron_rl.config_environment import EnvironmentConfig
 from megatron_rl.engine import Engine
 from megatron_rl.environment import Episode, Reply, load_environment, stop_strings
 from megatron_rl.errors import RunError
-from megatron_rl.rewards.pool import RewardPool
-from megatron_rl.types import Completion, Problem, Reward, Sampling
+from megatron_rl.rewards.pool import WorkerPool
+from megatron_rl.types import Completion, Problem, Sampling
 
 _log = logging.getLogger(__name__)
 
 
-class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """The environments of all answers that are being sampled, in worker processes; a context manager. Raises UserError for a bad name."""
+class EnvironmentPool(WorkerPool[Reply]):
+    """The environments of all answers that are being sampled, in worker processes. Raises UserError for a bad name."""
+
+    module = "megatron_rl.environment_worker"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.stop = stop_strings(config.name, load_environment(config.name))
-        self._workers = RewardPool(f"megatron_rl.environment_worker:{config.name}", config.workers, config.timeout, config.memory_mb)
+        super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
 
-    def __enter__(self) -> EnvironmentPool:
-        self._workers.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._workers.close()
+    def failed(self, reason: str) -> Reply:
+        return Reply(error=reason)
 
     def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[Reply]:
-        """One reply to each turn; where an environment raised, hung or died, its `error` says so."""
-        found = [_as_reply(reward) for reward in self._workers.score(texts_B, episodes_B)]
+        """One reply to each turn."""
+        found = self.score(texts_B, episodes_B)
         broken = [reply.error for reply in found if reply.error]
         if broken:
             _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(broken), len(found), broken[0])
         return found
-
-
-def _as_reply(reward: Reward) -> Reply:
-    """The pool gives a plain Reward, with an error, to a sample that it has no answer for."""
-    return reward if isinstance(reward, Reply) else Reply(0.0, False, reward.error)
 
 
 @dataclass
@@ -104,7 +95,7 @@ class Turns:
         """Adds what the environments reply; returns the dialogues that go on."""
         assert self._environments is not None
         stopped = [dialogue for dialogue in running if dialogue.completion.finish_reason == "stop"]
-        texts = [dialogue.completion.parts[-1] for dialogue in stopped]
+        texts = [dialogue.completion.dialogue[-1] for dialogue in stopped]
         replies = self._environments.step(texts, [dialogue.episode for dialogue in stopped])
         return [dialogue for dialogue, reply in zip(stopped, replies, strict=True) if self._goes_on(dialogue, reply, sampling)]
 
@@ -134,7 +125,7 @@ class Turns:
         completion.logprobs_T += logprobs
         if self._environments is not None:
             completion.sampled_T += [sampled] * len(ids)
-            completion.parts.append(self._decode(ids))
+            completion.dialogue.append(self._decode(ids))
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -55,7 +55,7 @@ class Completion:
     advantage: float = 0.0
     overlong: float = 0.0  # what the length adds to the reward, 0 or less
     sampled_T: list[bool] = field(default_factory=list)  # per output token: False where the environment wrote it; empty: all are sampled
-    parts: list[str] = field(default_factory=list)  # texts of the policy and of the environment in turn; empty without an environment
+    dialogue: list[str] = field(default_factory=list)  # texts of the policy and of the environment in turn; empty without an environment
     tool_errors: int = 0  # messages by which the environment refused what the policy asked for
     environment_error: str = ""  # why the environment broke; the sample then scores 0
 
@@ -67,7 +67,7 @@ class Completion:
     @property
     def turns(self) -> int:
         """The policy's; 0 without an environment."""
-        return (len(self.parts) + 1) // 2
+        return (len(self.dialogue) + 1) // 2
 
     @property
     def score(self) -> float:

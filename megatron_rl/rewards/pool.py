@@ -1,4 +1,4 @@
-"""Worker processes that judge completions: a sample can hang, crash or exhaust memory, and costs only itself.
+"""Worker processes that judge completions, or do other work on each: a sample can hang, crash or exhaust memory, and costs only itself.
 
 Each worker is a fresh interpreter with a pipe. multiprocessing's own process start is avoided: it would import the caller's
 `__main__`, and with it torch and Megatron, into every worker. Samples travel in small chunks and come back one by one, so the
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.rewards import FUNCTIONS
@@ -28,23 +29,28 @@ MOST_FAILED_STARTS = 3
 """This many losses in a row for each worker, none of which became ready, break the run."""
 
 Job = Sequence[tuple[str, Problem]]
+Verdict = TypeVar("Verdict")
 
 
-class RewardPool:
-    """Judges completions in `workers` processes; use it as a context manager. Not to be shared between threads.
+class WorkerPool(Generic[Verdict]):
+    """Gives samples to `workers` processes; use it as a context manager. Not to be shared between threads.
 
-    `function_name`: `arithmetic`, `math` or `module:attribute`. `timeout`: seconds for one sample. `memory_mb`: address space of a
-    worker in MiB. Entering starts the workers without waiting for them. Raises UserError for an unknown function name.
+    A subclass names the module that a worker runs (`megatron_rl.rewards.worker.serve`) and says what a sample gets that it has no
+    answer for. `function_name` is handed to the workers. `timeout`: seconds for one sample. `memory_mb`: address space of a worker in
+    MiB. Entering starts the workers without waiting for them.
     """
 
+    module: str
+
+    def failed(self, reason: str) -> Verdict:
+        raise NotImplementedError
+
     def __init__(self, function_name: str, workers: int, timeout: float, memory_mb: int) -> None:
-        if function_name not in FUNCTIONS and ":" not in function_name:
-            raise UserError("reward.function", function_name, f"must be one of {', '.join(FUNCTIONS)}", "or name it as module:attribute")
         self._function_name, self._count, self._timeout, self._memory_mb = function_name, workers, timeout, memory_mb
         self._workers: list[_Worker] = []
         self._failed_starts = 0
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> Self:
         self._start_missing()
         return self
 
@@ -55,14 +61,14 @@ class RewardPool:
         """End the workers; a later `score` would start new ones."""
         self._discard(list(self._workers))
 
-    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
-        """The rewards of the completions `texts_B`, in their order.
+    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Verdict]:
+        """The verdicts on the texts, in their order.
 
-        A sample without a verdict gets Reward(0.0, False, error): "timeout after 5 s", "worker died (signal 9)" or the function's
+        A sample without one gets what `failed` says: "timeout after 5 s", "worker died (signal 9)" or the function's
         own error such as "ValueError: ...". Raises RunError when workers cannot be started at all.
         """
         job: Job = list(zip(texts_B, problems_B, strict=True))
-        verdicts: dict[int, Reward] = {}
+        verdicts: dict[int, Verdict] = {}
         waiting = deque(range(len(job)))
         try:
             while len(verdicts) < len(job):
@@ -75,7 +81,7 @@ class RewardPool:
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._count:
-            self._workers.append(_Worker(self._function_name, self._memory_mb))
+            self._workers.append(_Worker(self.module, self._function_name, self._memory_mb))
 
     def _discard(self, workers: Iterable[_Worker]) -> None:
         for worker in workers:
@@ -90,7 +96,7 @@ class RewardPool:
             if chunk and not worker.send(chunk, job, time.monotonic() + self._timeout):
                 self._replace(worker, "", {}, waiting)  # it died while idle: that is no sample's fault
 
-    def _collect(self, verdicts: dict[int, Reward], waiting: deque[int]) -> None:
+    def _collect(self, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
         """Wait for the next answer or deadline, then take all answers that are there and give up on workers that are late."""
         engaged = [worker for worker in self._workers if worker.outstanding or not worker.ready]
         if not engaged:
@@ -104,7 +110,7 @@ class RewardPool:
                 late = f"timeout after {self._timeout:g} s" if worker.ready else f"not ready after {START_TIMEOUT:g} s"
                 self._replace(worker, late, verdicts, waiting)
 
-    def _receive(self, worker: _Worker, verdicts: dict[int, Reward], waiting: deque[int]) -> None:
+    def _receive(self, worker: _Worker, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
         try:
             message = worker.channel.recv()
         except (EOFError, OSError):
@@ -117,25 +123,39 @@ class RewardPool:
         verdicts[worker.outstanding.popleft()] = message
         worker.deadline = time.monotonic() + self._timeout
 
-    def _replace(self, worker: _Worker, reason: str, verdicts: dict[int, Reward], waiting: deque[int]) -> None:
+    def _replace(self, worker: _Worker, reason: str, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
         """Drop a worker; the sample it worked on takes the blame, those behind it go back to the queue's front."""
         if worker.outstanding and reason:
-            verdicts[worker.outstanding.popleft()] = Reward(0.0, False, error=reason)
+            verdicts[worker.outstanding.popleft()] = self.failed(reason)
         self._failed_starts += not worker.ready
         waiting.extendleft(reversed(worker.outstanding))
         self._discard([worker])
         if self._failed_starts >= MOST_FAILED_STARTS * self._count:
-            raise RunError(f"reward workers do not start: {reason} (reward.memory_mb = {self._memory_mb})")
+            raise RunError(f"workers for {self._function_name} do not start: {reason} (memory_mb = {self._memory_mb})")
+
+
+class RewardPool(WorkerPool[Reward]):
+    """Judges completions. `function_name`: `arithmetic`, `math` or `module:attribute`. Raises UserError for an unknown one."""
+
+    module = "megatron_rl.rewards.worker"
+
+    def __init__(self, function_name: str, workers: int, timeout: float, memory_mb: int) -> None:
+        if function_name not in FUNCTIONS and ":" not in function_name:
+            raise UserError("reward.function", function_name, f"must be one of {', '.join(FUNCTIONS)}", "or name it as module:attribute")
+        super().__init__(function_name, workers, timeout, memory_mb)
+
+    def failed(self, reason: str) -> Reward:
+        return Reward(0.0, False, error=reason)
 
 
 class _Worker:
     """One process, its pipe, and the indices of the samples it has been sent but not answered."""
 
-    def __init__(self, function_name: str, memory_mb: int) -> None:
+    def __init__(self, module: str, function_name: str, memory_mb: int) -> None:
         self.channel, remote = Pipe()
         arguments = [str(remote.fileno()), function_name, str(memory_mb), str(os.getpid())]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megatron_rl.rewards.worker", *arguments],
+            [sys.executable, "-P", "-m", module, *arguments],
             pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -157,10 +177,10 @@ class _Worker:
         return True
 
     def become_ready(self, message: tuple[str, str], function_name: str, memory_mb: int) -> None:
-        """Take the worker's first message, (state, reason). Raises RunError when it could not load the reward function."""
+        """Take the worker's first message, (state, reason). Raises RunError when it could not load its function."""
         state, reason = message
         if state != "ready":
-            raise RunError(f"a reward worker with {memory_mb} MiB could not load reward.function = {function_name}: {reason}")
+            raise RunError(f"a worker with {memory_mb} MiB could not load {function_name}: {reason}")
         self.ready = True
 
     def cause_of_death(self) -> str:

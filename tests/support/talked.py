@@ -42,7 +42,7 @@ def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[
     masks = [torch.tensor(answer.sampled_T) for answer in answers]
     told = [torch.tensor(answer.logprobs_T) for answer in answers]
     return {
-        "parts": [answer.parts for answer in answers],
+        "parts": [answer.dialogue for answer in answers],
         "ids": [answer.output_ids_T for answer in answers],
         "finish": [answer.finish_reason for answer in answers],
         "sampled": [answer.sampled_count for answer in answers],

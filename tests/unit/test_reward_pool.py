@@ -177,7 +177,7 @@ def test_a_function_that_cannot_be_loaded_is_reported():
     with pytest.raises(UserError, match="reward.function = 'magic': must be one of arithmetic, math"):
         RewardPool("magic", 1, 5.0, MEMORY_MB)
     with (
-        pytest.raises(RunError, match="could not load reward.function = absent:reward: ModuleNotFoundError"),
+        pytest.raises(RunError, match="could not load absent:reward: ModuleNotFoundError"),
         RewardPool("absent:reward", 1, 5, MEMORY_MB) as pool,
     ):
         pool.score(["#1"], _problems(1))

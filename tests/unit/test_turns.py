@@ -66,11 +66,11 @@ class Scripted:
 
     def step(self, texts, episodes):
         self.told.append(list(zip((episode.id for episode in episodes), texts, (episode.state for episode in episodes), strict=True)))
-        return [self._replies[int(episode.id)].pop(0) or Reply(0.0, False) for episode in episodes]
+        return [self._replies[int(episode.id)].pop(0) or Reply() for episode in episodes]
 
 
 def say(text: str, error: str = "", state: bytes = b"") -> Reply:
-    return Reply(0.0, False, message=Message(text, error), state=state)
+    return Reply(Message(text, error), state=state)
 
 
 def converse(scripts: list[str | list], replies: list[list[Reply | None]], budget: int = 9, **limits: int):
@@ -90,7 +90,7 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert completion.output_ids_T == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
     assert completion.sampled_T == [True] * 3 + [False] + [True] * 2 + [False] + [True]
     assert completion.logprobs_T == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
-    assert completion.parts == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
+    assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
     assert (completion.turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
     assert scripted.told == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]
 
@@ -112,7 +112,7 @@ def test_only_answers_that_go_on_are_sampled_again():
         (["a>", "b>", "c"], [say("12"), say("34"), None], {"max_tokens": 4}, "a>12b>34c", "stop"),
         (["a>", "b>"], [say("1"), say("2")], {"max_turns": 2}, "a>1b>", "turns"),
         (["a>", "b"], [say("1"), None], {"max_turns": 2}, "a>1b", "stop"),
-        (["a>", "b>"], [say("1"), Reply(0.0, False, "timeout after 5 s")], {}, "a>1b>", "environment"),
+        (["a>", "b>"], [say("1"), Reply(error="timeout after 5 s")], {}, "a>1b>", "environment"),
     ],
 )
 def test_where_an_answer_ends(turns, replies, limits, text, finish):
@@ -138,18 +138,18 @@ def test_without_an_environment_an_answer_is_one_turn():
 
     (completion,) = Turns(Engine(), PairTokenizer()).answer([Problem("0", "A", "")], Sampling(1.0, 9), VERSION)  # type: ignore[arg-type]
     assert completion == Completion(Problem("0", "A", ""), [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>")
-    assert completion.sampled_count == 2 and "parts" not in sample_rows(1, [completion], 1)[0]
+    assert completion.sampled_count == 2 and "dialogue" not in sample_rows(1, [completion], 1)[0]
 
 
 def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
-    found, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [Reply(0.0, False, "ValueError: no")]])
+    found, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [Reply(error="ValueError: no")]])
     metrics = rollout_metrics(Rollout(found, {"time/generate": 2.0}))
     expected = {
         "length/mean": 3, "length/max": 4, "tokens/generated": 6, "tokens/per_second": 3, "environment/turns": 1.5,
         "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
-    assert [row["parts"] for row in sample_rows(1, found, 2)] == [["ab>", "?", "c"], ["d>"]]
+    assert [row["dialogue"] for row in sample_rows(1, found, 2)] == [["ab>", "?", "c"], ["d>"]]
 
 
 def test_the_trainer_never_reads_a_log_prob_of_the_environment():
