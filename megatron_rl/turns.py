@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class EnvironmentPool(WorkerPool[Reply]):
     """The environments of all answers that are being sampled, in worker processes. Raises UserError for a bad name."""
 
-    module = "megatron_rl.environment_worker"
+    section, module = "environment", "megatron_rl.environment_worker"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config

@@ -1,7 +1,7 @@
 """Means over a batch as weights of tokens, given before the batch is cut.
 
 The trainer divides a sum over N answer tokens of n sequences by N. A token of a sequence of T answer tokens weighs
-(tokens that the policy sampled; an environment's weigh nothing)
+as below; an environment's tokens weigh nothing and are not counted.
 
     token     1                 the mean over all tokens (DAPO, arXiv 2503.14476)
     sequence  N / (n T)         the mean of the sequences' means (GRPO as published, arXiv 2402.03300; GSPO)

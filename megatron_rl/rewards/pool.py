@@ -35,11 +35,12 @@ Verdict = TypeVar("Verdict")
 class WorkerPool(Generic[Verdict]):
     """Gives samples to `workers` processes; use it as a context manager. Not to be shared between threads.
 
-    A subclass names the module that a worker runs (`megatron_rl.rewards.worker.serve`) and says what a sample gets that it has no
-    answer for. `function_name` is handed to the workers. `timeout`: seconds for one sample. `memory_mb`: address space of a worker in
+    A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
+    says what a sample without an answer gets. `function_name` is handed to the workers. `timeout`: seconds for one sample. `memory_mb`: address space of a worker in
     MiB. Entering starts the workers without waiting for them.
     """
 
+    section: str
     module: str
 
     def failed(self, reason: str) -> Verdict:
@@ -117,7 +118,7 @@ class WorkerPool(Generic[Verdict]):
             self._replace(worker, worker.cause_of_death(), verdicts, waiting)
             return
         if not worker.ready:
-            worker.become_ready(message, self._function_name, self._memory_mb)
+            worker.become_ready(message, self.section, self._function_name, self._memory_mb)
             self._failed_starts = 0
             return
         verdicts[worker.outstanding.popleft()] = message
@@ -131,13 +132,13 @@ class WorkerPool(Generic[Verdict]):
         waiting.extendleft(reversed(worker.outstanding))
         self._discard([worker])
         if self._failed_starts >= MOST_FAILED_STARTS * self._count:
-            raise RunError(f"workers for {self._function_name} do not start: {reason} (memory_mb = {self._memory_mb})")
+            raise RunError(f"{self.section} workers do not start: {reason} ({self.section}.memory_mb = {self._memory_mb})")
 
 
 class RewardPool(WorkerPool[Reward]):
     """Judges completions. `function_name`: `arithmetic`, `math` or `module:attribute`. Raises UserError for an unknown one."""
 
-    module = "megatron_rl.rewards.worker"
+    section, module = "reward", "megatron_rl.rewards.worker"
 
     def __init__(self, function_name: str, workers: int, timeout: float, memory_mb: int) -> None:
         if function_name not in FUNCTIONS and ":" not in function_name:
@@ -176,11 +177,11 @@ class _Worker:
             return False
         return True
 
-    def become_ready(self, message: tuple[str, str], function_name: str, memory_mb: int) -> None:
+    def become_ready(self, message: tuple[str, str], section: str, function_name: str, memory_mb: int) -> None:
         """Take the worker's first message, (state, reason). Raises RunError when it could not load its function."""
         state, reason = message
         if state != "ready":
-            raise RunError(f"a worker with {memory_mb} MiB could not load {function_name}: {reason}")
+            raise RunError(f"a {section} worker with {memory_mb} MiB could not load {function_name}: {reason}")
         self.ready = True
 
     def cause_of_death(self) -> str:
