@@ -36,8 +36,8 @@ class WorkerPool(Generic[Verdict]):
     """Gives samples to `workers` processes; use it as a context manager. Not to be shared between threads.
 
     A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
-    says what a sample without an answer gets. `function_name` is handed to the workers. `timeout`: seconds for one sample. `memory_mb`: address space of a worker in
-    MiB. Entering starts the workers without waiting for them.
+    says what a sample without an answer gets. `function_name` is handed to the workers. `timeout`: seconds for one sample.
+    `memory_mb`: address space of a worker in MiB. Entering starts the workers without waiting for them.
     """
 
     section: str

@@ -31,6 +31,7 @@ def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[
     `sequences`: fields of `Sequence`. `logprobs` float32 [tokens] are those of all sampled tokens.
     """
     model = _load(folder)
+    model.get_input_embeddings().padding_idx = None  # transformers gives the padding token, which is the end token too, no gradient
     policy, kl, entropies, found = [], [], [], []
     for one in sequences:
         ids = one["prompt_ids"] + one["answer_ids"]
