@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from string import ascii_lowercase
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(served):
     for parts, reason, sampled in zip(found["parts"], found["finish"], found["sampled"], strict=True):
         policy, environment = parts[::2], parts[1::2]
         assert environment == [f"={number}=" for number in range(1, len(policy))], "the engine stops where a stop string ends, and keeps it"
-        assert all(turn[-1:].islower() and not any(letter.islower() for letter in turn[:-1]) for turn in policy[:-1])
+        assert all(turn[-1] in ascii_lowercase and not set(turn[:-1]) & set(ascii_lowercase) for turn in policy[:-1]), policy
         assert sampled <= 40 and reason in ("stop", "length", "turns") and (reason != "turns" or len(policy) == 4)
     assert len(found["engine"]) == sum(found["sampled"]) >= 100
     assert torch.equal(found["engine"], found["whole"]) and torch.equal(found["engine"], found["trainer"])
