@@ -19,7 +19,10 @@ _EMPTY = torch.empty(0)
 
 @dataclass
 class Sequence:
-    """A prompt with its answer, and what is known of each answer token (float32 [A], empty when not known)."""
+    """A prompt with its answer, and what is known of each token of it that the policy sampled (float32 [A], empty when not known).
+
+    A counts sampled tokens only: what an environment wrote in between is read by the model, but nothing is ever known or learnt of it.
+    """
 
     prompt_ids: list[int]
     answer_ids: list[int]
@@ -37,23 +40,31 @@ class Sequence:
     excluded: bool = False
     """Nothing is known of what it earned: it teaches nothing and no mean counts it."""
     weight: float = 1.0
-    """Of each answer token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
+    """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
+    sampled: list[bool] = field(default_factory=list)
+    """For each answer token, False where an environment wrote it; empty where all were sampled."""
 
     @property
     def length(self) -> int:
         return len(self.prompt_ids) + len(self.answer_ids)
 
     @property
+    def sampled_count(self) -> int:
+        """A."""
+        return sum(self.sampled) if self.sampled else len(self.answer_ids)
+
+    @property
     def places(self) -> torch.Tensor:
-        """The positions whose targets are the answer's tokens, int64 [A]: position t predicts token t + 1."""
-        return torch.arange(len(self.prompt_ids) - 1, self.length - 1)
+        """The positions whose targets are the sampled tokens, int64 [A]: position t predicts token t + 1."""
+        answer = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
+        return answer[torch.tensor(self.sampled)] if self.sampled else answer
 
 
 @dataclass
 class MicroBatch:
     """Tensors [1, t]; a place holds a token and what belongs to the next one, its target. Whoever attends must know `lengths`.
 
-    `mask` is 1.0 where the target is an answer token.
+    `mask` is 1.0 where the target is a sampled answer token.
     """
 
     rows: list[int]
@@ -78,12 +89,12 @@ class MicroBatch:
         return sum(self.lengths[len(self.rows) :])
 
     def places(self, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the sequence, int64 [A]: where its answer's tokens are targets)."""
+        """(index of the sequence, int64 [A]: where its sampled tokens are targets)."""
         for index, start in zip(self.rows, accumulate(self.lengths, initial=0), strict=False):
             yield index, start + sequences[index].places
 
     def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
-        """(index of the sequence, its answer's part [A]) of a tensor [1, t] aligned with `targets`."""
+        """(index of the sequence, its sampled tokens' part [A]) of a tensor [1, t] aligned with `targets`."""
         for index, places in self.places(sequences):
             yield index, values[0, places]
 

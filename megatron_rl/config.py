@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from megatron_rl.config_algorithm import Algorithm
 from megatron_rl.config_data import Data
+from megatron_rl.config_environment import EnvironmentConfig
 from megatron_rl.config_errors import as_user_error, section_of
 from megatron_rl.config_reward import RewardConfig
 from megatron_rl.config_section import Section as _Section
@@ -59,6 +60,8 @@ class WarmStart(_Section):
     learning_rate: float = Field(1e-3, gt=0)
     step_by_step_share: float = Field(0.5, ge=0, le=1)
     """Share of the examples that show the intermediate results; the others state the answer at once."""
+    tool_share: float = Field(0.0, ge=0, le=1)
+    """Share of all examples that call the calculator instead; needs environment.name = "calculator"."""
     seed: int = 0
 
 
@@ -176,6 +179,7 @@ class Config(_Section):
     algorithm: Algorithm = Algorithm()
     data: Data = Data()
     reward: RewardConfig = RewardConfig()
+    environment: EnvironmentConfig | None = None
     sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()

@@ -167,10 +167,15 @@ def to_sequences(rollout: Rollout) -> list[Sequence]:
             completion.output_ids_T,
             reward=completion.score,
             excluded=completion.reward.excluded,
-            rollout_logprobs=torch.tensor(completion.logprobs_T),
+            rollout_logprobs=_sampled(torch.tensor(completion.logprobs_T), completion.sampled_T),
+            sampled=completion.sampled_T,
         )
         for completion in rollout.completions_B
     ]
+
+
+def _sampled(values_T: torch.Tensor, sampled_T: list[bool]) -> torch.Tensor:
+    return values_T[torch.tensor(sampled_T)] if sampled_T else values_T
 
 
 def mismatch(sequences: list[Sequence]) -> dict[str, float]:

@@ -11,9 +11,9 @@ from megatron_rl.algorithm.overlong import overlong_reward
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.engine import Engine
-from megatron_rl.errors import RunError
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.types import Completion, Problem, Sampling
+from megatron_rl.turns import EnvironmentPool, Turns
+from megatron_rl.types import Completion, Problem, Reward, Sampling
 
 
 @dataclass
@@ -29,12 +29,20 @@ class Rollout:
 
 
 class RolloutWorker:
-    """Owns what only rank 0 has: the engine, the problems, the tokenizer and the reward workers."""
+    """Owns what only rank 0 has: the engine, the problems, the tokenizer, the reward workers and the environments, if any."""
 
     def __init__(
-        self, config: Config, engine: Engine, stream: ProblemStream, held_out: list[Problem], tokenizer: Any, rewards: Scorer
+        self,
+        config: Config,
+        engine: Engine,
+        stream: ProblemStream,
+        held_out: list[Problem],
+        tokenizer: Any,
+        rewards: Scorer,
+        environments: EnvironmentPool | None = None,
     ) -> None:
-        self._config, self._engine, self._stream, self._tokenizer, self._rewards = config, engine, stream, tokenizer, rewards
+        self._config, self._stream, self._rewards = config, stream, rewards
+        self._turns = Turns(engine, tokenizer, environments)
         self._held_out = held_out
 
     def collect(self, version: int) -> Rollout:
@@ -69,8 +77,7 @@ class RolloutWorker:
         rollout = self._sample([problem for problem in problems_P for _ in range(self._config.rollout.group_size)], version)
         algorithm, longest = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
-            length = len(completion.output_ids_T)
-            completion.overlong = overlong_reward(length, longest, algorithm.overlong_share, algorithm.overlong_penalty)
+            completion.overlong = overlong_reward(completion.sampled_count, longest, algorithm.overlong_share, algorithm.overlong_penalty)
         return rollout
 
     def evaluate(self, version: int) -> dict[str, float]:
@@ -83,22 +90,14 @@ class RolloutWorker:
 
     def _sample(self, problems_B: Sequence[Problem], version: int) -> Rollout:
         config = self._config.rollout
-        prompts = [self._tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems_B]
         start = time.perf_counter()
-        answers = self._engine.generate(prompts, Sampling(config.temperature, config.max_new_tokens))
+        completions = self._turns.answer(problems_B, Sampling(config.temperature, config.max_new_tokens), version)
         generated = time.perf_counter()
-        completions = []
-        for problem, prompt, answer in zip(problems_B, prompts, answers, strict=True):
-            if answer.policy_version != version:
-                raise RunError(f"a completion was sampled by policy version {answer.policy_version}, the trainer holds version {version}")
-            text = self._tokenizer.decode(answer.output_ids_T, skip_special_tokens=True)
-            completions.append(
-                Completion(problem, prompt, answer.output_ids_T, answer.logprobs_T, answer.finish_reason, answer.policy_version, text)
-            )
-        lengths = [len(completion.output_ids_T) for completion in completions]
+        lengths = [completion.sampled_count for completion in completions]
         rewards = self._rewards.score([completion.text for completion in completions], list(problems_B), lengths)
         for completion, reward in zip(completions, rewards, strict=True):
-            completion.reward = reward
+            broken = completion.environment_error
+            completion.reward = Reward(0.0, False, f"environment: {broken}") if broken else reward
         return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
 
 
@@ -127,7 +126,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     completions = [*rollout.completions_B, *rollout.discarded_B]
     count = len(completions)
     rewards = [completion.reward.value for completion in completions if not completion.reward.excluded] or [0.0]
-    lengths = [len(completion.output_ids_T) for completion in completions]
+    lengths = [completion.sampled_count for completion in completions]
     mean = sum(rewards) / len(rewards)
     return {
         "reward/mean": mean,
@@ -141,6 +140,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "length/truncated": sum(completion.finish_reason == "length" for completion in completions) / count,
         "tokens/generated": float(sum(lengths)),
         "tokens/per_second": sum(lengths) / rollout.seconds["time/generate"],
+        **_environment_metrics(completions),
         **rollout.seconds,
         **rollout.sampling,
     }
@@ -150,6 +150,20 @@ def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
     """The mean of each reward function over the completions with a verdict; nothing where there is one function only."""
     parts = [completion.reward.parts for completion in completions if completion.reward.parts]
     return {f"reward/part/{label}": sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
+
+
+def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Turns, and the environments' share of the tokens and their errors; {} where there was none."""
+    heard = [completion for completion in completions if completion.dialogue]
+    if not heard:
+        return {}
+    said = sum(len(completion.output_ids_T) - completion.sampled_count for completion in heard)
+    return {
+        "environment/turns": sum(completion.turns for completion in heard) / len(heard),
+        "environment/token_share": said / max(sum(len(completion.output_ids_T) for completion in heard), 1),
+        "environment/tool_errors": float(sum(completion.tool_errors for completion in heard)),
+        "environment/errors": float(sum(bool(completion.environment_error) for completion in heard)),
+    }
 
 
 def sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
@@ -169,6 +183,7 @@ def sample_rows(step: int, completions: Sequence[Completion], count: int) -> lis
             "advantage": completion.advantage,
             "finish_reason": completion.finish_reason,
             "error": completion.reward.error,
+            **({"dialogue": completion.dialogue} if completion.dialogue else {}),
         }
         for completion in chosen
     ]

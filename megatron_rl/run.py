@@ -10,6 +10,7 @@ from megatron_rl import hf
 from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import check_data
+from megatron_rl.environment import load_environment
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
 from megatron_rl.hf_checkpoint import Checkpoint
@@ -47,6 +48,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
+    _check_environment(config)
     _check_model(config, layout)
     if data:
         check_data(config.data, config.model.path)
@@ -90,10 +92,12 @@ def _check_model(config: Config, layout: Layout) -> None:
         needs.check_model(config.precision, geometry, layout)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    said = config.environment.max_tokens if config.environment else 0
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + said
     limit = hf_config.get("max_position_embeddings", longest)
     if longest > limit:
-        rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {limit} positions"
+        others = f"data.max_prompt_tokens ({config.data.max_prompt_tokens})" + (f" and environment.max_tokens ({said})" if said else "")
+        rule = f"with {others} exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
     if folder.exists():
         _check_weights(config, hf_config, geometry)
@@ -104,6 +108,18 @@ def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeo
     checkpoint, contract = Checkpoint(config.model.path, hf_config), PrecisionContract.of(config.precision)
     checkpoint.check(geometry)
     checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
+
+
+def _check_environment(config: Config) -> None:
+    """That the environment can be imported, and that worked examples which use it exist."""
+    environment = config.environment
+    if environment is not None:
+        load_environment(environment.name)
+    if config.model.warm_start.tool_share and (environment is None or environment.name != "calculator"):
+        rule = "shows calls of the calculator, which the run does not have"
+        raise UserError(
+            "model.warm_start.tool_share", config.model.warm_start.tool_share, rule, 'add [environment] with name = "calculator"'
+        )
 
 
 def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:

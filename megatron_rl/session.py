@@ -35,6 +35,7 @@ from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
+from megatron_rl.turns import EnvironmentPool
 from megatron_rl.versions import versions
 from megatron_rl.warm_start import make_checkpoint
 from parallel.geometry import ModelGeometry
@@ -118,10 +119,12 @@ class Session:
             tokenizer = load_tokenizer(config.model.path)
             stream, held_out = load_problems(config, tokenizer)
             scorer = self._resources.enter_context(Scorer(config.reward, self.say))
+            environment = config.environment
+            environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
             self.say("starting the engine")
             found[0] = find_launcher(config.rollout.engine)(config, self.folder / "engine_model", self.folder)
             self._resources.callback(found[0].stop)
-            found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer)
+            found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
 
         on_rank0(start)
         return found[0], found[1]

@@ -27,7 +27,7 @@ class Generation:
 
     output_ids_T: list[int]
     logprobs_T: list[float]
-    finish_reason: str  # "stop" (end token sampled) | "length" (cut at max_new_tokens)
+    finish_reason: str  # "stop" (end token or stop string sampled) | "length" (cut at max_new_tokens)
     policy_version: int
 
 
@@ -46,18 +46,32 @@ class Reward:
 
 @dataclass
 class Completion:
-    """One sampled answer with all that the trainer, the metrics and the report need."""
+    """One sampled answer with all that the trainer, the metrics and the report need. `logprobs_T` is 0 where the environment wrote."""
 
     problem: Problem
     prompt_ids_T: list[int]
     output_ids_T: list[int]
     logprobs_T: list[float]
-    finish_reason: str
+    finish_reason: str  # the last turn's, or "turns" (no turn left), "length" (no token left), "environment" (it broke)
     policy_version: int
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     advantage: float = 0.0
     overlong: float = 0.0  # what the length adds to the reward, 0 or less
+    sampled_T: list[bool] = field(default_factory=list)  # per output token: False where the environment wrote it; empty: all are sampled
+    dialogue: list[str] = field(default_factory=list)  # texts of the policy and of the environment in turn; empty without an environment
+    tool_errors: int = 0  # messages by which the environment refused what the policy asked for
+    environment_error: str = ""  # why the environment broke; the sample then scores 0
+
+    @property
+    def sampled_count(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(self.sampled_T) if self.sampled_T else len(self.output_ids_T)
+
+    @property
+    def turns(self) -> int:
+        """The policy's; 0 without an environment."""
+        return (len(self.dialogue) + 1) // 2
 
     @property
     def score(self) -> float:
@@ -67,11 +81,13 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: `temperature` > 0 divides the logits; `max_new_tokens` bounds the answer; `seed` fixes the engine's draw."""
+    """How to sample: `temperature` > 0 divides the logits; `max_new_tokens` bounds the answer; `seed` fixes the engine's draw; an answer
+    also ends with the token that completes one of the strings `stop`, which it keeps."""
 
     temperature: float
     max_new_tokens: int
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
 
 class RewardFunction(Protocol):

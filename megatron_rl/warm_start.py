@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl import hf
+from megatron_rl import calculator, hf
 from megatron_rl.batch import MicroBatch, Sequence
-from megatron_rl.config import Config, Train
+from megatron_rl.config import Config, Train, WarmStart
 from megatron_rl.data.arithmetic import demonstration
 from megatron_rl.data.arithmetic import generate as generate_problems
 from megatron_rl.data.prompts import prompt_maker
@@ -28,6 +28,7 @@ from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.types import Problem
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
@@ -81,11 +82,25 @@ def _learn(config: Config, learner: Actor, tokenizer: Any, report: Any) -> None:
         examples = []
         for problem in problems:
             prompt = tokenizer.encode(ask(problem.prompt), add_special_tokens=False)
-            answer = tokenizer.encode(demonstration(problem, choose, warm.step_by_step_share), add_special_tokens=False)
-            examples.append(Sequence(prompt, [*answer, tokenizer.eos_token_id]))
+            examples.append(_example(prompt, _worked(problem, warm, choose), tokenizer))
         metrics = learner.update(examples, _negative_log_likelihood)
         if step % 50 == 0 or step == warm.steps:
             report(f"warm start: step {step}/{warm.steps}, loss {metrics['loss/total']:.3f} nats per token")
+
+
+def _worked(problem: Problem, warm: WarmStart, choose: random.Random) -> list[str]:
+    """A worked answer: texts of the policy and of the environment in turn."""
+    if warm.tool_share and choose.random() < warm.tool_share:
+        return calculator.demonstration(problem)
+    return [demonstration(problem, choose, warm.step_by_step_share)]
+
+
+def _example(prompt: list[int], parts: list[str], tokenizer: Any) -> Sequence:
+    """The environment's parts, every second one, are read but not learnt."""
+    ids = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
+    ids[-1] = [*ids[-1], tokenizer.eos_token_id]
+    sampled = [number % 2 == 0 for number, part in enumerate(ids) for _ in part]
+    return Sequence(prompt, [one for part in ids for one in part], sampled=sampled)
 
 
 def _negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

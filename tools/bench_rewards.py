@@ -20,8 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from megatron_rl.config_data import Source
 from megatron_rl.config_reward import RewardConfig
-from megatron_rl.data.jsonl import read_jsonl
+from megatron_rl.data.sets import read_set
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.types import Problem
 
@@ -42,7 +43,7 @@ def main(
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     count: Annotated[int, typer.Option(help="Completions of each kind.")] = 1000,
 ) -> None:
-    rows = zip(_solutions(file), read_jsonl(file, "gsm8k", "FILE"), strict=True)
+    rows = zip(_solutions(file), read_set(Source(source=str(file)), "gsm8k", "FILE"), strict=True)
     pairs = list(islice(cycle(rows), count))
     jobs = {kind: [(make(steps, problem.answer), problem) for steps, problem in pairs] for kind, make in KINDS.items()}
     jobs["all, mixed"] = [job for row in zip(*jobs.values(), strict=True) for job in row]

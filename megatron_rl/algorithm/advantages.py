@@ -45,7 +45,7 @@ def assign_advantages(sequences: list[Sequence], config: Algorithm, group_size: 
     if config.kl_coef and config.kl_in == "reward":
         kl = [_summed_kl(sequence, config.kl_estimator) for sequence in sequences]
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
-        metrics["reward/kl"] = sum(kl) / max(sum(len(sequence.answer_ids) for sequence in sequences), 1)
+        metrics["reward/kl"] = sum(kl) / max(sum(sequence.sampled_count for sequence in sequences), 1)
     excluded = [sequence.excluded for sequence in sequences]
     for sequence, advantage in zip(sequences, advantages(rewards, group_size, config.advantage, excluded), strict=True):
         sequence.advantage = advantage

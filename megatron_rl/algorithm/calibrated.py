@@ -104,7 +104,7 @@ class ClipCalibration:
         tokens = Tokens(
             torch.cat(quantised).sub(torch.cat(old)).exp(),
             torch.cat(exact).sub(torch.cat(self._exact_old)).exp(),
-            torch.cat([torch.full((len(sequence.answer_ids),), sequence.advantage) for sequence in sequences]),
+            torch.cat([torch.full((sequence.sampled_count,), sequence.advantage) for sequence in sequences]),
             torch.cat([_share(sequence) for sequence in sequences]),
         )
         self.bounds = moved(self.bounds, targets(tokens, self._reference))

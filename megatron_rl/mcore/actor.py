@@ -37,11 +37,11 @@ class Policy:
         quantize_model(model)
 
     def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
-        """(log-probs of each sequence's answer tokens float32 [A], mean entropy in nats per answer token); no gradient.
+        """(log-probs of each sequence's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
 
         Collective: every rank gives all sequences, computes its replica's share and is told all results.
         """
-        lengths = [len(sequence.answer_ids) for sequence in sequences]
+        lengths = [sequence.sampled_count for sequence in sequences]
         flat = torch.zeros(sum(lengths))
         found = flat.split(lengths)
         entropy = 0.0
@@ -136,7 +136,7 @@ class Actor(Policy):
         self._forward_model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(sequences, with_metrics, forward_only=False)
-        tokens = max(sum(len(sequence.answer_ids) for sequence in sequences), 1)
+        tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
         sums = gather.sum_by_name(own)
         padding = sums.pop(_PADDING) / sums.pop(_PLACES)
         means = {name: value / tokens for name, value in sums.items()}

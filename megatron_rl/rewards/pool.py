@@ -1,4 +1,4 @@
-"""Worker processes that judge completions: a sample can hang, crash or exhaust memory, and costs only itself.
+"""Worker processes that judge completions, or do other work on each: a sample can hang, crash or exhaust memory, and costs only itself.
 
 Each worker is a fresh interpreter with a pipe. multiprocessing's own process start is avoided: it would import the caller's
 `__main__`, and with it torch and Megatron, into every worker. Samples travel in small chunks and come back one by one, so the
@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Pipe, wait
 from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 from megatron_rl.errors import RunError
 from megatron_rl.types import Problem, Reward
@@ -23,29 +24,36 @@ from megatron_rl.types import Problem, Reward
 LARGEST_CHUNK = 16
 """Samples sent to a worker at once."""
 START_TIMEOUT = 120.0
-"""Seconds a worker may take to load the reward functions."""
+"""Seconds a worker may take to load what it runs."""
 MOST_FAILED_STARTS = 3
 """This many losses in a row for each worker, none of which became ready, break the run."""
 
 Function = tuple[str, Mapping[str, str]]
 """Name and settings, as `megatron_rl.rewards.load_function` takes them."""
 Job = Sequence[tuple[str, Problem]]
-Verdicts = dict[int, list[Reward]]
+Verdict = TypeVar("Verdict")
 
 
-class RewardPool:
-    """Judges completions in `workers` processes; use it as a context manager. Not to be shared between threads.
+class WorkerPool(Generic[Verdict]):
+    """Gives samples to `workers` processes; use it as a context manager. Not to be shared between threads.
 
-    Every worker runs all `functions`. `timeout`: seconds for one sample. `memory_mb`: address space of a worker in MiB. Entering
-    starts the workers without waiting for them.
+    A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
+    says what a sample without an answer gets. `runs` tells the workers what to load. `timeout`: seconds for one sample.
+    `memory_mb`: address space of a worker in MiB. Entering starts the workers without waiting for them.
     """
 
-    def __init__(self, functions: Sequence[Function], workers: int, timeout: float, memory_mb: int) -> None:
-        self._functions, self._count, self._timeout, self._memory_mb = functions, workers, timeout, memory_mb
+    section: str
+    module: str
+
+    def failed(self, reason: str) -> Verdict:
+        raise NotImplementedError
+
+    def __init__(self, runs: str, workers: int, timeout: float, memory_mb: int) -> None:
+        self._runs, self._count, self._timeout, self._memory_mb = runs, workers, timeout, memory_mb
         self._workers: list[_Worker] = []
         self._failed_starts = 0
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> Self:
         self._start_missing()
         return self
 
@@ -57,19 +65,19 @@ class RewardPool:
         self._discard(list(self._workers))
 
     def wait_until_ready(self) -> None:
-        """Returns when all workers have loaded the functions. Raises RunError when one cannot."""
+        """Returns when all workers have loaded what they run. Raises RunError when one cannot."""
         while not all(worker.ready for worker in self._workers):
             self._collect({}, deque())
             self._start_missing()
 
-    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[list[Reward]]:
-        """The rewards of the completions `texts_B`, in their order, one per function.
+    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Verdict]:
+        """The verdicts on the texts, in their order.
 
-        Where a function has no verdict, there is Reward(0.0, False, error): its own error such as "ValueError: ..."; or for all
-        functions of a sample "timeout after 5 s" or "worker died (signal 9)". Raises RunError when workers cannot be started at all.
+        A sample without one gets what `failed` says: "timeout after 5 s", "worker died (signal 9)" or the function's
+        own error such as "ValueError: ...". Raises RunError when workers cannot be started at all.
         """
         job: Job = list(zip(texts_B, problems_B, strict=True))
-        verdicts: Verdicts = {}
+        verdicts: dict[int, Verdict] = {}
         waiting = deque(range(len(job)))
         try:
             while len(verdicts) < len(job):
@@ -82,7 +90,7 @@ class RewardPool:
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._count:
-            self._workers.append(_Worker(self._functions, self._memory_mb))
+            self._workers.append(_Worker(self.module, self._runs, self._memory_mb))
 
     def _discard(self, workers: Iterable[_Worker]) -> None:
         for worker in workers:
@@ -97,7 +105,7 @@ class RewardPool:
             if chunk and not worker.send(chunk, job, time.monotonic() + self._timeout):
                 self._replace(worker, "", {}, waiting)  # it died while idle: that is no sample's fault
 
-    def _collect(self, verdicts: Verdicts, waiting: deque[int]) -> None:
+    def _collect(self, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
         """Wait for the next answer or deadline, then take all answers that are there and give up on workers that are late."""
         engaged = [worker for worker in self._workers if worker.outstanding or not worker.ready]
         if not engaged:
@@ -111,42 +119,58 @@ class RewardPool:
                 late = f"timeout after {self._timeout:g} s" if worker.ready else f"not ready after {START_TIMEOUT:g} s"
                 self._replace(worker, late, verdicts, waiting)
 
-    def _receive(self, worker: _Worker, verdicts: Verdicts, waiting: deque[int]) -> None:
+    def _receive(self, worker: _Worker, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
         try:
             message = worker.channel.recv()
         except (EOFError, OSError):
             self._replace(worker, worker.cause_of_death(), verdicts, waiting)
             return
         if not worker.ready:
-            worker.become_ready(message, self._memory_mb)
+            worker.become_ready(message, self.section, self._memory_mb)
             self._failed_starts = 0
             return
         verdicts[worker.outstanding.popleft()] = message
         worker.deadline = time.monotonic() + self._timeout
 
-    def _replace(self, worker: _Worker, reason: str, verdicts: Verdicts, waiting: deque[int]) -> None:
+    def _replace(self, worker: _Worker, reason: str, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
         """Drop a worker; the sample it worked on takes the blame, those behind it go back to the queue's front."""
         if worker.outstanding and reason:
-            verdicts[worker.outstanding.popleft()] = [Reward(0.0, False, error=reason)] * len(self._functions)
+            verdicts[worker.outstanding.popleft()] = self.failed(reason)
         self._failed_starts += not worker.ready
         waiting.extendleft(reversed(worker.outstanding))
         self._discard([worker])
         if self._failed_starts >= MOST_FAILED_STARTS * self._count:
-            raise RunError(f"reward workers do not start: {reason} (reward.memory_mb = {self._memory_mb})")
+            raise RunError(f"{self.section} workers do not start: {reason} ({self.section}.memory_mb = {self._memory_mb})")
+
+
+class RewardPool(WorkerPool[list[Reward]]):
+    """Judges completions: every worker runs all `functions`, and a verdict is one Reward per function.
+
+    Where a function has no verdict, there is Reward(0.0, False, error): its own error; or for all functions of a sample the worker's.
+    """
+
+    section, module = "reward", "megatron_rl.rewards.worker"
+
+    def __init__(self, functions: Sequence[Function], workers: int, timeout: float, memory_mb: int) -> None:
+        self._functions = functions
+        super().__init__(json.dumps(functions), workers, timeout, memory_mb)
+
+    def failed(self, reason: str) -> list[Reward]:
+        return [Reward(0.0, False, error=reason)] * len(self._functions)
 
 
 class _Worker:
     """One process, its pipe, and the indices of the samples it has been sent but not answered."""
 
-    def __init__(self, functions: Sequence[Function], memory_mb: int) -> None:
+    def __init__(self, module: str, runs: str, memory_mb: int) -> None:
         self.channel, remote = Pipe()
-        arguments = [str(remote.fileno()), json.dumps(functions), str(memory_mb), str(os.getpid())]
+        arguments = [str(remote.fileno()), runs, str(memory_mb), str(os.getpid())]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megatron_rl.rewards.worker", *arguments],
+            [sys.executable, "-P", "-m", module, *arguments],
             pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"},
         )
         remote.close()
         self.ready = False
@@ -163,11 +187,11 @@ class _Worker:
             return False
         return True
 
-    def become_ready(self, message: tuple[str, str], memory_mb: int) -> None:
-        """Take the worker's first message, (state, reason). Raises RunError when it could not load the reward functions."""
+    def become_ready(self, message: tuple[str, str], section: str, memory_mb: int) -> None:
+        """Take the worker's first message, (state, reason). Raises RunError when it could not load what it runs."""
         state, reason = message
         if state != "ready":
-            raise RunError(f"a reward worker with {memory_mb} MiB could not load its functions: {reason}")
+            raise RunError(f"a {section} worker with {memory_mb} MiB could not load its functions: {reason}")
         self.ready = True
 
     def cause_of_death(self) -> str:
@@ -183,8 +207,3 @@ class _Worker:
         self.channel.close()
         self._process.kill()
         self._process.wait()
-
-
-def _search_path() -> str:
-    """Where a worker looks for modules: as this process does, and last in the working directory, where a user's function may lie."""
-    return os.pathsep.join([*(path or os.getcwd() for path in sys.path), os.getcwd()])

@@ -14,7 +14,9 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from typing import Any
 
 from megatron_rl.rewards import load_function
 from megatron_rl.types import Problem, Reward, RewardFunction
@@ -22,24 +24,36 @@ from megatron_rl.types import Problem, Reward, RewardFunction
 _PR_SET_PDEATHSIG = 1
 
 
+Judge = Callable[[str, Any], object]
+
+
 def main(fd: int, functions_json: str, memory_mb: int, parent_pid: int) -> None:
-    """Serve the pool at the other end of the pipe `fd` until it closes."""
+    serve(lambda: _load(functions_json), fd, memory_mb, parent_pid)
+
+
+def serve(load: Callable[[], Judge], fd: int, memory_mb: int, parent_pid: int) -> None:
+    """Answers each (text, problem) of the pool at the other end of the pipe `fd` by what `load` returns, until it closes."""
     _die_with(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     _limit_memory(memory_mb)
     channel = Connection(fd)
     try:
-        functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
+        function = load()
     except BaseException as error:
-        channel.send(("failed", _describe(error)))
+        channel.send(("failed", describe(error)))
         return
     channel.send(("ready", ""))
     try:
         while True:
             for text, problem in channel.recv():
-                channel.send([judge(function, text, problem) for function in functions])
+                channel.send(function(text, problem))
     except (EOFError, ConnectionError):
         return
+
+
+def _load(functions_json: str) -> Judge:
+    functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
+    return lambda text, problem: [judge(function, text, problem) for function in functions]
 
 
 def judge(function: RewardFunction, text: str, problem: Problem) -> Reward:
@@ -52,10 +66,10 @@ def judge(function: RewardFunction, text: str, problem: Problem) -> Reward:
             raise ValueError(f"the reward function returned {verdict.value}")
         return Reward(float(verdict.value), bool(verdict.correct), str(verdict.error))  # plain types: the parent unpickles them
     except BaseException as error:  # libraries raise SystemExit and BaseExceptions of their own; none may end the worker
-        return Reward(0.0, False, error=_describe(error))
+        return Reward(0.0, False, error=describe(error))
 
 
-def _describe(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from string import ascii_lowercase
 
 import pytest
 import torch
@@ -55,6 +56,20 @@ def test_the_live_graphs_are_alike_and_a_difference_stops_a_run(served, tmp_path
     }.items():
         with pytest.raises(RunError, match=rf"no subgraph of the training: layer 0: .*{line}"):
             served.call("support.graphs:check_served", tmp_path, plant)
+
+
+def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(served):
+    """Every turn's log-probs are what one forward pass over the whole answer gives, to the bit; every token is one that was sampled."""
+    found = served.call("support.talked:converse", [f"{number}+1=" for number in range(12)], 0, 40, 4)[0]
+    talks = [parts for parts in found["parts"] if len(parts) > 1]
+    assert len(talks) >= 6 and {len(parts) for parts in talks} & {5, 7}, found["parts"]
+    for parts, reason, sampled in zip(found["parts"], found["finish"], found["sampled"], strict=True):
+        policy, environment = parts[::2], parts[1::2]
+        assert environment == [f"={number}=" for number in range(1, len(policy))], "the engine stops where a stop string ends, and keeps it"
+        assert all(turn[-1] in ascii_lowercase and not set(turn[:-1]) & set(ascii_lowercase) for turn in policy[:-1]), policy
+        assert sampled <= 40 and reason in ("stop", "length", "turns") and (reason != "turns" or len(policy) == 4)
+    assert len(found["engine"]) == sum(found["sampled"]) >= 100
+    assert torch.equal(found["engine"], found["whole"]) and torch.equal(found["engine"], found["trainer"])
 
 
 def test_after_an_optimizer_step_only_a_sync_makes_them_equal_again(served):

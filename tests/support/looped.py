@@ -22,18 +22,27 @@ from support.trainer import Trainer
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
 """The token that every rewarded answer is made of, and that of the others."""
+SAID = [13, 14]
+"""What an environment says."""
 
 
 class ScriptedWorker:
-    """Always the same groups, half of each rewarded; engine log-probs are the trainer's and a little noise."""
+    """Always the same groups, half of each rewarded; engine log-probs are the trainer's and a little noise.
 
-    def __init__(self, actor: Actor, noise: float) -> None:
-        self.actor, self._noise, self._source = actor, noise, random.Random(0)
+    `said`: an environment speaks after the first token of each answer, and this is stored as the log-prob of what it says.
+    """
+
+    def __init__(self, actor: Actor, noise: float, said: float | None) -> None:
+        self.actor, self._noise, self._said, self._source = actor, noise, said, random.Random(0)
 
     def sequences(self) -> list[Sequence]:
-        return [
+        found = [
             Sequence([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member)) for group in range(GROUPS) for member in range(SIZE)
         ]
+        for sequence in found if self._said is not None else []:
+            sequence.sampled = [True, *[False] * len(SAID), *[True] * (len(sequence.answer_ids) - 1)]
+            sequence.answer_ids[1:1] = SAID
+        return found
 
     def collect(self, version: int) -> Rollout:
         completions = []
@@ -41,7 +50,11 @@ class ScriptedWorker:
             told = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
             reward = Reward(float(number % 2), bool(number % 2))
             ids = sequence.prompt_ids, sequence.answer_ids
-            completions.append(Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward))
+            if self._said is not None:
+                told[1:1] = [self._said] * len(SAID)
+            completions.append(
+                Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward, sampled_T=sequence.sampled)
+            )
         return Rollout(completions, {"time/generate": 1.0})
 
     def evaluate(self, version: int) -> dict[str, float]:
@@ -76,7 +89,13 @@ class Recorded:
 
 
 def run_loop(
-    folder: Path, precision: dict[str, Any], algorithm: dict[str, Any], steps: int, noise: float, attribute_every: int = 0
+    folder: Path,
+    precision: dict[str, Any],
+    algorithm: dict[str, Any],
+    steps: int,
+    noise: float,
+    attribute_every: int = 0,
+    said: float | None = None,
 ) -> dict[str, Any]:
     """The rows of the log and the advantages of the last step's samples."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
@@ -94,5 +113,5 @@ def run_loop(
         reference = Policy(model, 1.0, 4)
     log = Recorded()
     causes = MismatchCauses(trainer.actor, trainer.planes, trainer.contract.activation_format)
-    Loop(config, trainer.actor, reference, NoSync(), ScriptedWorker(trainer.actor, noise), log, lambda step: None, causes).run()
+    Loop(config, trainer.actor, reference, NoSync(), ScriptedWorker(trainer.actor, noise, said), log, lambda step: None, causes).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}

@@ -25,6 +25,37 @@ def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
         return _load(folder)(torch.tensor(ids)).logits
 
 
+def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[str, Any]:
+    """PPO's clipped loss with a k3 term, mean over sampled tokens, of one token after the other; what `train_grpo` tells of a step.
+
+    `sequences`: fields of `Sequence`. `logprobs` float32 [tokens] are those of all sampled tokens.
+    """
+    model = _load(folder)
+    model.get_input_embeddings().padding_idx = None  # transformers gives the padding token, which is the end token too, no gradient
+    policy, kl, entropies, found = [], [], [], []
+    for one in sequences:
+        ids = one["prompt_ids"] + one["answer_ids"]
+        rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        known = 0
+        for place, (token, sampled) in enumerate(zip(one["answer_ids"], one["sampled"], strict=True), len(one["prompt_ids"])):
+            if not sampled:
+                continue
+            row, old, reference = rows[place - 1], float(one["old_logprobs"][known]), float(one["reference_logprobs"][known])
+            ratio = (row[token] - old).exp()
+            policy.append(-torch.minimum(ratio * one["advantage"], ratio.clamp(0.8, 1.2) * one["advantage"]))
+            kl.append((reference - row[token]).exp() - (reference - row[token]) - 1)
+            entropies.append(-(row.exp() * row).sum())
+            found.append(row[token])
+            known += 1
+    means = [torch.stack(values).mean() for values in (policy, kl, entropies)]
+    loss = means[0] + kl_coef * means[1]
+    loss.backward()
+    norm = torch.stack([parameter.grad.square().sum() for parameter in model.parameters()]).sum().sqrt()
+    names = "loss/policy", "loss/kl", "entropy", "loss/total", "grad_norm"
+    told = dict(zip(names, map(float, [*means, loss, norm]), strict=True))
+    return {**told, "logprobs": torch.stack(found).detach()}
+
+
 def fp8_logprobs(
     hf_config: dict[str, Any], seed: int, precision: dict[str, Any], sequences: list[tuple[list[int], list[int]]]
 ) -> torch.Tensor:

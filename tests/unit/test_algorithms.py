@@ -24,9 +24,10 @@ FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "weights",
 Tokens = list[list[float]]
 
 
-@pytest.fixture
-def sequences() -> list[Sequence]:
-    """Answers of 1 to 12 tokens, advantages of both signs and zero, corrections other than 1."""
+@pytest.fixture(params=["one turn", "environment"])
+def sequences(request) -> list[Sequence]:
+    """Answers of 1 to 12 sampled tokens, advantages of both signs and zero, corrections other than 1. Where an environment spoke, one to
+    three tokens of its lie between some of them; nothing of what follows may depend on those."""
     source = random.Random(3)
     found = []
     for number, advantage in enumerate((1.5, -0.75, 0.0, -2.0, 0.5, -0.25)):
@@ -34,6 +35,9 @@ def sequences() -> list[Sequence]:
         old, reference = (torch.tensor([source.uniform(-4, -1) for _ in range(length)]) for _ in range(2))
         correction = torch.tensor([source.uniform(0, 2) for _ in range(length)])
         found.append(Sequence([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
+        if request.param == "environment":
+            found[-1].sampled = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
+            found[-1].answer_ids = [9 if flag else 8 for flag in found[-1].sampled]
     return found
 
 
@@ -108,7 +112,7 @@ def in_float64(batch: MicroBatch) -> MicroBatch:
 def run(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, most: int) -> tuple[float, list[list[float]], dict[str, float]]:
     """(loss, gradient by sequence, metrics) as the trainer makes them: sums over micro-batches over the answer tokens of the step."""
     weigh(sequences, config.aggregate, LONGEST)
-    tokens = sum(len(sequence.answer_ids) for sequence in sequences)
+    tokens = sum(len(sequence.old_logprobs) for sequence in sequences)
     total, gradients, metrics = 0.0, [[]] * len(sequences), {}
     for batch in micro_batches(sequences, most):
         batch = exact_weights(in_float64(batch), sequences)

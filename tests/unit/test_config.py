@@ -124,7 +124,10 @@ def test_overrides_leave_the_given_table_alone():
         ("[[data.train]]\nsource = 'a'\nweigth = 2", "data.train.0.weigth = 2: unknown key; did you mean data.train.weight?"),
         ("[[data.eval]]\nsource = 'a'\nweight = 2", "data.eval.0.weight = 2: unknown key; did you mean data.train.weight?"),
         ("[[data.eval]]\nsource = 'a'\nzzz = 2", "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, name"),
-        ("[[data.train]]\nsource = 'a'\nweight = 0", "data.train.0.weight = 0: must be greater than or equal to 0.000001; the default is 1.0"),
+        (
+            "[[data.train]]\nsource = 'a'\nweight = 0",
+            "data.train.0.weight = 0: must be greater than or equal to 0.000001; the default is 1.0",
+        ),
         ("[[data.train]]\nname = 'a'", "data.train.0.source: is required; add `source = ...` under [data.train.0]"),
         (
             "[data]\ntrain = 3",

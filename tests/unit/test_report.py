@@ -131,6 +131,15 @@ def test_hostile_text_is_shown_not_obeyed(tmp_path: Path):
     assert " \\xd800 &amp;" in page.text
 
 
+def test_what_an_environment_wrote_is_marked(tmp_path: Path):
+    row = sample(1, "<<1+1>>2#2") | {"dialogue": ["<<1+1>>", "2", "#2"], "finish_reason": "turns"}
+    source = Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).source
+    assert '<pre><span>&lt;&lt;1+1&gt;&gt;</span><span class="environment">2</span><span>#2</span></pre>' in source
+    assert "no turn was left" in source
+    row["dialogue"][1] = HOSTILE
+    assert "script" not in Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).tags
+
+
 def test_broken_run_is_shown_as_broken(tmp_path: Path):
     page = Page(write_report(make_run(tmp_path, full_rows()[:2], "broken", "engine died: signal 9")))
     assert "The run broke after step 1 of 2: engine died: signal 9" in page.text

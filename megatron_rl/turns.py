@@ -1,0 +1,131 @@
+"""Answers of one turn or of many: the engine samples, the environment replies, the engine goes on from exactly those tokens.
+
+Token in, token out: a turn's prompt is the ids of everything before it, as they were sampled. Of an environment's message only the
+message is tokenised, by itself; what was sampled is never tokenised again, so the trainer scores the very tokens that the engine drew.
+
+All answers that go on take their next turn in one call of the engine: an answer waits for the slowest of the turn before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_rl.config_environment import EnvironmentConfig
+from megatron_rl.engine import Engine
+from megatron_rl.environment import Episode, Reply, load_environment, stop_strings
+from megatron_rl.errors import RunError
+from megatron_rl.rewards.pool import WorkerPool
+from megatron_rl.types import Completion, Problem, Sampling
+
+_log = logging.getLogger(__name__)
+
+
+class EnvironmentPool(WorkerPool[Reply]):
+    """The environments of all answers that are being sampled, in worker processes. Raises UserError for a bad name."""
+
+    section, module = "environment", "megatron_rl.environment_worker"
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self.stop = stop_strings(config.name, load_environment(config.name))
+        super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
+
+    def failed(self, reason: str) -> Reply:
+        return Reply(error=reason)
+
+    def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[Reply]:
+        """One reply to each turn."""
+        found = self.score(texts_B, episodes_B)
+        broken = [reply.error for reply in found if reply.error]
+        if broken:
+            _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(broken), len(found), broken[0])
+        return found
+
+
+@dataclass
+class _Dialogue:
+    """An answer that grows."""
+
+    completion: Completion
+    episode: Episode
+
+
+class Turns:
+    """Samples answers. `environments` is None where every answer is one turn."""
+
+    def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
+        self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
+
+    def answer(self, problems_B: Sequence[Problem], sampling: Sampling, version: int) -> list[Completion]:
+        """One completion for each problem, in order, not yet scored; `sampling.max_new_tokens` bounds all turns of one together.
+
+        Raises RunError where any turn was sampled by another policy version.
+        """
+        if self._environments is not None:
+            sampling = replace(sampling, stop=self._environments.stop)
+        dialogues = [self._begin(problem, version) for problem in problems_B]
+        running = dialogues
+        while running:
+            self._sample(running, sampling, version)
+            running = self._hear_environments(running, sampling) if self._environments is not None else []
+        for dialogue in dialogues:
+            dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
+        return [dialogue.completion for dialogue in dialogues]
+
+    def _begin(self, problem: Problem, version: int) -> _Dialogue:
+        prompt = self._tokenizer.encode(problem.prompt, add_special_tokens=False)
+        return _Dialogue(Completion(problem, prompt, [], [], "", version, ""), Episode(**vars(problem)))
+
+    def _sample(self, running: list[_Dialogue], sampling: Sampling, version: int) -> None:
+        """The next turn of all."""
+        answers = [dialogue.completion for dialogue in running]
+        left = [replace(sampling, max_new_tokens=sampling.max_new_tokens - answer.sampled_count) for answer in answers]
+        found = self._engine.generate([answer.prompt_ids_T + answer.output_ids_T for answer in answers], left)
+        for dialogue, generation in zip(running, found, strict=True):
+            if generation.policy_version != version:
+                held = f"the trainer holds version {version}"
+                raise RunError(f"a completion was sampled by policy version {generation.policy_version}, {held}")
+            self._extend(dialogue.completion, generation.output_ids_T, generation.logprobs_T, True)
+            dialogue.completion.finish_reason = generation.finish_reason
+
+    def _hear_environments(self, running: list[_Dialogue], sampling: Sampling) -> list[_Dialogue]:
+        """Adds what the environments reply; returns the dialogues that go on."""
+        assert self._environments is not None
+        stopped = [dialogue for dialogue in running if dialogue.completion.finish_reason == "stop"]
+        texts = [dialogue.completion.dialogue[-1] for dialogue in stopped]
+        replies = self._environments.step(texts, [dialogue.episode for dialogue in stopped])
+        return [dialogue for dialogue, reply in zip(stopped, replies, strict=True) if self._goes_on(dialogue, reply, sampling)]
+
+    def _goes_on(self, dialogue: _Dialogue, reply: Reply, sampling: Sampling) -> bool:
+        """Whether there is another turn. A message that none could follow is left out."""
+        assert self._environments is not None
+        completion, limits = dialogue.completion, self._environments.config
+        if reply.error:
+            completion.environment_error, completion.finish_reason = reply.error, "environment"
+        if reply.message is None:
+            return False
+        completion.tool_errors += bool(reply.message.error)
+        ids = self._tokenizer.encode(reply.message.text, add_special_tokens=False)
+        said = len(completion.output_ids_T) - completion.sampled_count
+        if completion.turns == limits.max_turns:
+            completion.finish_reason = "turns"
+            return False
+        if completion.sampled_count >= sampling.max_new_tokens or said + len(ids) > limits.max_tokens:
+            completion.finish_reason = "length"
+            return False
+        dialogue.episode = replace(dialogue.episode, state=reply.state)
+        self._extend(completion, ids, [0.0] * len(ids), False)
+        return True
+
+    def _extend(self, completion: Completion, ids: list[int], logprobs: list[float], sampled: bool) -> None:
+        completion.output_ids_T += ids
+        completion.logprobs_T += logprobs
+        if self._environments is not None:
+            completion.sampled_T += [sampled] * len(ids)
+            completion.dialogue.append(self._decode(ids))
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -1,0 +1,50 @@
+"""What an environment wrote is read by the policy and is nothing else, in the real trainer and in the real loop."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from support.models import FP8, FP32, random_sequences
+
+from megatron_rl.batch import Sequence
+
+pytestmark = pytest.mark.slow
+
+
+def dialogues(count: int, seed: int) -> list[Sequence]:
+    """Random answers of which an environment wrote some stretches."""
+    source, found = random.Random(seed), random_sequences(count, seed)
+    for sequence in found:
+        sequence.sampled = [source.random() < 0.7 for _ in sequence.answer_ids]
+        sequence.sampled[source.randrange(len(sequence.sampled))] = True  # a list without one is no answer
+        known = torch.tensor(sequence.sampled)
+        sequence.old_logprobs, sequence.reference_logprobs = sequence.old_logprobs[known], sequence.reference_logprobs[known]
+    return found
+
+
+def test_one_step_is_that_of_the_sampled_tokens_alone(one, plain, checkpoint):
+    """Loss, entropy and gradient by transformers' model, token by token; sums in another order differ by 1e-6."""
+    batch = dialogues(6, seed=5)
+    assert 0.5 < sum(sequence.sampled_count for sequence in batch) / sum(len(sequence.answer_ids) for sequence in batch) < 0.9
+    found = one.call("support.trainer:train_grpo", checkpoint, FP32, {}, [batch])[0]
+    expected = plain.call("support.transformers_side:grpo", checkpoint, [vars(sequence) for sequence in batch], 0.1)[0]
+    torch.testing.assert_close(found["before"], expected.pop("logprobs"), atol=2e-5, rtol=0)
+    assert found["entropy"] == pytest.approx(expected.pop("entropy"), rel=1e-5)
+    assert {name: found["steps"][0][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+
+def test_log_probs_of_an_environments_tokens_change_nothing(one, checkpoint):
+    """No loss, no metric and no weight, in steps that read log-probs wherever the loop can."""
+    algorithm = {"updates_per_step": 2, "kl_coef": 0.1, "correction": "tis", "calibrate_every": 1}
+    arguments = "support.looped:run_loop", checkpoint, FP8, algorithm, 2, 0.02, 1
+    runs = [one.call(*arguments, said)[0] for said in (0.0, -9.0, None)]
+    first, second, alone = ([without_times(row) for row in run["rows"]] for run in runs)
+    assert first == second and runs[0]["advantages"] == runs[1]["advantages"]
+    assert first != alone, "the policy reads what the environment says"
+    assert (first[1]["length/mean"], first[1]["tokens/generated"]) == (3.5, 56), "lengths count what the policy sampled"
+
+
+def without_times(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith("time/")}

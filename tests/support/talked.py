@@ -1,0 +1,52 @@
+"""Answers of several turns from the served engine, on top of `support.served`, in the same one rank of a `World`."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+
+from megatron_rl.batch import Sequence
+from megatron_rl.config_environment import EnvironmentConfig
+from megatron_rl.data.tokenizer import load_tokenizer
+from megatron_rl.environment import Message
+from megatron_rl.turns import EnvironmentPool, Turns
+from megatron_rl.types import Problem, Sampling
+from support import served
+
+
+class Counter:
+    """Counts the turns aloud. A random model soon writes one of so many letters."""
+
+    stop = tuple(string.ascii_lowercase)
+
+    def __init__(self, problem: Problem) -> None:
+        self.turns = 0
+
+    def step(self, text: str) -> Message | None:
+        self.turns += 1
+        return Message(f"={self.turns}=") if text.endswith(self.stop) else None
+
+
+def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[str, Any]:
+    """Samples answers: their texts, and log-probs of what the policy sampled, one answer after the other, by the engine (`engine`), by
+    the trainer given answers with the environment's tokens marked (`trainer`), and out of those of whole answers (`whole`)."""
+    here = served._now[0]
+    config = EnvironmentConfig(name="support.talked:Counter", max_turns=turns, workers=1)
+    with EnvironmentPool(config) as environments:
+        talk = Turns(here.engine, load_tokenizer(here.trainer.folder), environments)
+        answers = talk.answer([Problem(text, text, "") for text in prompts], Sampling(1.0, tokens), version)
+    whole = here.trainer.actor.logprobs([Sequence(answer.prompt_ids_T, answer.output_ids_T) for answer in answers])[0]
+    marked = [Sequence(answer.prompt_ids_T, answer.output_ids_T, sampled=answer.sampled_T) for answer in answers]
+    masks = [torch.tensor(answer.sampled_T) for answer in answers]
+    told = [torch.tensor(answer.logprobs_T) for answer in answers]
+    return {
+        "parts": [answer.dialogue for answer in answers],
+        "ids": [answer.output_ids_T for answer in answers],
+        "finish": [answer.finish_reason for answer in answers],
+        "sampled": [answer.sampled_count for answer in answers],
+        "engine": torch.cat([values[mask] for values, mask in zip(told, masks, strict=True)]),
+        "trainer": torch.cat(here.trainer.actor.logprobs(marked)[0]),
+        "whole": torch.cat([values[mask] for values, mask in zip(whole, masks, strict=True)]),
+    }

@@ -1,0 +1,88 @@
+"""The calculator: what it computes, what it refuses, and worked examples that call it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_rl import warm_start
+from megatron_rl.calculator import Calculator, demonstration, evaluate
+from megatron_rl.config import WarmStart
+from megatron_rl.data.arithmetic import generate
+from megatron_rl.environment import Message
+from megatron_rl.rewards.arithmetic import reward
+from megatron_rl.types import Problem
+
+PROBLEM = Problem("arithmetic:5+3-6", "5+3-6      =", "2", 2, "arithmetic")
+
+
+@pytest.mark.parametrize(
+    "expression, value",
+    [("5+3-6", 2), ("12*3", 36), (" 2 * (3 - 7) ", -8), ("-(-4)", 4), ("48/2", 24), ("-7//2", -4), ("+3", 3), ("0", 0), ("1+2*3", 7)],
+)
+def test_values(expression, value):
+    assert evaluate(expression) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "", " ", "1+", "()", "1 2", "2**9", "9**9**9", "1/0", "1//0", "7/2", "1.5", "1e3", "0x10", "1_0", "True", "x", "print(1)", "1,2",
+        "3(4)", "05", "1<2", "\x00", "9" * 16, "999999999*999999999", "(" * 64, "-" * 64, "1" + "+1" * 40, "１+１",
+    ],
+)  # fmt: skip
+def test_refusals(expression):
+    with pytest.raises(ValueError):
+        evaluate(expression)
+
+
+@pytest.mark.parametrize(
+    "text, reply",
+    [
+        ("<<5+3-6>>", "2"),
+        ("so <<1+1>> and <<12*3>>", "36"),
+        ("<<12*3>>\n", "36"),
+        ("#2", None),
+        ("<<1+1>>2#2", None),
+        ("1+1>>", None),
+        ("<<1<<2+2>>", "4"),
+        ("<<>>", "?"),
+        ("<<import os>>", "?"),
+    ],
+)
+def test_a_turn_that_ends_with_a_call_is_answered(text, reply):
+    message = Calculator(PROBLEM).step(text)
+    assert (message and message.text) == reply
+    assert message is None or bool(message.error) == (reply == "?")
+
+
+def test_worked_examples_call_the_calculator_and_are_right():
+    assert demonstration(PROBLEM) == ["<<5+3-6>>", "2", "#2"]
+    for problem in generate(40, [2, 3, 4, 5], 0, "train"):
+        call, said, answer = demonstration(problem)
+        assert Calculator(problem).step(call) == Message(said)
+        assert reward(call + said + answer, problem).correct
+
+
+class Letters:
+    eos_token_id = 0
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) for letter in text]
+
+
+def test_a_worked_example_teaches_what_the_policy_writes():
+    example = warm_start._example([7, 8], ["<<1>>", "12", "#1"], Letters())
+    assert example.answer_ids == [*map(ord, "<<1>>12#1"), 0]
+    assert example.sampled == [True] * 5 + [False] * 2 + [True] * 3
+
+
+def test_the_share_of_worked_examples_that_call():
+    choose = random.Random(0)
+    problems = generate(2000, [2, 3], 0, "train")
+    warm = WarmStart(tool_share=0.25, step_by_step_share=0.0)
+    worked = [warm_start._worked(problem, warm, choose) for problem in problems]
+    called = sum(len(parts) == 3 for parts in worked)
+    assert abs(called - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
+    assert all(parts == [f"#{problem.answer}"] for parts, problem in zip(worked, problems, strict=True) if len(parts) == 1)

@@ -1,0 +1,240 @@
+"""Answers of several turns: which tokens the engine is asked to go on from, when an answer ends, and what a broken environment costs."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import torch
+
+from megatron_rl.config_environment import EnvironmentConfig
+from megatron_rl.environment import Episode, Message, Reply, load_environment
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.loop import to_sequences
+from megatron_rl.rollout import Rollout, rollout_metrics, sample_rows
+from megatron_rl.turns import EnvironmentPool, Turns
+from megatron_rl.types import Completion, Generation, Problem, Sampling
+
+VERSION = 5
+PAIR = 1000
+"""Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
+
+
+class PairTokenizer:
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        assert not add_special_tokens
+        ids: list[int] = []
+        for letter in text:
+            if ids and ids[-1] == ord(letter):
+                ids[-1] += PAIR
+            else:
+                ids.append(ord(letter))
+        return ids
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return "".join(chr(token % PAIR) * (1 + token // PAIR) for token in ids)
+
+
+class ScriptedEngine:
+    """Answers each turn of a prompt's conversation by the script's next ids; cut where the budget ends."""
+
+    def __init__(self, scripts: list[list[list[int]]]) -> None:
+        self._scripts = [list(script) for script in scripts]
+        self.asked: list[list[tuple[list[int], int]]] = []
+        self.versions = [VERSION] * 9
+
+    def generate(self, prompts_B, samplings):
+        self.asked.append([(prompt, one.max_new_tokens) for prompt, one in zip(prompts_B, samplings, strict=True)])
+        assert {one.stop for one in samplings} == {(">",)}
+        found = []
+        for prompt, one in zip(prompts_B, samplings, strict=True):
+            ids = self._scripts[prompt[0] - ord("A")].pop(0)
+            kept = ids[: one.max_new_tokens]
+            logprobs = [-float(token) for token in kept]
+            found.append(Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)]))
+        return found
+
+
+class Scripted:
+    """In place of the pool: the replies of each problem, by its number; remembers what it was told."""
+
+    stop = (">",)
+
+    def __init__(self, replies: list[list[Reply | None]], **limits: int) -> None:
+        self.config = EnvironmentConfig(name="scripted", **limits)
+        self._replies, self.told = [list(script) for script in replies], []
+
+    def step(self, texts, episodes):
+        self.told.append(list(zip((episode.id for episode in episodes), texts, (episode.state for episode in episodes), strict=True)))
+        return [self._replies[int(episode.id)].pop(0) or Reply() for episode in episodes]
+
+
+def say(text: str, error: str = "", state: bytes = b"") -> Reply:
+    return Reply(Message(text, error), state=state)
+
+
+def converse(scripts: list[str | list], replies: list[list[Reply | None]], budget: int = 9, **limits: int):
+    engine = ScriptedEngine([[turn if isinstance(turn, list) else [ord(x) for x in turn] for turn in script] for script in scripts])
+    scripted = Scripted(replies, **limits)
+    problems = [Problem(str(number), "ABC"[number], "", source="here") for number in range(len(scripts))]
+    found = Turns(engine, PairTokenizer(), scripted).answer(problems, Sampling(1.0, budget), VERSION)  # type: ignore[arg-type]
+    return found, engine, scripted
+
+
+def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
+    """ "aa" sampled as two tokens stays two; the environment's "bb" is one token; "b>" after it is not merged with it."""
+    (completion,), engine, scripted = converse([["aa>", "b>", "c"]], [[say("bb", state=b"1"), say("d"), None]])
+    a, b, stop = ord("a"), ord("b"), ord(">")
+    assert engine.asked == [[([65], 9)], [([65, a, a, stop, b + PAIR], 6)], [([65, a, a, stop, b + PAIR, b, stop, ord("d")], 4)]]
+    assert completion.prompt_ids_T == [65]
+    assert completion.output_ids_T == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
+    assert completion.sampled_T == [True] * 3 + [False] + [True] * 2 + [False] + [True]
+    assert completion.logprobs_T == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
+    assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
+    assert (completion.turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
+    assert scripted.told == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]
+
+
+def test_only_answers_that_go_on_are_sampled_again():
+    found, engine, _ = converse([["x>", "y"], ["z"], ["v>", "w"]], [[say("1"), None], [None], [say("2"), None]])
+    assert [completion.text for completion in found] == ["x>1y", "z", "v>2w"]
+    assert [[prompt[0] for prompt, _ in turn] for turn in engine.asked] == [[65, 66, 67], [65, 67]]
+
+
+@pytest.mark.parametrize(
+    "turns, replies, limits, text, finish",
+    [
+        (["abcdefghijkl"], [], {}, "abcdefghi", "length"),  # cut by the engine: the environment is not asked
+        (["abcd>", "efghij"], [say("+")], {}, "abcd>+efgh", "length"),  # 5 + 4 sampled: the budget is that of all turns
+        (["abcdefgh>"], [say("+")], {}, "abcdefgh>", "length"),  # no token is left, so the message is left out
+        (["abcdefgh>"], [None], {}, "abcdefgh>", "stop"),  # the last token just fits
+        (["a>", "b>"], [say("123"), say("45")], {"max_tokens": 4}, "a>123b>", "length"),
+        (["a>", "b>", "c"], [say("12"), say("34"), None], {"max_tokens": 4}, "a>12b>34c", "stop"),
+        (["a>", "b>"], [say("1"), say("2")], {"max_turns": 2}, "a>1b>", "turns"),
+        (["a>", "b"], [say("1"), None], {"max_turns": 2}, "a>1b", "stop"),
+        (["a>", "b>"], [say("1"), Reply(error="timeout after 5 s")], {}, "a>1b>", "environment"),
+    ],
+)
+def test_where_an_answer_ends(turns, replies, limits, text, finish):
+    (completion,), _, _ = converse([turns], [replies], **limits)
+    assert (completion.text, completion.finish_reason) == (text, finish)
+    assert len(completion.output_ids_T) == len(completion.logprobs_T) == len(completion.sampled_T)
+    assert completion.environment_error == ("timeout after 5 s" if finish == "environment" else "")
+
+
+def test_every_turns_policy_version_is_checked():
+    engine = ScriptedEngine([[[1], [2]]])
+    engine.versions[2] = VERSION + 1
+    scripted = Scripted([[say("1"), None]])
+    with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
+        Turns(engine, PairTokenizer(), scripted).answer([Problem("0", "A", "")], Sampling(1.0, 9), VERSION)  # type: ignore[arg-type]
+
+
+def test_without_an_environment_an_answer_is_one_turn():
+    class Engine:
+        def generate(self, prompts_B, samplings):
+            assert {one.stop for one in samplings} == {()}
+            return [Generation([97, 62], [-1.0, -2.0], "stop", VERSION) for _ in prompts_B]
+
+    (completion,) = Turns(Engine(), PairTokenizer()).answer([Problem("0", "A", "")], Sampling(1.0, 9), VERSION)  # type: ignore[arg-type]
+    assert completion == Completion(Problem("0", "A", ""), [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>")
+    assert completion.sampled_count == 2 and "dialogue" not in sample_rows(1, [completion], 1)[0]
+
+
+def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
+    found, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [Reply(error="ValueError: no")]])
+    metrics = rollout_metrics(Rollout(found, {"time/generate": 2.0}))
+    expected = {
+        "length/mean": 3, "length/max": 4, "tokens/generated": 6, "tokens/per_second": 3, "environment/turns": 1.5,
+        "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == expected
+    assert [row["dialogue"] for row in sample_rows(1, found, 2)] == [["ab>", "?", "c"], ["d>"]]
+
+
+def test_the_trainer_never_reads_a_log_prob_of_the_environment():
+    found, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
+    found[0].logprobs_T[3:5] = [float("nan")] * 2
+    (sequence,) = to_sequences(Rollout(found))
+    assert sequence.rollout_logprobs.tolist() == [-97.0, -98.0, -62.0, -99.0]
+    assert sequence.answer_ids == found[0].output_ids_T and sequence.sampled_count == 4
+    assert torch.tensor([0, *sequence.answer_ids])[sequence.places + 1].tolist() == [97, 98, 62, 99]
+
+
+HOSTILE = """
+    import os, re, time
+    from megatron_rl.environment import Message
+
+    class Hostile:
+        stop = (">",)
+
+        def __init__(self, problem):
+            if problem.answer == "no object":
+                raise ValueError("no object")
+            self.heard = []
+
+        def step(self, text):
+            self.heard.append(text)
+            if text == "hang":
+                time.sleep(1000)
+            if text == "hang in C":
+                re.match("(a+)+$", "a" * 40 + "b")
+            if text == "die":
+                os._exit(7)
+            if text == "raise":
+                raise KeyError("tool")
+            if text == "wrong type":
+                return "text"
+            if text == "no text":
+                return Message(None)
+            if text == "half a character":
+                return Message("\\ud800")
+            if text == "unpicklable":
+                self.heard = (part for part in "ab")
+            return None if text == "end" else Message("+".join(map(str, self.heard)))
+
+    class Speechless:
+        pass
+
+    class Unstoppable(Hostile):
+        stop = ">"
+"""
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """The name of an environment that misbehaves on request."""
+    (tmp_path / "hostile_environment.py").write_text(textwrap.dedent(HOSTILE))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "hostile_environment:Hostile"
+
+
+def test_a_broken_environment_costs_its_own_answer_only(hostile, caplog):
+    texts = ["one", "hang", "two", "hang in C", "die", "raise", "wrong type", "unpicklable", "no text"]
+    texts += ["half a character", "end", "three"]
+    episodes = [Episode(str(number), "", "") for number in range(len(texts))]
+    with EnvironmentPool(EnvironmentConfig(name=hostile, workers=1, timeout=0.5)) as pool:
+        assert pool.stop == (">",)
+        replies = pool.step([*texts, "four"], [*episodes, Episode("none", "", "no object")])
+        errors = [reply.error.partition(":")[0] for reply in replies]
+        late, died = "timeout after 0.5 s", "worker died (exit code 7)"
+        assert errors == ["", late, "", late, died, "KeyError", *["TypeError"] * 3, "UnicodeEncodeError", "", "", "ValueError"]
+        assert [reply.message and reply.message.text for reply in replies if not reply.error] == ["one", "two", None, "three"]
+        again = [Episode("0", "", "", state=replies[0].state), Episode("2", "", "", state=replies[2].state)]
+        assert [reply.message.text for reply in pool.step(["a", "b"], again)] == ["one+a", "two+b"], "it went on in another process"
+    assert "failed in 9 of 13 answers: timeout after 0.5 s" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, rule",
+    [
+        ("calculater", "is not known; use one of calculator"),
+        ("no_such_module:Tool", "cannot be imported [(]ModuleNotFoundError"),
+        ("hostile_environment:Missing", "cannot be imported [(]AttributeError"),
+        ("hostile_environment:Speechless", "has no method step"),
+        ("hostile_environment:Unstoppable", "must be a tuple of texts"),
+    ],
+)
+def test_a_bad_name_is_told_before_anything_starts(hostile, name, rule):
+    with pytest.raises(UserError, match=rule):
+        load_environment(name)
