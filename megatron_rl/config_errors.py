@@ -53,11 +53,13 @@ def section_of(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
 
 
 def nearest(path: str, root: type[BaseModel]) -> str | None:
-    """The existing dotted path most like `path`: in the same section first, then by its last name anywhere, outer sections first."""
+    """The existing dotted path most like `path`: in the same section first, then by its last name, below the same
+    top section or anywhere, outer sections first."""
     parent, _, name = ".".join(_names(path)).rpartition(".")
     everything = sorted(_paths(root), key=lambda p: p.count("."), reverse=True)
     siblings = [p for p in everything if p.rpartition(".")[0] == parent]
-    for candidates, cutoff in ((siblings, 0.6), (everything, 0.8)):
+    relatives = [p for p in everything if p.partition(".")[0] == parent.partition(".")[0]]
+    for candidates, cutoff in ((siblings, 0.6), (relatives, 0.8), (everything, 0.8)):
         names = {p.rpartition(".")[2]: p for p in candidates}  # of equal names the outermost, coming last, stays
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]

@@ -2,14 +2,16 @@
 padded, how many threads run. Trainer and engine both call them on a CPU, so that a pass over a whole batch gives the bits that prompts
 and single decoded tokens gave.
 
-MKL's matrix products take other kernels for few rows, and split long sums by their length. Measured with torch 2.13 on AVX-512: from
-`FEWEST_ROWS` rows on, and for sums of one length, every row and every column of an FP32 product has the same bits in any batch, at any
-place, with one thread or two. Norms, SwiGLU, rotary positions and log-softmax work row by row and need no care.
+MKL's matrix products take other kernels for few rows, and split long sums by their length, between threads too. Measured with torch 2.13
+on two kinds of AVX-512 machines: from `FEWEST_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
+product has the same bits in any batch, at any place. With two threads that held on one of them only. Norms, SwiGLU, rotary positions and
+log-softmax work row by row and need no care.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,12 +25,29 @@ _SCORES = 1 << 24
 """Attention scores that are held at a time."""
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """What torch computes within on a CPU is computed by the calling thread alone."""
+    before = torch.get_num_threads()
+    if before > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if before > 1:
+            torch.set_num_threads(before)
+
+
 def with_enough_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x), where x [..., K] on a CPU comes as a matrix of at least `FEWEST_ROWS` rows; function maps [T, K] to [T, N]."""
+    """function(x), where x [..., K] on a CPU comes as a matrix of at least `FEWEST_ROWS` rows, in one thread; function maps [T, K] to
+    [T, N]."""
     rows = x.reshape(-1, x.shape[-1])
-    if x.is_cuda or len(rows) >= FEWEST_ROWS:
+    if x.is_cuda:
         return function(rows).unflatten(0, x.shape[:-1])
-    return function(F.pad(rows, (0, 0, 0, FEWEST_ROWS - len(rows))))[: len(rows)].unflatten(0, x.shape[:-1])
+    with one_thread():
+        if len(rows) >= FEWEST_ROWS:
+            return function(rows).unflatten(0, x.shape[:-1])
+        return function(F.pad(rows, (0, 0, 0, FEWEST_ROWS - len(rows))))[: len(rows)].unflatten(0, x.shape[:-1])
 
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

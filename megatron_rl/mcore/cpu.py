@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
+from megatron_rl.row_invariant import one_thread
 
 KNOWN_VERSIONS = ("0.16.1",)
 _CPU = torch.device("cpu")
@@ -54,6 +55,18 @@ class _Stream:
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
     wait = wait_stream = wait_event = synchronize = _nothing
+
+
+def compute_in_one_thread(model: torch.nn.Module) -> None:
+    """A forward pass of `model` runs in one thread on a CPU, where it gives the engine's bits (`row_invariant`); a backward pass in all."""
+    open_passes: list[contextlib.ExitStack] = []
+
+    def enter(*_: Any) -> None:
+        open_passes.append(contextlib.ExitStack())
+        open_passes[-1].enter_context(one_thread())
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(lambda *_: open_passes.pop().close(), always_call=True)
 
 
 def check_version() -> None:

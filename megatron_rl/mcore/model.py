@@ -166,6 +166,8 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     _tag_shards(model)
+    if not torch.cuda.is_available():
+        cpu.compute_in_one_thread(model)
     return model
 
 

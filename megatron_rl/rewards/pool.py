@@ -170,7 +170,7 @@ class _Worker:
             pass_fds=[remote.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path), "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": _search_path(), "OMP_NUM_THREADS": "1"},
         )
         remote.close()
         self.ready = False
@@ -207,3 +207,8 @@ class _Worker:
         self.channel.close()
         self._process.kill()
         self._process.wait()
+
+
+def _search_path() -> str:
+    """Where a worker looks for modules: as this process does, and last in the working directory, where a user's function may lie."""
+    return os.pathsep.join([*(path or os.getcwd() for path in sys.path), os.getcwd()])
