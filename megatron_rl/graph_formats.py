@@ -40,6 +40,18 @@ def activation(group: int | None, scale: str) -> Format:
     return Format("e4m3", f"1x{group}" if group else "tensor", scale)
 
 
+def channels(data: torch.Tensor, scale: torch.Tensor) -> Format:
+    """An INT8 weight, [N, K] or as a kernel keeps it [K, N], with one scale per output channel, [N, 1]. Raises ValueError for others."""
+    if data.dim() != 2 or scale.dim() != 2 or scale.shape[1] != 1 or scale.shape[0] not in data.shape:
+        raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: one per output channel is known")
+    return Format(dtype_name(data.dtype), "channel", scale_format(scale))
+
+
+def tokens(quantises: str) -> Format:
+    """The input of an INT8 layer, which has one float32 scale per token. `quantises`: what the live layer answered."""
+    return Format(quantises, "token", "fp32")
+
+
 def granularity(data: Sequence[int], scale: Sequence[int]) -> str:
     """ "ROWSxCOLS" of the block that has one scale, or "tensor" for a single one over all. Stacked experts count as one matrix each."""
     if len(data) < 2 or len(scale) < 2:

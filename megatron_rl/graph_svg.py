@@ -127,7 +127,7 @@ def _header(canvas: _Canvas, wrong: int) -> None:
     verdict = "the rollout is a subgraph of the training's forward pass" if not wrong else f"{wrong} difference{'s' * (wrong > 1)}"
     canvas.text(_BACKWARD + 150, 30, verdict, _WRONG if wrong else _INK, size=14)
     for place, (colour, text) in enumerate(
-        ((_FP8, "FP8: dtype, block of one scale, scale format"), (_HIGH, "high precision"), (_WRONG, "differs"))
+        ((_FP8, "quantised: dtype, what has one scale, scale format"), (_HIGH, "high precision"), (_WRONG, "differs"))
     ):
         x = _BACKWARD + 330 * place
         canvas.line([(x, 54), (x + 34, 54)], colour)

@@ -20,6 +20,7 @@ from megatron_rl.errors import RunError, UserError
 from megatron_rl.graph import Graph
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.types import Generation, Sampling
+from rollout_sglang import activations
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
@@ -51,7 +52,7 @@ def _launch_once(config: Config, model_path: Path, log_dir: Path) -> SGLangEngin
     rollout, contract = config.rollout, PrecisionContract.of(config.precision)
     port, key = _free_port(rollout.host), secrets.token_hex(24)
     arguments = _server_arguments(config, contract, model_path, port)
-    process = EngineProcess(arguments, {API_KEY_VARIABLE: key, **_environment(rollout.tp)}, log_dir / "engine.log")
+    process = EngineProcess(arguments, {API_KEY_VARIABLE: key, **_environment(rollout.tp, contract)}, log_dir / "engine.log")
     engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout)
     try:
         engine.wait_until_healthy(rollout.start_timeout)
@@ -86,9 +87,9 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(tp: int) -> dict[str, str]:
+def _environment(tp: int, contract: PrecisionContract) -> dict[str, str]:
     if torch.cuda.is_available():
-        return {}
+        return {activations.VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,
         "OMP_NUM_THREADS": "1",  # by far the fastest for small models

@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl.graph import Format, Graph
 from megatron_rl.graph_decoder import Attention, Decoder, Experts, LatentAttention, Layer, Mlp, Weighted, decoder_graph
-from megatron_rl.graph_formats import activation, dtype_name, plain, quantised
+from megatron_rl.graph_formats import activation, channels, dtype_name, plain, quantised, tokens
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KNOWN_METHODS = (
@@ -23,8 +23,9 @@ _KNOWN_METHODS = (
     "UnquantizedLinearMethod",
     "UnquantizedEmbeddingMethod",
     "UnquantizedFusedMoEMethod",
+    "Fp32RouterMethod",
+    "W8A8Int8LinearMethod",
 )
-
 
 _runner: Any = None
 """SGLang's ModelRunner, which owns the attention backend and the cache; `check_weights` leaves it here."""
@@ -93,6 +94,8 @@ class _Reader:
 
     def latent_attention(self, attention: Any) -> LatentAttention:
         """Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values and never quantises it."""
+        if getattr(attention, "use_deep_gemm_bmm", False):
+            raise ValueError("the engine quantises latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
         cache = self.cache(attention.attn_mqa, attention.attn_mha)
         kv_b = self.linear(attention.kv_b_proj)
@@ -121,8 +124,8 @@ class _Reader:
     def experts(self, block: Any) -> Experts:
         gate, experts = block.gate, block.experts
         shared = getattr(block, "shared_experts", None)
-        wider = type(gate).__name__ == "MoEGate" and gate.weight.is_cuda  # its kernels give float32 logits
-        logits = Format("fp32") if wider else plain(gate.weight)
+        wider = "MoEGate" if not hasattr(gate, "quant_method") else type(gate.quant_method).__name__
+        logits = Format("fp32") if wider in ("MoEGate", "Fp32RouterMethod") else plain(gate.weight)  # see rollout_sglang.router
         router = self.linear(gate) if hasattr(gate, "quant_method") else self.norm(gate, self.hidden)
         return Experts(
             router=replace(router, bias=self.vector(gate, "e_score_correction_bias")),
@@ -146,13 +149,16 @@ class _Reader:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
         self.read.add(id(weight))
         bias, detail = self.vector(module, "bias"), f"{type(module).__name__}, {method}"
-        if weight.dtype not in _FP8_DTYPES:
+        if weight.dtype not in (*_FP8_DTYPES, torch.int8):
             return Weighted(x or self.hidden, plain(weight), bias, detail)
+        name = self.names[id(module)]
         if scale is None:
-            raise ValueError(f"the engine's {self.names[id(module)]} is FP8 without scales")
+            raise ValueError(f"the engine's {name} is {dtype_name(weight.dtype)} without scales")
         self.read.add(id(scale))
-        blocks = quantised(weight, scale)
-        return Weighted(activation(_group(module.quant_method), self.scales.get(self.names[id(module)], "unknown")), blocks, bias, detail)
+        quantises = self.scales.get(name, "unknown")
+        if weight.dtype == torch.int8:
+            return Weighted(tokens(quantises), channels(weight, scale), bias, detail)
+        return Weighted(activation(_group(module.quant_method), quantises), quantised(weight, scale), bias, detail)
 
     def norm(self, module: Any, x: Format) -> Weighted:
         self.read.add(id(module.weight))

@@ -28,7 +28,7 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.pieces import Rect
 from parallel.regions import digests
-from rollout_sglang import graph, moe, taps, values
+from rollout_sglang import activations, graph, taps, values
 from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
@@ -115,15 +115,14 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
     """What the live linear layers and experts will really quantise activations with: FP8 with "pow2" or "fp32" scales, read from what
-    they run, or "int8" per token, which is all that SGLang's INT8 layers know."""
+    they run, or "int8" per token, which is all that SGLang's INT8 layers know. Words that say so where the quantiser is another."""
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        linear = getattr(method, "w8a8_block_fp8_linear", None)
         if type(method).__name__ == "W8A8Int8LinearMethod":
             found[name] = "int8"
         elif hasattr(module, "w13_weight_scale_inv"):
-            found[name] = moe.activation_scale_format(method)
-        elif linear is not None:
-            found[name] = "pow2" if getattr(linear, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"
+            found[name] = activations.of_experts(method, module)
+        elif getattr(method, "w8a8_block_fp8_linear", None) is not None:
+            found[name] = activations.of_linear(method, module)
     return found

@@ -3,8 +3,9 @@ expert parallelism:
 
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
-w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. Experts are added in ascending order, in float32; the
-sum over ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.fp8.products.fprop` twice, as two linear layers would.
+w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. What an expert gives is weighted and rounded to
+x's dtype, as in SGLang's GPU kernels and in Megatron; experts are added in ascending order, in float32, and rounded once; the sum over
+ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.fp8.products.fprop` twice, as two linear layers would.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from megatron_rl.fp8.products import fprop, value_dtype
 from megatron_rl.row_invariant import product
 from parallel.blocks import BLOCK
+from rollout_sglang import activations
 from rollout_sglang.values import values_of
 
 Linear = Callable[[torch.Tensor, int], torch.Tensor]
@@ -36,7 +38,7 @@ def mixture(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_
         token, choice = (experts == expert).nonzero(as_tuple=True)
         gate, up = gate_up(x[token], expert).chunk(2, dim=-1)
         y = down(F.silu(gate) * up, expert)
-        summed.index_add_(0, token, y.float() * weights[token, choice, None])
+        summed.index_add_(0, token, (y.float() * weights[token, choice, None]).to(x.dtype).float())
     return summed.to(x.dtype)
 
 
@@ -51,16 +53,11 @@ def route(
     return scores.softmax(-1), experts
 
 
-def activation_scale_format(method: Any) -> str:
-    """What a live `Fp8MoEMethod` quantises activations with: SGLang's own kernels for experts do not heed "scale_fmt"."""
-    return "pow2" if method.quant_config.scale_fmt == "ue8m0" and not torch.cuda.is_available() else "fp32"
-
-
 def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Stands in for `Fp8MoEMethod.apply`."""
     if not self.block_quant or self.weight_block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"experts in FP8 blocks of {self.weight_block_size} are outside the precision contract")
-    form = activation_scale_format(self)
+    form = activations.of_experts(self, layer)
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
         return lambda x, expert: fprop(x, values_of(weight[expert], scale[expert], value_dtype(x, form)), form)

@@ -16,7 +16,11 @@ KNOWN_VERSIONS = ("0.5.23",)
 _LIVE = "sglang.srt.utils.weight_checker.WeightChecker.handle"
 _INT8 = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
 _LLAMA = "sglang.srt.models.llama.LlamaForCausalLM.load_weights"
+_GATE = "sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner.check_weights"
+_GPU_GROUPS = "sglang.kernels.ops.quantization.fp8_kernel._run_per_token_group_quant_8bit_kernel"
+_GPU_TOKENS = "sglang.kernels.ops.quantization.fp8_kernel.sglang_per_token_quant_fp8"
+_GPU_EXPERTS = "sglang.kernels.ops.quantization.per_token_group_quant.per_token_group_quant"
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
 _CPU_FP8_EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply"
@@ -26,11 +30,16 @@ _CPU_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 _CPU_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
 _CPU_EXTEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 _CPU_ROUTE = "sglang.srt.layers.moe.topk.fused_topk_native"
+_CPU_GATE = "sglang.srt.models.deepseek_v2.MoEGate.forward"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
 _CPU_MLA_FORM = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler"
 _CPU_MLA_ROPE = "sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper"
 _CPU_MLA_KV_B = "sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant"
 _CPU_PINNING = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+
+
+Hook = tuple[str, Any, str]
+"""(target, function, hook type)."""
 
 
 def check_version() -> None:
@@ -40,35 +49,53 @@ def check_version() -> None:
         raise RuntimeError(f"sglang {version} is not known to work here; known: {', '.join(KNOWN_VERSIONS)}")
 
 
-def _hooks() -> list[tuple[str, Any, str]]:
-    """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import graph, int8_linear, kernels, latent, live, llama, moe
+def _hooks() -> list[Hook]:
+    """All hooks for this machine."""
+    from rollout_sglang import graph, int8_linear, live, llama, router
 
-    hooks: list[tuple[str, Any, str]] = [
+    hooks: list[Hook] = [
         (_LIVE, live.handle, "AROUND"),
         (_RUNNER, graph.check_weights, "AROUND"),
+        (_GATE, router.with_fp32_gate, "AROUND"),
         (_LLAMA, llama.load_block_scales, "AROUND"),
         (_INT8 + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
     ]
-    if not torch.cuda.is_available():
-        hooks += [
-            (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
-            (_INT8 + "apply", int8_linear.apply, "REPLACE"),
-            (_CPU_EXPERTS, moe.apply_unquantized, "REPLACE"),
-            (_CPU_FP8_EXPERTS, moe.apply_block_fp8, "REPLACE"),
-            (_CPU_PLAIN_LINEAR, kernels.plain_linear, "AROUND"),
-            (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
-            (_CPU_NORM, kernels.rms_norm, "AROUND"),
-            (_CPU_SAMPLER, kernels.sample, "AROUND"),
-            (_CPU_ROUTE, moe.route, "AROUND"),
-            (_CPU_EXTEND, kernels.extend_attention, "REPLACE"),
-            (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
-            (_CPU_MLA_FORM, latent.attention_handler, "AROUND"),
-            (_CPU_MLA_ROPE, latent.rotary_embedding, "AROUND"),
-            (_CPU_MLA_KV_B, latent.dequantized_kv_b, "REPLACE"),
-            (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
-        ]
-    return hooks
+    return hooks + (gpu_hooks() if torch.cuda.is_available() else cpu_hooks())
+
+
+def gpu_hooks() -> list[Hook]:
+    """What SGLang computes otherwise than the contract says on a GPU."""
+    from rollout_sglang import activations
+
+    return [
+        (_GPU_GROUPS, activations.run_group_quantizer, "REPLACE"),
+        (_GPU_TOKENS, activations.quantize_tokens, "REPLACE"),
+        (_GPU_EXPERTS, activations.quantize_groups, "REPLACE"),
+    ]
+
+
+def cpu_hooks() -> list[Hook]:
+    """What SGLang cannot compute on a CPU, or with other bits than the trainer."""
+    from rollout_sglang import int8_linear, kernels, latent, moe, router
+
+    return [
+        (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
+        (_INT8 + "apply", int8_linear.apply, "REPLACE"),
+        (_CPU_EXPERTS, moe.apply_unquantized, "REPLACE"),
+        (_CPU_FP8_EXPERTS, moe.apply_block_fp8, "REPLACE"),
+        (_CPU_PLAIN_LINEAR, kernels.plain_linear, "AROUND"),
+        (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
+        (_CPU_NORM, kernels.rms_norm, "AROUND"),
+        (_CPU_SAMPLER, kernels.sample, "AROUND"),
+        (_CPU_ROUTE, moe.route, "AROUND"),
+        (_CPU_GATE, router.gate, "REPLACE"),
+        (_CPU_EXTEND, kernels.extend_attention, "REPLACE"),
+        (_CPU_DECODE, kernels.decode_attention, "REPLACE"),
+        (_CPU_MLA_FORM, latent.attention_handler, "AROUND"),
+        (_CPU_MLA_ROPE, latent.rotary_embedding, "AROUND"),
+        (_CPU_MLA_KV_B, latent.dequantized_kv_b, "REPLACE"),
+        (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
+    ]
 
 
 def register() -> None:

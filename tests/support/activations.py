@@ -34,6 +34,26 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
     assert nothing is None and _same(alone, columns)
 
 
+def check_into(x: torch.Tensor, scale_format: str) -> None:
+    """`quantize_into` of x: bytes and scales, for the layouts that an engine's kernels ask for; nothing else is written."""
+    from megatron_rl.fp8.backends.activation_kernel import quantize_into
+
+    for data, scale in engine_layouts(x):
+        quantize_into(x, data, scale, scale_format)
+        assert _same((data, scale), quantize_1x128(x, scale_format))
+
+
+def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Empty E4M3 data [T, K] with float32 scales [T, K/128]: by rows, by columns, by columns aligned for TMA."""
+    tokens, groups = x.shape[0], x.shape[1] // 128
+    scales = [
+        x.new_full((tokens, groups), -1, dtype=torch.float32),
+        x.new_full((groups, tokens), -1, dtype=torch.float32).t(),
+        x.new_full((groups, -(-tokens // 4) * 4), -1, dtype=torch.float32).t()[:tokens],
+    ]
+    return [(torch.empty_like(x, dtype=torch.float8_e4m3fn), scale) for scale in scales]
+
+
 def check_rows(rows: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale_format: str) -> None:
     """Data [T, K] and scales [T, K/128] of Q_1x128(x), T contiguous and its stride a multiple of 4."""
     assert _same(rows, quantize_1x128(x, scale_format))

@@ -23,7 +23,7 @@ def install(monkeypatch: Any) -> None:
         vars(fake).update(members)
         monkeypatch.setitem(sys.modules, name, fake)
 
-    module("megatron_rl.fp8.backends.activation_kernel", quantize_activation=quantize_activation)
+    module("megatron_rl.fp8.backends.activation_kernel", quantize_activation=quantize_activation, quantize_into=quantize_into)
     module(
         "deep_gemm",
         fp8_gemm_nt=fp8_gemm_nt,
@@ -56,6 +56,12 @@ def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, colum
         flat = torch.cat([part.flatten() for part in parts])
         of_columns = (flat if groups else parts[0]).view(torch.float8_e4m3fn), torch.empty(scale.shape).copy_(scale).t()
     return of_rows, of_columns
+
+
+def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
+    """The kernel's bytes and scales, into the caller's tensors."""
+    for mine, found in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
+        mine.copy_(found)
 
 
 def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:

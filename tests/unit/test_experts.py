@@ -100,3 +100,14 @@ def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
     assert values.values_of(*second) is not not_kept
     values.forget()
     assert values.values_of(*second) is values.values_of(*second)
+
+
+def test_weighted_outputs_are_rounded_before_they_are_summed():
+    """In BF16, as the trainer's experts give them: a sum of unrounded ones is another."""
+    x, ones = X.bfloat16(), torch.tensor([[0, 1, 2]]).expand(len(X), -1)
+    weights = random(len(X), 3, seed=7).softmax(-1)
+    outputs = [x * (expert + 1) for expert in range(3)]
+    y = moe.mixture(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert])
+    rounded = [(output.float() * weights[:, e, None]).bfloat16() for e, output in enumerate(outputs)]
+    assert torch.equal(y, sum(part.float() for part in rounded).bfloat16())
+    assert not torch.equal(y, sum(output.float() * weights[:, e, None] for e, output in enumerate(outputs)).bfloat16())

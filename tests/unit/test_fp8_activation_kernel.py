@@ -14,12 +14,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 CASES = """
 import itertools, torch
-from support.activations import check_kernel, uneven
+from support.activations import check_into, check_kernel, uneven
 
 for form, dtype, (tokens, width) in itertools.product(
     ("pow2", "fp32"), (torch.float32, torch.bfloat16), ((128, 128), (130, 256), (3, 128), (256, 384))
 ):
     check_kernel(uneven(tokens, width, dtype), form)
+    check_into(uneven(tokens, width, dtype), form)
 for form in ("pow2", "fp32"):
     check_kernel(torch.zeros(130, 128), form)
     check_kernel(uneven(640, 128, torch.bfloat16), form, groups=[128, 0, 384, 128])
@@ -35,9 +36,9 @@ from megatron_rl.fp8.backends.activation_kernel import LAUNCH, _quantize_tile as
 
 pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "group_start": "*i64", "group_length": "*i64"}
 pointers |= {"row_scale": "*fp32", "column_scale": "*fp32"}
-sizes = dict.fromkeys(("tokens", "padded_tokens", "width", "row_scale_stride"), "i32")
-for pow2, grouped in ((True, False), (False, True)):
-    fixed = dict(POW2=pow2, ROWS=True, COLUMNS=True, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+sizes = dict.fromkeys(("tokens", "padded_tokens", "width", "row_scale_stride", "row_scale_step"), "i32")
+for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
+    fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
     signature = {name: ({**pointers, **sizes}).get(name, "constexpr") for name in kernel.arg_names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in pointers or n in ("width", "padded_tokens")}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in fixed.items()}, aligned)

@@ -14,7 +14,7 @@ from rich.console import Console
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.graph import Edge, Format, Graph, Node, compare, differences, folded, folded_json, merged, parts, spans
 from megatron_rl.graph_decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
-from megatron_rl.graph_formats import activation, common, granularity, plain, quantised, scale_format
+from megatron_rl.graph_formats import activation, channels, common, granularity, plain, quantised, scale_format, tokens
 from megatron_rl.graph_print import print_graphs
 from megatron_rl.graph_svg import draw
 
@@ -207,6 +207,18 @@ def test_the_scale_format_is_read_from_the_scales(wanted):
     for value in (torch.finfo(torch.float32).min, float("nan"), 0.0):
         blocks.scale[1, 1] = value
         assert scale_format(blocks.scale) == "invalid"
+
+
+def test_int8_has_a_scale_per_channel_and_per_token():
+    """A GPU's kernel keeps the weight transposed; its scales stay."""
+    scale = torch.rand(256, 1) + 0.1
+    for shape in ((256, 384), (384, 256)):
+        assert channels(torch.zeros(shape, dtype=torch.int8), scale) == Format("int8", "channel", "fp32")
+    assert str(tokens("int8")) == "int8 token fp32"
+    assert channels(torch.zeros(256, 384, dtype=torch.int8), -scale).scale == "invalid"
+    for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(())):
+        with pytest.raises(ValueError, match="one per output channel is known"):
+            channels(torch.zeros(256, 384, dtype=torch.int8), other)
 
 
 def test_formats_in_words():

@@ -2,7 +2,7 @@
 
 Same bytes and scales as `fp8.quantize`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
 
-    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA wants 16-byte strides)
+    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA wants 16-byte strides); or into given tensors
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
 
 This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
@@ -62,6 +62,7 @@ def _quantize_tile(
     padded_tokens,
     width,
     row_scale_stride,
+    row_scale_step,
     POW2: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -79,7 +80,7 @@ def _quantize_tile(
     if ROWS:
         scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
         tl.store(row_data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
-        tl.store(row_scale + column_block * row_scale_stride + token, scale, mask=inside)
+        tl.store(row_scale + column_block * row_scale_stride + token * row_scale_step, scale, mask=inside)
     if COLUMNS:
         scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
         start, length = tl.zeros([], tl.int64), padded_tokens
@@ -122,6 +123,7 @@ def quantize_activation(
             padded,
             width,
             stride,
+            1,
             POW2=scale_format == "pow2",
             ROWS=rows,
             COLUMNS=columns,
@@ -134,6 +136,39 @@ def quantize_activation(
     of_rows = (row_data.view(torch.float8_e4m3fn), row_scale.t()[:tokens]) if rows else None
     data = column_data.flatten() if groups is not None else column_data
     return of_rows, (data.view(torch.float8_e4m3fn), column_scale.t()) if columns else None
+
+
+def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
+    """Q_1x128(x) into tensors of the caller's. x [T, K] in bf16, fp16 or float32, K a multiple of 128; `data` E4M3 [T, K], both
+    contiguous; `scale` float32 [T, K/128] with any strides. Raises ValueError for others."""
+    tokens, width = x.shape
+    fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, width // BLOCK)
+    if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
+        raise ValueError(f"x {list(x.shape)}, data {list(data.shape)} {data.dtype} and scales {list(scale.shape)} {scale.dtype} do not fit")
+    if tokens:
+        unused = scale
+        _quantize_tile[(-(-tokens // BLOCK), width // BLOCK)](
+            x,
+            data.view(torch.uint8),
+            scale,
+            unused,
+            unused,
+            unused,
+            unused,
+            tokens,
+            tokens,
+            width,
+            scale.stride(1),
+            scale.stride(0),
+            POW2=scale_format == "pow2",
+            ROWS=True,
+            COLUMNS=False,
+            GROUPED=False,
+            EPSILON=AMAX_EPSILON,
+            LARGEST=E4M3_MAX,
+            TILE=BLOCK,
+            **LAUNCH,
+        )
 
 
 def _group_tables(groups: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,63 @@
+"""The engine's quantiser on a GPU: the contract's bytes in every layout, and SGLang's own kernel, whose formula has a name in the tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import library_scales
+from support.activations import engine_layouts, uneven
+
+from megatron_rl.fp8.quantize import quantize_1x128
+from rollout_sglang import activations
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytest.importorskip("triton", reason="Triton is not installed: GPU builds of torch bring it")
+
+SIZES = ((1, 128), (3, 384), (130, 128), (1000, 2048))
+
+
+@pytest.fixture(params=["pow2", "fp32"])
+def scale_format(request, monkeypatch):
+    monkeypatch.setenv(activations.VARIABLE, request.param)
+    activations.scale_format.cache_clear()
+    yield request.param
+    activations.scale_format.cache_clear()
+
+
+def same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.equal(got[0].view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_every_layout_holds_the_references_bytes(scale_format, compiled):
+    quantize = torch.compile(activations.quantize, dynamic=True) if compiled else activations.quantize
+    for tokens, width in SIZES:
+        x = uneven(tokens, width, torch.bfloat16, "cuda")
+        for data, scale in engine_layouts(x):
+            quantize(x, data, scale)
+            assert same((data, scale), quantize_1x128(x, scale_format))
+
+
+def test_a_captured_graph_quantises_anew(scale_format):
+    """As an engine decodes: the launch is recorded once, and replayed on other values."""
+    x = uneven(64, 512, torch.bfloat16, "cuda")
+    data, scale = engine_layouts(x)[0]
+    activations.quantize(x, data, scale)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        activations.quantize(x, data, scale)
+    x.mul_(-3)
+    graph.replay()
+    assert same((data, scale), quantize_1x128(x, scale_format))
+
+
+def test_sglangs_own_kernel_has_the_named_formula():
+    """FP32: the scale, bit by bit. Powers of two: scale and bytes are the contract's."""
+    sglang = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
+    x = uneven(1000, 2048, torch.bfloat16, "cuda")
+    if hasattr(sglang._run_per_token_group_quant_8bit_kernel, "__wrapped__"):
+        pytest.skip("SGLang's kernel was replaced in this process")
+    amax = x.float().abs().unflatten(1, (-1, 128)).amax(2).cpu().numpy()
+    _, scale = sglang.sglang_per_token_group_quant_fp8(x, 128)
+    assert torch.equal(scale.cpu(), torch.from_numpy(library_scales.sglang_cuda_fp32(amax)[0]))
+    assert same(sglang.sglang_per_token_group_quant_fp8(x, 128, scale_ue8m0=True), quantize_1x128(x, "pow2"))

@@ -1,0 +1,127 @@
+"""SGLang's own GPU code for block FP8, run as far as its matrix products with our hooks applied: `python -m support.hooked_quantizers`.
+
+In place of Triton's kernel stands the reference quantiser, and in place of every product one that keeps its operands. What is tested is
+that each path of SGLang comes to our quantiser, with which layouts. A process of its own, since hooks change SGLang for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_rl.fp8.quantize import quantize_1x128
+from rollout_sglang import activations, plugin, standins
+from support import fake_kernels
+from support.activations import uneven
+
+SIZES = ((5, 384), (130, 256), (3, 128), (1, 512))
+
+
+class Setting:
+    """pytest's monkeypatch, without the undoing."""
+
+    setattr = staticmethod(setattr)
+
+    @staticmethod
+    def setitem(mapping: Any, key: str, value: Any) -> None:
+        mapping[key] = value
+
+
+def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
+    """The contract's bytes and scales, padded rows being zeros."""
+    wanted, scales = quantize_1x128(x, activations.scale_format())
+    assert torch.equal(data[: len(x)].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(scale[: len(x)], scales)
+    assert not data[len(x) :].view(torch.uint8).any() and not scale[len(x) :].any()
+
+
+def check_quantizers(kernels: Any, groups: Any) -> None:
+    """SGLang's entry points to its quantiser, in every layout that they are asked for."""
+    column, aligned = {"column_major_scales": True}, {"column_major_scales": True, "scale_tma_aligned": True}
+    for tokens, width in SIZES:
+        x = uneven(tokens, width, torch.bfloat16)
+        for options in ({}, column, aligned, {"scale_ue8m0": True}):
+            data, scale = kernels.sglang_per_token_group_quant_fp8(x, 128, **options)
+            check(x, data, scale)
+            assert options == {} or scale.stride(0) == (1 if options.get("column_major_scales") else width // 128)
+        check(x, *kernels.sglang_per_token_group_quant_fp8_row_padded(x, 128))
+        check(x, *groups.per_token_group_quant(x, sorted_token_ids=torch.zeros(tokens), num_valid_tokens=1))
+        assert groups.per_token_group_quant(x, column_major_scales=True)[1].stride() == (1, -(-tokens // 4) * 4)
+        assert kernels.sglang_per_token_group_quant_fp8(x[:0], 128)[0].shape == (0, width)
+
+
+def check_dense(linears: Any, kernels: Any) -> None:
+    """The three functions that `activations.of_linear` accepts; the last two fall back on Triton's where a shape does not suit them."""
+    operands: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
+        operands.append((x, scale))
+        return torch.zeros(len(x), max(weight.shape), dtype=torch.bfloat16)
+
+    linears.per_token_group_quant_fp8 = kernels.sglang_per_token_group_quant_fp8  # as SGLang binds it where it sees CUDA
+    linears.w8a8_block_fp8_matmul_triton = linears.w8a8_block_fp8_matmul_deepgemm = product
+    linears.fp8_blockwise_scaled_mm = lambda x, weight, scale, _, out_dtype: product(x, weight, scale)
+    linears.get_platform = lambda: SimpleNamespace(is_sm90=True, is_sm100=False)
+    for name, (tokens, width), features in itertools.product(activations._DENSE, SIZES, (640, 600)):  # 600: nobody but Triton
+        x, before = uneven(tokens, width, torch.bfloat16), len(operands)
+        weight, scale = torch.zeros(features, width, dtype=torch.float8_e4m3fn), torch.ones(5, width // 128)
+        formats = ({},) if name.startswith("cutlass") else ({}, {"act_scale_ue8m0": True})
+        for told in formats:
+            y = getattr(linears, name)(x, weight, [128, 128], scale, **told)
+            assert y.shape == (tokens, max(features, width))
+        assert len(operands) == before + len(formats)
+        for operand in operands[before:]:
+            check(x, *operand)
+
+
+def check_experts(experts: Any) -> None:
+    """Both layers of experts in Triton."""
+    kept: list[Any] = []
+
+    class Kernel:
+        def __getitem__(self, _: Any) -> Any:
+            return lambda *arguments, **__: kept.append((arguments[0], arguments[6]))
+
+    experts.fused_moe_kernel, experts._is_cuda = Kernel(), True
+    experts.triton = SimpleNamespace(cdiv=lambda size, block: -(-size // block))
+    experts.should_enable_swap_ab = lambda *_: False
+    ids = torch.zeros(16, dtype=torch.int32)
+    for tokens, width in SIZES:
+        x, weight = uneven(tokens, width, torch.bfloat16), torch.zeros(2, 256, width, dtype=torch.float8_e4m3fn)
+        chosen = torch.zeros(tokens, 1, dtype=torch.int32)
+        scale, y = torch.ones(2, 2, width // 128), torch.zeros(tokens, 1, 256, dtype=torch.bfloat16)
+        sizes = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 128}
+        places = (chosen.float(), chosen, ids, ids, ids, False, 1, sizes, "bf16", True, False, False, False, False)
+        experts.invoke_fused_moe_kernel(x, weight, None, y, None, scale, None, *places, block_shape=[128, 128])
+        check(x, *kept[-1])
+    assert len(kept) == len(SIZES)
+
+
+def main() -> None:
+    standins.install()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function, kind in plugin.gpu_hooks():
+        HookRegistry.register(target, function, HookType[kind])
+    HookRegistry.apply_hooks()
+    assert {target for target, _, _ in plugin.gpu_hooks()} == HookRegistry._patched
+    from sglang.kernels.ops.moe import fused_moe_triton_kernels
+    from sglang.kernels.ops.quantization import fp8_kernel, per_token_group_quant
+    from sglang.srt.layers.quantization import fp8_utils
+
+    fake_kernels.install(Setting())
+    for scale_format in ("pow2", "fp32"):
+        os.environ[activations.VARIABLE] = scale_format
+        activations.scale_format.cache_clear()
+        if scale_format == "pow2":
+            check_quantizers(fp8_kernel, per_token_group_quant)
+            check_dense(fp8_utils, fp8_kernel)
+        check_experts(fused_moe_triton_kernels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""SGLang's quantiser of activations replaced by the contract's: the installed release comes to it everywhere, or is refused."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import fake_kernels
+from support.activations import engine_layouts, uneven
+from support.processes import ROOT, one_thread
+
+from megatron_rl.fp8.quantize import quantize_1x128
+from rollout_sglang import activations, plugin
+
+SGLANG = Path(find_spec("sglang").origin).parent
+LINEARS, EXPERTS, KERNELS = (
+    "srt/layers/quantization/fp8_utils.py",
+    "kernels/ops/moe/fused_moe_triton_kernels.py",
+    "kernels/ops/quantization/",
+)
+
+
+@pytest.fixture(params=["pow2", "fp32"])
+def scale_format(request, monkeypatch):
+    """The reference quantiser in place of Triton's kernel."""
+    fake_kernels.install(monkeypatch)
+    monkeypatch.setenv(activations.VARIABLE, request.param)
+    activations.scale_format.cache_clear()
+    yield request.param
+    activations.scale_format.cache_clear()
+
+
+def assert_quantised(data, scale, x, scale_format):
+    wanted, scales = quantize_1x128(x, scale_format)
+    assert torch.equal(data.view(torch.uint8), wanted.view(torch.uint8)) and torch.equal(scale, scales)
+
+
+@functools.cache
+def functions_of(file: str) -> dict[str, ast.FunctionDef]:
+    tree = ast.parse((SGLANG / file).read_text())
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+
+
+def quantisers_called_by(file: str, name: str) -> set[str]:
+    calls = (node.func for node in ast.walk(functions_of(file)[name]) if isinstance(node, ast.Call))
+    called = {getattr(function, "id", getattr(function, "attr", "")) for function in calls}
+    return {name for name in called if "quant" in name and not name.startswith(("dequant", "create_"))}
+
+
+@pytest.mark.parametrize("target, function, kind", plugin.gpu_hooks(), ids=lambda value: str(value).rpartition(".")[2])
+def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
+    module, _, name = target.removeprefix("sglang.").rpartition(".")
+    theirs = functions_of(module.replace(".", "/") + ".py")[name].args
+    ours = inspect.signature(function).parameters.values()
+    assert kind == "REPLACE"
+    assert [p.name for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD] == [argument.arg for argument in theirs.args]
+    assert [p.name for p in ours if p.kind is p.KEYWORD_ONLY] == [argument.arg for argument in theirs.kwonlyargs]
+    assert sum(p.default is not p.empty for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD) == len(theirs.defaults)
+
+
+@pytest.mark.parametrize(
+    "file, name, quantisers",
+    [
+        (LINEARS, "triton_w8a8_block_fp8_linear", {"sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"}),
+        (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {"sglang_per_token_group_quant_fp8"}),
+        (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {"sglang_per_token_group_quant_fp8_row_padded"}),
+        (
+            KERNELS + "fp8_kernel.py",
+            "sglang_per_token_group_quant_fp8",
+            {"_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"},
+        ),
+        (
+            KERNELS + "fp8_kernel.py",
+            "sglang_per_token_group_quant_fp8_row_padded",
+            {"_run_per_token_group_quant_8bit_kernel", "sglang_per_token_group_quant_fp8"},
+        ),
+        ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
+    ],
+)
+def test_a_release_that_quantises_elsewhere_is_noticed(file, name, quantisers):
+    """`_per_token_group_quant_8bit_raw` is called for other dtypes than E4M3 alone, and where SGLang sees no CUDA."""
+    assert quantisers_called_by(file, name) == quantisers
+
+
+def test_experts_are_quantised_by_block_in_one_place():
+    wanted = {"sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"}
+    assert {name for name in quantisers_called_by(EXPERTS, "invoke_fused_moe_kernel") if "group_quant_fp8" in name} == wanted
+    assert "per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8" in (SGLANG / KERNELS / "fp8_kernel.py").read_text()
+
+
+def test_the_installed_kernels_have_the_formulas_of_the_named_references():
+    """`support.library_scales`, line by line."""
+    source = (SGLANG / "kernels/jit/csrc/gemm/per_token_group_quant.cuh").read_text()
+    helpers = (SGLANG / "kernels/jit/include/sgl_kernel/deepseek_v4/fp8_utils.cuh").read_text()
+    for line in ("1e-10f)", "kMaxValueInv = 1.f / kMaxValue", "raw_scale = amax * kMaxValueInv", "quant_scale = kMaxValue / amax"):
+        assert line in source
+    assert "return exp + (mant != 0);" in helpers and "(127 + 127 - exp) << 23" in helpers
+    assert '"--use_fast_math"' in (SGLANG / KERNELS / "per_token_group_quant.py").read_text()
+    triton = (SGLANG / KERNELS / "fp8_kernel.py").read_text()
+    assert "y_s = _absmax / bit8_max\n    y_s_inv = 1.0 / y_s" in triton
+
+
+def test_every_layout_holds_the_references_bytes(scale_format):
+    for tokens, width in ((5, 384), (130, 128)):
+        x = uneven(tokens, width, torch.bfloat16)
+        for data, scale in engine_layouts(x):
+            activations.run_group_quantizer(
+                x, data, scale, 128, 1e-10, -448.0, 448.0, scale_ue8m0=False, fuse_silu_and_mul=False, masked_m=None
+            )
+            assert_quantised(data, scale, x, scale_format)
+        assert_quantised(*activations.quantize_groups(x), x, scale_format)
+        data, scale = activations.quantize_groups(x, column_major_scales=True)
+        assert_quantised(data, scale, x, scale_format)
+        assert scale.stride() == (1, -(-tokens // 4) * 4)
+    assert_quantised(*activations.quantize_tokens(x), x, scale_format)
+
+
+def test_what_the_contract_does_not_know_is_refused(scale_format):
+    x = uneven(4, 256, torch.bfloat16)
+    for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
+        with pytest.raises(NotImplementedError, match="outside the precision contract"):
+            activations.quantize_groups(x, **options)
+    with pytest.raises(NotImplementedError, match="SwiGLU and quantising in one kernel"):
+        activations.quantize_groups(x, fuse_silu_and_mul=True)
+    with pytest.raises(NotImplementedError, match="outside the precision contract"):
+        activations.quantize_tokens(x)  # a scale for 256 features
+    if scale_format == "fp32":
+        with pytest.raises(NotImplementedError, match="asks for power-of-two scales, precision.scale_format is fp32"):
+            activations.quantize_groups(x, scale_ue8m0=True)
+
+
+def test_an_engine_that_was_not_told_the_format_quantises_nothing(monkeypatch):
+    monkeypatch.delenv(activations.VARIABLE, raising=False)
+    activations.scale_format.cache_clear()
+    with pytest.raises(RuntimeError, match="MEGATRON_RL_SCALE_FORMAT is None"):
+        activations.quantize_groups(torch.zeros(4, 128))
+
+
+def linear_method(name: str, module: str = "sglang.srt.layers.quantization.fp8_utils", **changes: object) -> SimpleNamespace:
+    def function() -> None: ...
+
+    function.__name__, function.__module__ = name, module
+    settings = {"use_marlin": False, "use_mxfp8": False, "block_fp8_as_mxfp8": False, **changes}
+    return SimpleNamespace(w8a8_block_fp8_linear=functools.partial(function, act_scale_ue8m0=True), **settings)
+
+
+def held(dtype: torch.dtype = torch.float32, again: bool = False) -> torch.Tensor:
+    """Scales as a layer holds them."""
+    scale = torch.ones(1, 1, dtype=dtype)
+    scale.format_ue8m0 = again
+    return scale
+
+
+TRITON = "triton_w8a8_block_fp8_linear"
+
+
+@pytest.mark.parametrize(
+    "method, scale, words",
+    [
+        (linear_method("fp8_blockscale_gemm_sm90"), held(), "fp8_blockscale_gemm_sm90's"),
+        (linear_method(TRITON, module="elsewhere"), held(), "triton_w8a8_block_fp8_linear's"),
+        (linear_method(TRITON, use_marlin=True), held(), "Marlin's or MXFP8's"),
+        (linear_method(TRITON, block_fp8_as_mxfp8=True), held(), "Marlin's or MXFP8's"),
+        (linear_method(TRITON), held(torch.int32), "packed ue8m0"),
+        (linear_method(TRITON), held(again=True), "packed ue8m0"),
+    ],
+)
+def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, method, scale, words):
+    """`check_live_engine` refuses what is neither pow2 nor fp32, by these words."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert words in activations.of_linear(method, SimpleNamespace(weight_scale_inv=scale))
+
+
+def test_a_live_layer_with_the_contracts_quantiser_says_its_format(monkeypatch, scale_format):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in activations._DENSE:
+        assert activations.of_linear(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert activations.of_linear(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
+
+
+@pytest.mark.parametrize(
+    "runner, words", [("triton", None), ("deep_gemm", "the expert runner deep_gemm's"), (None, "the expert runner None's")]
+)
+def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    backend = None if runner is None else SimpleNamespace(value=runner, is_triton=lambda: runner == "triton")
+    layer = SimpleNamespace(w13_weight_scale_inv=held(), w2_weight_scale_inv=held())
+    assert activations.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (words or scale_format)
+    layer.w2_weight_scale_inv = held(torch.int32)
+    assert activations.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
+        words or "packed ue8m0 (its weights were quantised again)"
+    )
+
+
+@pytest.mark.slow
+def test_sglangs_own_gpu_code_comes_to_the_contracts_quantiser():
+    """Its dense layers and experts, up to their products, with the hooks applied as an engine applies them."""
+    environment = {**one_thread(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "support.hooked_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
