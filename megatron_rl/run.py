@@ -87,13 +87,18 @@ def _check_model(config: Config, layout: Layout) -> None:
         needs.check_model(config.precision, geometry, layout)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
+    check_lengths(config, hf_config)
+    if folder.exists():
+        _check_weights(config, hf_config, geometry)
+
+
+def check_lengths(config: Config, hf_config: dict[str, Any]) -> None:
+    """Raises UserError where the longest prompt and the longest answer exceed the model's positions."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     limit = hf_config.get("max_position_embeddings", longest)
     if longest > limit:
         rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
-    if folder.exists():
-        _check_weights(config, hf_config, geometry)
 
 
 def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeometry) -> None:

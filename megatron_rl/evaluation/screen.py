@@ -1,0 +1,41 @@
+"""The tables of an evaluation on a terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.evaluation.results import estimate_of, interval, line_name, measures, p_text, points, sentence
+from megatron_rl.report_words import write
+
+
+def print_results(results: dict[str, Any]) -> None:
+    """A table for each side and one for the comparison; of pass@k and maj@k the largest k only."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    columns = list({kind: (title, kind, k) for title, kind, k in measures(results)}.values())  # of each kind the last
+    for name, side in results["sides"].items():
+        _print(console, f"{name}: {side['path']}", results, columns, side["table"])
+    if results["comparison"]:
+        shown = Table(title="checkpoint less baseline, in points", title_justify="left")
+        for title in ("problems of", *(title for title, _, _ in columns), "p", "better", "worse"):
+            shown.add_column(title, justify="left" if title == "problems of" else "right")
+        for line in results["comparison"]:
+            cells = [points(estimate_of(line, kind, k)) for _, kind, k in columns]
+            shown.add_row(line_name(line), *cells, p_text(line["p"]), str(line["better"]), str(line["worse"]))
+        console.print(shown)
+    console.print(sentence(results), soft_wrap=True)
+
+
+def _print(console: Console, title: str, results: dict[str, Any], columns: list[tuple[str, str, str]], lines: list[dict[str, Any]]) -> None:
+    shown = Table(title=title, title_justify="left")
+    for heading in ("problems of", "count", *(heading for heading, _, _ in columns), "tokens", "cut"):
+        shown.add_column(heading, justify="left" if heading == "problems of" else "right")
+    for line in lines:
+        cells = [interval(estimate_of(line, kind, k)) for _, kind, k in columns]
+        tokens = write(line["tokens"]["mean"], "number")
+        shown.add_row(line_name(line), str(line["problems"]), *cells, tokens, write(line["truncated"], "share"))
+    console.print(shown)
+    if errors := lines[0]["errors"]:
+        console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
