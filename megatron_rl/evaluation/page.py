@@ -38,8 +38,10 @@ def write_page(folder: Path) -> Path:
 def _facts(results: dict[str, Any]) -> list[Fact]:
     side = results["sides"]["checkpoint"]
     overall, sampling = side["table"][0], results["sampling"]
-    note = f"{100 * results['confidence']:.0f} % interval, in percent"
-    facts = [Fact(title, interval(estimate_of(overall, kind, k)), note) for title, kind, k in _ends(results)]
+    facts = []
+    for title, kind, k in _ends(results):
+        value, _, bounds = interval(estimate_of(overall, kind, k)).partition(" (")
+        facts.append(Fact(title, value, f"{100 * results['confidence']:.0f} % interval {bounds.removesuffix(')')}"))
     tokens = overall["tokens"]
     facts.append(Fact("Length", f"{write(tokens['mean'], 'number')} tokens", f"median {tokens['median']:g}, longest {tokens['max']}"))
     limit = f"at {sampling['max_new_tokens']} tokens; {write(overall['unanswered'], 'share')} state no answer"
