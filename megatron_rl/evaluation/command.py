@@ -9,7 +9,6 @@ DIR/checkpoint/, baseline/    the engines' logs
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import sys
@@ -29,11 +28,13 @@ from megatron_rl.engine import find_launcher
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import Candidate, check
 from megatron_rl.evaluation.page import write_page
+from megatron_rl.evaluation.results import SCHEMA
 from megatron_rl.evaluation.sampling import CompletionsFile, sample
 from megatron_rl.evaluation.screen import print_results
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, comparison, table
 from megatron_rl.progress import Screen
+from megatron_rl.report import write_text
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.runlog import new_folder
 from megatron_rl.sync_plan import check_live_engine
@@ -72,8 +73,8 @@ class Request:
 def evaluate(config: Config, request: Request) -> Path:
     """Evaluates and returns the folder of the results. Raises UserError before an engine starts, RunError where one fails; completions
     that were scored by then stay in completions.jsonl."""
-    ks = request.ks()
-    if config.data.eval is None:
+    request.ks()  # refuses what is asked wrongly
+    if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
     _check_output(request.output)
     sides = {"checkpoint": check(request.checkpoint, "--checkpoint", config)}
@@ -85,39 +86,41 @@ def evaluate(config: Config, request: Request) -> Path:
     folder = _output_folder(config, request, sides["checkpoint"])
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     found = _sample(config, request, sides, problems, folder)
-    results: dict[str, Any] = {
-        "schema": 1,
-        "started": started,
-        "ended": datetime.now().astimezone().isoformat(timespec="seconds"),
+    ended = datetime.now().astimezone().isoformat(timespec="seconds")
+    results = {"schema": SCHEMA, "started": started, "ended": ended, **_results(config, request, sides, found)}
+    write_text(folder / "eval.json", json.dumps(results, indent=1) + "\n")
+    write_page(folder)
+    print_results(results)
+    return folder
+
+
+def _results(config: Config, request: Request, sides: dict[str, Candidate], found: dict[str, tuple[list[Tally], float]]) -> dict[str, Any]:
+    """eval.json, but for its times."""
+    ks, sampling = request.ks(), _sampling(config, request)
+    return {
         "argv": sys.argv,
         "versions": versions(),
         "config": config.model_dump(mode="json"),
         "sampling": {
             "samples": request.samples,
-            "temperature": _sampling(config, request).temperature,
-            "max_new_tokens": config.rollout.max_new_tokens,
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
             "seed": config.train.seed,
         },
         "ks": ks,
         "confidence": CONFIDENCE,
         "sides": {
             name: {
-                "path": str(side.folder),
-                "step": side.step,
-                "seconds": found[name][1],
-                "problems": [asdict(tally) for tally in found[name][0]],
-                "table": table(found[name][0], ks),
+                "path": str(sides[name].folder),
+                "step": sides[name].step,
+                "seconds": seconds,
+                "problems": [asdict(tally) for tally in tallies],
+                "table": table(tallies, ks),
             }
-            for name, side in sides.items()
+            for name, (tallies, seconds) in found.items()
         },
         "comparison": comparison(found["checkpoint"][0], found["baseline"][0], ks) if "baseline" in found else [],
     }
-    temporary = folder / "eval.json.tmp"
-    temporary.write_text(json.dumps(results, indent=1) + "\n")
-    os.replace(temporary, folder / "eval.json")
-    write_page(folder)
-    print_results(results)
-    return folder
 
 
 def _sampling(config: Config, request: Request) -> Sampling:
@@ -150,7 +153,7 @@ def _sample(
         screen = Screen(len(sides) * len(problems) * request.samples)
         resources.callback(screen.close)
         screen.line(f"results: {folder}")
-        temporary = Path(tempfile.mkdtemp(prefix="megatron-rl-eval-"))
+        temporary = Path(tempfile.mkdtemp(prefix=".models-", dir=folder))  # as large as the checkpoints
         resources.callback(shutil.rmtree, temporary, ignore_errors=True)
         models = {name: side.prepare(config, temporary / name) for name, side in sides.items()}
         pool = resources.enter_context(RewardPool(reward.function, reward.workers, reward.timeout, reward.memory_mb))
@@ -176,6 +179,7 @@ def _sample(
                 sampling, chunk = _sampling(config, request), config.rollout.max_running_requests
                 tallies = sample(engine, tokenizer, pool, problems, request.samples, sampling, chunk, partial(record, name))
                 found[name] = tallies, time.perf_counter() - start
+                screen.line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")
             finally:
                 engine.stop()
         return found

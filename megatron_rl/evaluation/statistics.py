@@ -64,14 +64,14 @@ def _wins(count: int, others: Sequence[int], silent: int, samples: int, ks: Sequ
     ways = np.zeros(len(ks))
     for mine in range(1, count + 1):
         rest = samples - mine
-        table = np.zeros((rest // mine + 1, rest + 1))  # [others that tie, votes and silence of all others]
-        table[0] = [comb(silent, drawn) for drawn in range(rest + 1)]
-        for other in others:
+        harmless = silent + sum(other for other in others if other < mine)  # too few to win or to tie, however many are drawn
+        table = np.zeros((rest // mine + 1, rest + 1))  # [others that tie, what all others draw]
+        table[0] = [comb(harmless, drawn) for drawn in range(rest + 1)]
+        for other in (other for other in others if other >= mine):
             grown = np.zeros_like(table)
-            for theirs in range(min(other, mine - 1) + 1):
+            for theirs in range(mine):
                 grown[:, theirs:] += comb(other, theirs) * table[:, : rest + 1 - theirs]
-            if mine <= other:
-                grown[1:, mine:] += comb(other, mine) * table[:-1, : rest + 1 - mine]
+            grown[1:, mine:] += comb(other, mine) * table[:-1, : rest + 1 - mine]
             table = grown
         won = (table / np.arange(1, len(table) + 1)[:, None]).sum(0) * comb(count, mine)
         ways += [won[k - mine] if k >= mine else 0.0 for k in ks]
