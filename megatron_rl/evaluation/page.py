@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.evaluation.results import estimate_of, interval, line_name, measures, p_text, points, sentence
+from megatron_rl.evaluation.results import estimate_of, interval, line_name, measures, p_text, points, sentence, widest
 from megatron_rl.report import Fact, render, write_text
 from megatron_rl.report_plots import Curve, curves
 from megatron_rl.report_words import duration, toml_text, write
@@ -39,7 +39,7 @@ def _facts(results: dict[str, Any]) -> list[Fact]:
     side = results["sides"]["checkpoint"]
     overall, sampling = side["table"][0], results["sampling"]
     facts = []
-    for title, kind, k in _ends(results):
+    for title, kind, k in widest(results):
         value, _, bounds = interval(estimate_of(overall, kind, k)).partition(" (")
         facts.append(Fact(title, value, f"{100 * results['confidence']:.0f} % interval {bounds.removesuffix(')')}"))
     tokens = overall["tokens"]
@@ -50,11 +50,6 @@ def _facts(results: dict[str, Any]) -> list[Fact]:
     facts.append(Fact("Without verdict", f"{errors}", "completions; they count as wrong", good=not errors))
     facts.append(Fact("Time", duration(side["seconds"]), f"{overall['problems']} problems, {sampling['samples']} completions each"))
     return facts
-
-
-def _ends(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Of each kind of measure the one with the largest k."""
-    return list({kind: (title, kind, k) for title, kind, k in measures(results)}.values())
 
 
 def _line(results: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,11 @@ def measures(results: dict[str, Any]) -> list[tuple[str, str, str]]:
     return columns + [(f"maj@{k}", "maj", str(k)) for k in results["ks"] if k > 2]
 
 
+def widest(results: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Of `measures` those with the largest k of each kind."""
+    return list({kind: (title, kind, k) for title, kind, k in measures(results)}.values())
+
+
 def estimate_of(line: dict[str, Any], kind: str, k: str) -> Estimate:
     """The estimate of one column of `measures`."""
     return line[kind][k] if k else line[kind]

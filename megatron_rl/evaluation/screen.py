@@ -7,16 +7,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.evaluation.results import estimate_of, interval, line_name, measures, p_text, points, sentence
+from megatron_rl.evaluation.results import estimate_of, interval, line_name, p_text, points, sentence, widest
 from megatron_rl.report_words import write
+
+
+_Column = tuple[str, str, str]
 
 
 def print_results(results: dict[str, Any]) -> None:
     """A table for each side and one for the comparison; of pass@k and maj@k the largest k only."""
     console = Console(highlight=False, markup=False, emoji=False)
-    columns = list({kind: (title, kind, k) for title, kind, k in measures(results)}.values())  # of each kind the last
+    columns = widest(results)
     for name, side in results["sides"].items():
-        _print(console, f"{name}: {side['path']}", results, columns, side["table"])
+        _print(console, f"{name}: {side['path']}", columns, side["table"])
     if results["comparison"]:
         shown = Table(title="checkpoint less baseline, in points", title_justify="left")
         for title in ("problems of", *(title for title, _, _ in columns), "p", "better", "worse"):
@@ -28,7 +31,7 @@ def print_results(results: dict[str, Any]) -> None:
     console.print(sentence(results), soft_wrap=True)
 
 
-def _print(console: Console, title: str, results: dict[str, Any], columns: list[tuple[str, str, str]], lines: list[dict[str, Any]]) -> None:
+def _print(console: Console, title: str, columns: list[_Column], lines: list[dict[str, Any]]) -> None:
     shown = Table(title=title, title_justify="left")
     for heading in ("problems of", "count", *(heading for heading, _, _ in columns), "tokens", "cut"):
         shown.add_column(heading, justify="left" if heading == "problems of" else "right")
