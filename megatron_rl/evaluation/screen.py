@@ -10,7 +10,6 @@ from rich.table import Table
 from megatron_rl.evaluation.results import estimate_of, interval, line_name, p_text, points, sentence, widest
 from megatron_rl.report_words import write
 
-
 _Column = tuple[str, str, str]
 
 
