@@ -22,9 +22,9 @@ def print_results(results: dict[str, Any]) -> None:
     if results["comparison"]:
         shown = Table(title="checkpoint less baseline, in points", title_justify="left")
         for title in ("problems of", *(title for title, _, _ in columns), "p", "better", "worse"):
-            shown.add_column(title, justify="left" if title == "problems of" else "right")
+            shown.add_column(title, justify="left" if title == "problems of" else "right", no_wrap=True)
         for line in results["comparison"]:
-            cells = [points(estimate_of(line, kind, k)) for _, kind, k in columns]
+            cells = [_two_lines(points(estimate_of(line, kind, k))) for _, kind, k in columns]
             shown.add_row(line_name(line), *cells, p_text(line["p"]), str(line["better"]), str(line["worse"]))
         console.print(shown)
     console.print(sentence(results), soft_wrap=True)
@@ -33,11 +33,16 @@ def print_results(results: dict[str, Any]) -> None:
 def _print(console: Console, title: str, columns: list[_Column], lines: list[dict[str, Any]]) -> None:
     shown = Table(title=title, title_justify="left")
     for heading in ("problems of", "count", *(heading for heading, _, _ in columns), "tokens", "cut"):
-        shown.add_column(heading, justify="left" if heading == "problems of" else "right")
+        shown.add_column(heading, justify="left" if heading == "problems of" else "right", no_wrap=True)
     for line in lines:
-        cells = [interval(estimate_of(line, kind, k)) for _, kind, k in columns]
+        cells = [_two_lines(interval(estimate_of(line, kind, k))) for _, kind, k in columns]
         tokens = write(line["tokens"]["mean"], "number")
         shown.add_row(line_name(line), str(line["problems"]), *cells, tokens, write(line["truncated"], "share"))
     console.print(shown)
     if errors := lines[0]["errors"]:
         console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
+
+
+def _two_lines(estimate: str) -> str:
+    """The interval below its value: so a table fits into 80 columns."""
+    return estimate.replace(" (", "\n(")
