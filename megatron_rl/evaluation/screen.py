@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -20,9 +21,7 @@ def print_results(results: dict[str, Any]) -> None:
     for name, side in results["sides"].items():
         _print(console, f"{name}: {side['path']}", columns, side["table"])
     if results["comparison"]:
-        shown = Table(title="checkpoint less baseline, in points", title_justify="left")
-        for title in ("problems of", *(title for title, _, _ in columns), "p", "better", "worse"):
-            shown.add_column(title, justify="left" if title == "problems of" else "right", no_wrap=True)
+        shown = _table("checkpoint less baseline, in points", [*(title for title, _, _ in columns), "p", "better", "worse"])
         for line in results["comparison"]:
             cells = [_two_lines(points(estimate_of(line, kind, k))) for _, kind, k in columns]
             shown.add_row(line_name(line), *cells, p_text(line["p"]), str(line["better"]), str(line["worse"]))
@@ -31,9 +30,7 @@ def print_results(results: dict[str, Any]) -> None:
 
 
 def _print(console: Console, title: str, columns: list[_Column], lines: list[dict[str, Any]]) -> None:
-    shown = Table(title=title, title_justify="left")
-    for heading in ("problems of", "count", *(heading for heading, _, _ in columns), "tokens", "cut"):
-        shown.add_column(heading, justify="left" if heading == "problems of" else "right", no_wrap=True)
+    shown = _table(title, ["count", *(heading for heading, _, _ in columns), "tokens", "cut"])
     for line in lines:
         cells = [_two_lines(interval(estimate_of(line, kind, k))) for _, kind, k in columns]
         tokens = write(line["tokens"]["mean"], "number")
@@ -43,6 +40,15 @@ def _print(console: Console, title: str, columns: list[_Column], lines: list[dic
         console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
 
 
+def _table(title: str, numbers: list[str]) -> Table:
+    """A table with columns of numbers behind one of names, which alone may be broken: it fits into 80 columns."""
+    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown.add_column("problems of")
+    for heading in numbers:
+        shown.add_column(heading, justify="right", no_wrap=True)
+    return shown
+
+
 def _two_lines(estimate: str) -> str:
-    """The interval below its value: so a table fits into 80 columns."""
+    """The interval below its value."""
     return estimate.replace(" (", "\n(")
