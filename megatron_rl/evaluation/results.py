@@ -20,9 +20,9 @@ def interval(estimate: Estimate) -> str:
 
 
 def points(estimate: Estimate) -> str:
-    """A difference of shares in percentage points, with its interval: "+8.2 (+3.1 … +13.3)"."""
+    """A difference of shares in percentage points, with its interval: "+8.2 (+3.1…+13.3)"."""
     value, low, high = estimate["value"], estimate["low"], estimate["high"]
-    return f"{100 * (value or 0):+.1f}" + ("" if low is None or high is None else f" ({100 * low:+.1f} … {100 * high:+.1f})")
+    return f"{100 * (value or 0):+.1f}" + ("" if low is None or high is None else f" ({100 * low:+.1f}…{100 * high:+.1f})")
 
 
 def p_text(p: float) -> str:

@@ -182,7 +182,7 @@ def test_words(tmp_path):
     alone = results(tmp_path / "e", with_baseline=False)
     assert sentence(alone) == "mean@4 is 75.0 % on 6 problems."
     assert [title for title, _, _ in measures(alone)] == ["mean@4", "pass@2", "pass@4", "maj@4"]
-    assert points({"value": -0.081, "low": -0.1, "high": 0.02}) == "-8.1 (-10.0 … +2.0)"
+    assert points({"value": -0.081, "low": -0.1, "high": 0.02}) == "-8.1 (-10.0…+2.0)"
 
 
 def test_a_run_finds_its_evaluations_and_leaves_out_what_is_damaged(tmp_path):
