@@ -21,7 +21,7 @@ def print_results(results: dict[str, Any]) -> None:
     for name, side in results["sides"].items():
         _print(console, f"{name}: {side['path']}", columns, side["table"])
     if results["comparison"]:
-        shown = _table("checkpoint less baseline, in points", [*(title for title, _, _ in columns), "p", "better", "worse"])
+        shown = _table("checkpoint less baseline, in points", [*(title for title, _, _ in columns), "p", "up", "down"])
         for line in results["comparison"]:
             cells = [_two_lines(points(estimate_of(line, kind, k))) for _, kind, k in columns]
             shown.add_row(line_name(line), *cells, p_text(line["p"]), str(line["better"]), str(line["worse"]))
