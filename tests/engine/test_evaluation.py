@@ -13,7 +13,7 @@ from megatron_rl.config import load_config
 from megatron_rl.data import arithmetic
 from megatron_rl.report import write_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(550)]
 
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
