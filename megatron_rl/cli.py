@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | graph | export | report | doctor`.
+"""The command line: `megatron-rl train | eval | graph | export | report | doctor`.
 
 Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
 line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
@@ -58,6 +58,30 @@ def train(
             print(f"run folder: {run_dir}")
             if (page := run_dir / "report.html").exists():
                 print(f"report:     {page}")
+
+
+@app.command("eval", context_settings={"ignore_unknown_options": True})
+def evaluate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Names data.eval, reward, rollout and precision.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Another checkpoint, asked the same problems, to compare with.")] = None,
+    samples: Annotated[int, typer.Option(help="Completions per problem.")] = 4,
+    at: Annotated[str | None, typer.Option(help="The k of pass@k and maj@k, such as 1,8,64; default: powers of two.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the most probable token, with --samples 1.")] = False,
+    output: Annotated[Path | None, typer.Option(help="New folder for the results; default: RUN_DIR/eval/STEP, or in log.dir.")] = None,
+) -> None:
+    """Measure a checkpoint on the held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
+    with _expected_errors():
+        from megatron_rl.config import load_config
+
+        cfg = load_config(config, overrides or [])
+        from megatron_rl.evaluation.command import Request
+        from megatron_rl.evaluation.command import evaluate as run_evaluation
+
+        folder = run_evaluation(cfg, Request(checkpoint, baseline, samples, at, greedy, output))
+        print(f"results: {folder / 'eval.json'}")
+        print(f"page:    {folder / 'eval.html'}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

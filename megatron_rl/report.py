@@ -17,6 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_rl import report_plots
 from megatron_rl.errors import UserError
+from megatron_rl.evaluation.results import summaries
 from megatron_rl.progress import PHASES, Number, proof_verdict
 from megatron_rl.report_words import CAUSES, HIDDEN, byte_text, duration, meaning, toml_text, visible, write
 from megatron_rl.runlog import read_rows, read_run
@@ -41,7 +42,8 @@ def write_report(run_dir: Path) -> Path:
     rows, torn = read_rows(run_dir / "metrics.jsonl")
     samples, torn_samples = read_rows(run_dir / "samples.jsonl")
     _check_rows(rows, run_dir / "metrics.jsonl")
-    page = _render(
+    page = render(
+        "report.html.j2",
         run=run,
         name=run_dir.resolve().name,
         state=_state(run, rows),
@@ -50,19 +52,17 @@ def write_report(run_dir: Path) -> Path:
         remarks=[remark for remark in (torn, torn_samples, *_not_finite(rows)) if remark],
         **_plots(rows),
         causes=_causes(rows),
+        evaluations=summaries(run_dir),
         table=_table(rows),
         samples=_sample_columns(samples),
         graph=_graph(run_dir / "graph.svg"),
         config=toml_text(run.get("config") or {}),
         log=_log_tail(run_dir / "run.log"),
     )
-    target, temporary = run_dir / "report.html", run_dir / "report.html.tmp"
     try:
-        temporary.write_text(page, encoding="utf-8", errors="replace")
-        os.replace(temporary, target)
+        return write_text(run_dir / "report.html", page)
     except OSError as error:
         raise UserError("RUN_DIR", str(run_dir), f"report.html cannot be written ({error.strerror})", "make the folder writable") from None
-    return target
 
 
 def _graph(drawing: Path) -> str:
@@ -246,8 +246,8 @@ def _when(unix_time: float) -> str:
     return datetime.fromtimestamp(unix_time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def _render(**values: Any) -> str:
-    """Fills report.html.j2. Everything is escaped but the plots, which hold no text of the run."""
+def render(template: str, **values: Any) -> str:
+    """Fills a page's template. Everything is escaped but the plots, which hold no text of the run."""
     folder = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pages.filters.update(
@@ -255,4 +255,12 @@ def _render(**values: Any) -> str:
         number=lambda value: write(value, "number") if isinstance(value, (int, float)) else "–",
         signed=lambda value: f"{value:+.2f}" if isinstance(value, (int, float)) else "–",
     )
-    return pages.get_template("report.html.j2").render(**values)
+    return pages.get_template(template).render(**values)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Replaces a file in one piece; returns its path."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    os.replace(temporary, path)
+    return path

@@ -90,6 +90,37 @@ def svg(plot: Plot, rows: Rows) -> str:
     return _for_page(buffer.getvalue(), plot.title)
 
 
+@dataclass(frozen=True)
+class Curve:
+    """One line of `curves`: shares at `xs`, each in a band from `lows` to `highs`."""
+
+    label: str
+    xs: Sequence[float]
+    shares: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+
+
+def curves(title: str, xlabel: str, lines: Sequence[Curve]) -> str:
+    """Shares over numbers that double, as an inline `<svg>` element."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        ax = figure.subplots()
+        for number, line in enumerate(lines):
+            color = _SERIES[number]
+            ax.fill_between(line.xs, line.lows, line.highs, color=color, alpha=0.13, linewidth=0)
+            ax.plot(line.xs, line.shares, color=color, linestyle=_DASHES[number], marker=_MARKERS[number], markersize=4.5, label=line.label)
+        ax.set_xscale("log", base=2)
+        ticks = sorted({x for line in lines for x in line.xs})
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_xlabel(xlabel)
+        _legend(ax)
+        _finish_axes(ax, Panel("correct", kind="share"))
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(buffer.getvalue(), title)
+
+
 def _lines(ax: Axes, rows: Rows, panel: Panel) -> None:
     series = panel.found(rows)
     for number, (key, label) in enumerate(series):

@@ -93,12 +93,17 @@ class RolloutWorker:
         start = time.perf_counter()
         completions = self._turns.answer(problems_B, Sampling(config.temperature, config.max_new_tokens), version)
         generated = time.perf_counter()
-        lengths = [completion.sampled_count for completion in completions]
-        rewards = self._rewards.score([completion.text for completion in completions], list(problems_B), lengths)
-        for completion, reward in zip(completions, rewards, strict=True):
-            broken = completion.environment_error
-            completion.reward = Reward(0.0, False, f"environment: {broken}") if broken else reward
+        give_rewards(completions, self._rewards)
         return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
+
+
+def give_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
+    """Sets each completion's reward; one whose environment failed scores 0."""
+    texts, lengths = [completion.text for completion in completions_B], [completion.sampled_count for completion in completions_B]
+    found = rewards.score(texts, [completion.problem for completion in completions_B], lengths)
+    for completion, reward in zip(completions_B, found, strict=True):
+        broken = completion.environment_error
+        completion.reward = Reward(0.0, False, f"environment: {broken}") if broken else reward
 
 
 def _by_signal(rollout: Rollout, group_size: int) -> tuple[list[list[Completion]], list[list[Completion]]]:

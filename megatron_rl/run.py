@@ -48,7 +48,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
-    _check_environment(config)
+    check_environment(config)
     _check_model(config, layout)
     if data:
         check_data(config.data, config.model.path)
@@ -92,6 +92,13 @@ def _check_model(config: Config, layout: Layout) -> None:
         needs.check_model(config.precision, geometry, layout)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
+    check_lengths(config, hf_config)
+    if folder.exists():
+        _check_weights(config, hf_config, geometry)
+
+
+def check_lengths(config: Config, hf_config: dict[str, Any]) -> None:
+    """Raises UserError where the longest prompt and the longest answer, an environment's messages included, exceed its positions."""
     said = config.environment.max_tokens if config.environment else 0
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + said
     limit = hf_config.get("max_position_embeddings", longest)
@@ -99,8 +106,6 @@ def _check_model(config: Config, layout: Layout) -> None:
         others = f"data.max_prompt_tokens ({config.data.max_prompt_tokens})" + (f" and environment.max_tokens ({said})" if said else "")
         rule = f"with {others} exceeds the model's {limit} positions"
         raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
-    if folder.exists():
-        _check_weights(config, hf_config, geometry)
 
 
 def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeometry) -> None:
@@ -110,7 +115,7 @@ def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeo
     checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
 
 
-def _check_environment(config: Config) -> None:
+def check_environment(config: Config) -> None:
     """That the environment can be imported, and that worked examples which use it exist."""
     environment = config.environment
     if environment is not None:

@@ -65,7 +65,7 @@ class RunLog:
 
         started = datetime.now().astimezone()
         try:
-            folder = _new_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
+            folder = new_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
         except OSError as error:
             rule = f"cannot make the run's folder ({error.strerror})"
             raise UserError("log.dir", str(parent), rule, "name a folder you can write to") from None
@@ -234,7 +234,7 @@ def _plain(value: Any) -> Any:
     return _finite(value.item()) if hasattr(value, "item") else str(value)
 
 
-def _new_folder(parent: Path, name: str) -> Path:
+def new_folder(parent: Path, name: str) -> Path:
     """Makes a folder that was not there; "-2", "-3", ... when runs start in the same second."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1

@@ -9,6 +9,7 @@ All answers that go on take their next turn in one call of the engine: an answer
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,14 +32,16 @@ class EnvironmentPool(WorkerPool[Reply]):
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.stop = stop_strings(config.name, load_environment(config.name))
+        self._one_at_a_time = threading.Lock()
         super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
 
     def failed(self, reason: str) -> Reply:
         return Reply(error=reason)
 
     def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[Reply]:
-        """One reply to each turn."""
-        found = self.score(texts_B, episodes_B)
+        """One reply to each turn. Threads take turns."""
+        with self._one_at_a_time:
+            found = self.score(texts_B, episodes_B)
         broken = [reply.error for reply in found if reply.error]
         if broken:
             _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(broken), len(found), broken[0])

@@ -57,6 +57,15 @@ def compare_integers(text: str, gold: str) -> bool | None:
     return True if _last_number(text) == expected else None
 
 
+def final_answer(text: str) -> str | None:
+    """The answer that `text` states, as `compare_integers` looks for it: an integer in one spelling, anything else as it is written but
+    for blanks; where none is stated, the text's last integer that stands for itself. None where there is neither."""
+    stated = _stated_answer(text)
+    if stated is None:
+        return _last_number(text)
+    return _only_integer(stated) or "".join(stated.split()).rstrip(".") or None
+
+
 def _stated_answer(text: str) -> str | None:
     r"""The text in the last complete `\boxed{}`, after the last `####` or after the last "answer is", in this order."""
     boxed = last_boxed(text)

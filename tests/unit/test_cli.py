@@ -49,7 +49,7 @@ def test_the_users_mistakes_end_with_2_and_one_line(config):
     assert done.stderr == "megatron-rl: train.stepz = 1: unknown key; did you mean train.steps?\n"
 
 
-@pytest.mark.parametrize("args", [["train"], ["frobnicate"], ["export", "--checkpoint", "a"], ["report"]])
+@pytest.mark.parametrize("args", [["train"], ["frobnicate"], ["export", "--checkpoint", "a"], ["report"], ["eval"], ["eval", "CONFIG"]])
 def test_usage_errors_end_with_2(args):
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 2
@@ -79,6 +79,20 @@ def test_train_passes_the_config_and_names_run_and_report(train, tmp_path):
     assert result.exit_code == 0
     assert (seen[0].train.steps, seen[0].data.seed) == (3, -5)
     assert result.stdout.splitlines() == [f"run folder: {tmp_path}", f"report:     {tmp_path}/report.html"]
+
+
+def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, config, tmp_path):
+    seen = []
+    module = types.ModuleType("megatron_rl.evaluation.command")
+    module.Request = lambda *options: options
+    module.evaluate = lambda cfg, request: seen.append((cfg, request)) or tmp_path
+    monkeypatch.setitem(sys.modules, "megatron_rl.evaluation.command", module)
+    options = ["--checkpoint", "a", "--samples", "8", "--rollout.temperature", "0.5", "--greedy", "--data.seed=3", "--at", "1,8"]
+    result = CliRunner().invoke(app, ["eval", config, *options])
+    assert result.exit_code == 0, result.output
+    assert (seen[0][0].rollout.temperature, seen[0][0].data.seed) == (0.5, 3)
+    assert seen[0][1] == (Path("a"), None, 8, "1,8", True, None)
+    assert result.stdout.splitlines() == [f"results: {tmp_path}/eval.json", f"page:    {tmp_path}/eval.html"]
 
 
 def test_a_broken_run_ends_with_3_after_its_log_tail(train):

@@ -55,7 +55,9 @@ def quantisers_called_by(file: str, name: str) -> set[str]:
     return {name for name in called if "quant" in name and not name.startswith(("dequant", "create_"))}
 
 
-@pytest.mark.parametrize("target, function, kind", plugin.gpu_hooks(), ids=lambda value: str(value).rpartition(".")[2])
+@pytest.mark.parametrize(
+    "target, function, kind", plugin.gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
+)
 def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
     module, _, name = target.removeprefix("sglang.").rpartition(".")
     theirs = functions_of(module.replace(".", "/") + ".py")[name].args

@@ -1,0 +1,128 @@
+"""What the engine is to load: a run's checkpoint or a Hugging Face one, in the precision that the config gives the engine.
+
+A folder that the engine can load as it is, is loaded as it is. Anything else is written to a temporary folder first, by the code that
+`export` uses: a run's FP8 blocks are those that its sync sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl import hf
+from megatron_rl.architecture import traits_of
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.export import convert, save_hf
+from megatron_rl.hf_checkpoint import Checkpoint, is_fp8
+from megatron_rl.mcore.checkpoint import load_alone, read_state
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.run import check_lengths
+from megatron_rl.sync_plan import SyncPlan
+from parallel.geometry import GeometryError, ModelGeometry
+from parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that was checked as far as its files' headers go. `step` is a run's RL step, None for a Hugging Face folder."""
+
+    folder: Path
+    hf_config: dict[str, Any]
+    plan: SyncPlan
+    step: int | None
+    as_it_is: bool
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder that holds its tokenizer."""
+        return self.folder if self.step is None else self.folder / "hf"
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The folder of the run that wrote it, where it still lies there."""
+        parents = self.folder.resolve().parents
+        return parents[1] if self.step is not None and parents[0].name == "checkpoints" and (parents[1] / "run.json").is_file() else None
+
+    def prepare(self, config: Config, temporary: Path) -> Path:
+        """The folder for the engine: the checkpoint itself, or `temporary`, which is made. Starts and ends Megatron for a run's."""
+        contract = self.plan.contract
+        if self.as_it_is:
+            return self.folder
+        if self.step is None:
+            precision = config.precision
+            convert(self.folder, temporary, {"mode": precision.mode, "high": precision.high, "scale_format": precision.scale_format})
+            return temporary
+        from megatron_rl.mcore.model import stop_megatron
+        from megatron_rl.mcore.weights import planes
+
+        try:
+            model, shards, _, hf_config = load_alone(self.folder)
+            save_hf(temporary, planes(model, shards, contract), hf_config, Layout(), contract, self.tokenizer)
+        finally:
+            stop_megatron()
+        return temporary
+
+
+def check(folder: Path, option: str, config: Config) -> Candidate:
+    """Looks at a checkpoint without loading it. Raises UserError, naming `option`, for one that is missing or damaged, that does not fit
+    the config's lengths or engine layout, or whose quantised weights the config's precision would have to quantise again."""
+    try:
+        return _check(folder, option, config)
+    except GeometryError as error:
+        raise UserError(error.field, error.value, error.rule, error.fix) from None
+    except UserError as error:
+        if error.field not in ("--checkpoint", "model.path"):
+            raise
+        raise UserError(option, error.value, error.rule, error.fix.replace(", or add [model.create]", "")) from None
+
+
+def _check(folder: Path, option: str, config: Config) -> Candidate:
+    if not folder.is_dir():
+        fix = "give a folder like RUN_DIR/checkpoints/step_00030, or a Hugging Face checkpoint"
+        raise UserError(option, str(folder), "is no folder" if folder.exists() else "does not exist", fix)
+    contract = PrecisionContract.of(config.precision)
+    if (folder / "config.json").is_file():
+        step, hf_config = None, hf.read_config(folder)
+        as_it_is = _served_as_it_is(folder, option, hf_config, contract)
+    else:
+        state, saved = read_state(folder)
+        step, hf_config, as_it_is = int(state.get("step", 0)), hf.read_config(folder / "hf"), False
+        trained = PrecisionContract.of(saved)
+        if trained.train_fp8 and contract.rollout_fp8 and trained.scale_format != contract.scale_format:
+            rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
+            fix = f'set it to "{trained.scale_format}"'
+            raise UserError("precision.scale_format", contract.scale_format, rule, fix)
+    traits_of(hf_config)
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    plan = SyncPlan.of_config(geometry, Layout(), config)
+    check_lengths(config, hf_config)
+    if step is None and not _is_int8(hf_config):
+        Checkpoint(folder, hf_config, option).check(geometry)
+    return Candidate(folder, hf_config, plan, step, as_it_is)
+
+
+def _served_as_it_is(folder: Path, option: str, hf_config: dict[str, Any], contract: PrecisionContract) -> bool:
+    """Whether the engine loads this Hugging Face folder itself; False where it has to be converted first."""
+    told, wanted = hf_config.get("quantization_config"), contract.hf_quantization_config()
+    if told is None:
+        return wanted is None
+    held = "int8" if _is_int8(hf_config) else "fp8" if is_fp8(hf_config) else ""
+    if wanted is None and held == "fp8":
+        return False
+    if (wanted or {}).get("quant_method") != told.get("quant_method"):
+        what = contract.engine_quantization or contract.high
+        fix = f"choose a precision.mode whose engine is {held.upper()}, or evaluate the checkpoint that it was made from"
+        raise UserError(
+            option, str(folder), f"is {held.upper()}, the config's engine is {what}; quantised weights are not quantised twice", fix
+        )
+    if held == "fp8" and (wanted or {}).get("scale_fmt") != told.get("scale_fmt"):
+        found = "pow2" if told.get("scale_fmt") == "ue8m0" else "fp32"
+        raise UserError("precision.scale_format", contract.scale_format, f"{folder} is FP8 with {found} scales", f'set it to "{found}"')
+    return True
+
+
+def _is_int8(hf_config: dict[str, Any]) -> bool:
+    told = hf_config.get("quantization_config")
+    return isinstance(told, dict) and told.get("quant_method") == "w8a8_int8"

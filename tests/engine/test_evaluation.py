@@ -1,0 +1,104 @@
+"""The command `eval` with real engines: a run's checkpoint against a Hugging Face one, and every figure once more from the completions."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.processes import ROOT, Command, Done
+
+from megatron_rl.config import load_config
+from megatron_rl.data import arithmetic
+from megatron_rl.report import write_report
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(550)]
+
+PROBLEMS, SAMPLES = 32, 8
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+SETTINGS = [f"--data.eval_size={PROBLEMS}", "--data.levels=[2, 3]", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32"]
+
+
+def evaluate(folder: Path, *arguments: object) -> Done:
+    with Command(folder, "megatron_rl", "eval", QUICKSTART, *arguments, *SETTINGS) as command:
+        return command.wait(300)
+
+
+@pytest.fixture(scope="module")
+def run(new_world, tmp_path_factory) -> Path:
+    """A run folder with the checkpoint of a model that gets some problems right."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    small = ["--model.create.num_hidden_layers=1", "--model.warm_start.steps=60", "--data.levels=[2, 3]"]
+    config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small])
+    new_world().call("support.evaluated:make_run", config, folder / "run", 3, seconds=200)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def found(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
+    """How the command ended, eval.json and the completions. The baseline has random weights."""
+    saved = run / "checkpoints" / "step_00003"
+    done = evaluate(tmp_path_factory.mktemp("eval"), "--checkpoint", saved, "--baseline", checkpoint, "--samples", SAMPLES)
+    assert done.code == 0, done.err
+    results = run / "eval" / "step_00003"
+    rows = [json.loads(line) for line in (results / "completions.jsonl").read_text().splitlines()]
+    return done, json.loads((results / "eval.json").read_text()), rows
+
+
+def test_every_problem_has_all_its_completions_of_both_sides(found):
+    _, results, rows = found
+    assert Counter(row["side"] for row in rows) == {"checkpoint": PROBLEMS * SAMPLES, "baseline": PROBLEMS * SAMPLES}
+    assert set(Counter((row["side"], row["problem"]) for row in rows).values()) == {SAMPLES}
+    asked = [problem.id for problem in arithmetic.generate(PROBLEMS, (2, 3), 0, "eval")]
+    for side in results["sides"].values():
+        assert sorted(problem["id"] for problem in side["problems"]) == sorted(asked)
+        assert [problem["source"] for problem in side["problems"]] == ["arithmetic"] * PROBLEMS
+    assert results["sides"]["checkpoint"]["step"] == 3 and results["sides"]["baseline"]["step"] is None
+
+
+def test_the_figures_are_those_of_the_completions(found):
+    _, results, rows = found
+    assert all(row["correct"] == (row["text"].rpartition("#")[2] == row["gold"] and "#" in row["text"]) for row in rows)
+    for name, side in results["sides"].items():
+        for line in side["table"]:
+            mine = [row for row in rows if row["side"] == name and line["level"] in (None, row["level"])]
+            by_problem: dict[str, list[bool]] = {}
+            for row in mine:
+                by_problem.setdefault(row["problem"], []).append(row["correct"])
+            assert line["problems"] == len(by_problem)
+            assert line["mean"]["value"] == pytest.approx(sum(row["correct"] for row in mine) / len(mine))
+            assert line["pass"][str(SAMPLES)]["value"] == pytest.approx(sum(map(any, by_problem.values())) / len(by_problem))
+            assert line["maj"]["1"]["value"] == pytest.approx(line["mean"]["value"])
+            assert line["mean"]["low"] <= line["mean"]["value"] <= line["mean"]["high"]
+            assert line["tokens"]["mean"] == pytest.approx(sum(row["tokens"] for row in mine) / len(mine))
+            assert line["truncated"] == pytest.approx(sum(row["finish_reason"] == "length" for row in mine) / len(mine))
+
+
+def test_a_model_that_learnt_something_is_above_random_weights(found):
+    done, results, _ = found
+    checkpoint, baseline = (results["sides"][name]["table"][0]["mean"]["value"] for name in ("checkpoint", "baseline"))
+    overall = results["comparison"][0]
+    assert 0 <= baseline < checkpoint < 1
+    assert overall["mean"]["value"] == pytest.approx(checkpoint - baseline) and overall["p"] < 0.05
+    assert "points above the baseline's" in done.out and "checkpoint less baseline" in done.out
+
+
+def test_page_and_report_show_it(found, run):
+    assert "Against the baseline" in (run / "eval" / "step_00003" / "eval.html").read_text()
+    assert "eval/step_00003" in write_report(run).read_text()
+
+
+def test_greedy_twice_is_the_same(run, tmp_path):
+    """As its own baseline, a Hugging Face folder in BF16 mode: what the engine answers greedily does not depend on the batch."""
+    model = run.parent / "model"
+    how = ("--checkpoint", model, "--baseline", model, "--greedy", "--samples", 1, "--precision.mode=bf16", "--output", tmp_path / "out")
+    done = evaluate(tmp_path / "eval", *how)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    texts = {side: [row["text"] for row in rows if row["side"] == side] for side in ("checkpoint", "baseline")}
+    assert len(texts["checkpoint"]) == PROBLEMS and texts["checkpoint"] == texts["baseline"]
+    results = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert results["sampling"]["temperature"] == 0 and results["comparison"][0]["p"] == 1.0
+    share = sum(row["correct"] for row in rows) / len(rows)
+    assert [side["table"][0]["mean"]["value"] for side in results["sides"].values()] == [share, share]

@@ -1,0 +1,32 @@
+"""A run folder with one checkpoint, of a model that answers some problems right: a short warm start and no engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_rl import hf
+from megatron_rl.config import Config
+from megatron_rl.mcore import checkpoint
+from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.weights import load_checkpoint, this_rank_shards
+from megatron_rl.precision import PrecisionContract
+from megatron_rl.warm_start import make_checkpoint
+from parallel.layout import Layout
+
+
+def make_run(config: Config, folder: Path, step: int) -> Path:
+    """Makes `config.model` and saves it as the checkpoint of `step` in the run folder `folder`; returns the checkpoint."""
+    layout = Layout()
+    start_megatron(layout, 0)
+    make_checkpoint(config, layout, print)
+    hf_config = hf.read_config(config.model.path)
+    model = build_model(hf_config, layout, PrecisionContract.of(config.precision))
+    load_checkpoint(model, config.model.path, this_rank_shards(hf_config, layout))
+    saved = folder / "checkpoints" / f"step_{step:05d}"
+    state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
+    (folder / "checkpoints").mkdir(parents=True)
+    checkpoint.save(saved, model, hf_config, config.model.path, state)
+    run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
+    (folder / "run.json").write_text(json.dumps(run))
+    return saved

@@ -1,0 +1,197 @@
+"""Votes, records and tables of an evaluation; completions in order and on the disk; the words made of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from megatron_rl.errors import RunError
+from megatron_rl.evaluation.page import write_page
+from megatron_rl.evaluation.results import measures, points, sentence, summaries
+from megatron_rl.evaluation.sampling import CompletionsFile, sample
+from megatron_rl.evaluation.tallies import Outcome, Tally, comparison, groups, table
+from megatron_rl.turns import Turns
+from megatron_rl.types import Generation, Problem, Reward, Sampling
+
+
+def problem(number: int, level: int = 1, source: str = "arithmetic", answer: str = "2") -> Problem:
+    return Problem(f"{source}:{number}", f"q{number}", answer, level, source)
+
+
+def outcome(text: str, correct: bool = False, error: str = "", finish: str = "stop") -> Outcome:
+    return Outcome(text, Reward(float(correct), correct, error), len(text), finish)
+
+
+@pytest.mark.parametrize(
+    "text, source, answer",
+    [
+        ("1,3#3", "arithmetic", "3"),
+        ("1,3#03", "arithmetic", "3"),
+        ("1,3", "arithmetic", None),
+        ("1#3 or so", "arithmetic", None),
+        ("# Solution\nThe answer is 1,080.", "gsm8k", "1080"),
+        ("#### 7", "gsm8k", "7"),
+        (r"so \boxed{ \frac{1}{2} }", "math", r"\frac{1}{2}"),
+        ("it is 12", "math", "12"),
+        ("who knows", "math", None),
+        (r"\boxed{}", "math", None),
+    ],
+)
+def test_a_wrong_completion_votes_for_what_it_states(text, source, answer):
+    assert outcome(text).answer(problem(1, source=source)) == answer
+
+
+def test_all_correct_completions_vote_for_the_gold_and_those_without_verdict_for_nothing():
+    half = problem(1, source="math", answer=r"\frac{1}{2}")
+    assert {outcome(text, correct=True).answer(half) for text in (r"\boxed{0.5}", "a half")} == {r"\frac{1}{2}"}
+    assert outcome(r"\boxed{3}", error="timeout after 5 s").answer(half) is None
+
+
+def test_a_tally_counts_votes_lengths_and_errors():
+    found = Tally.of(
+        problem(1), [outcome("#2", True), outcome("2#2", True), outcome("#3"), outcome("1,", finish="length"), outcome("#4", error="died")]
+    )
+    assert (found.samples, found.correct, found.votes) == (5, 2, ((2, 2), (1, 0)))
+    assert (found.tokens, found.truncated, found.errors, found.reward) == ((2, 3, 2, 2, 2), 1, 1, 2.0)
+
+
+def tally(number: int, correct: int, level: int = 1, source: str = "arithmetic", samples: int = 4) -> Tally:
+    outcomes = [outcome("#2", True)] * correct + [outcome("#3")] * (samples - correct)
+    return Tally.of(problem(number, level, source), outcomes)
+
+
+def test_tables_have_a_line_for_all_for_each_set_and_for_each_level():
+    three = [tally(1, 4), tally(2, 0, level=2), tally(3, 2, source="gsm8k/test", level=0)]
+    assert groups(three) == {
+        (None, None): [0, 1, 2],
+        ("arithmetic", None): [0, 1],
+        ("arithmetic", 1): [0],
+        ("arithmetic", 2): [1],
+        ("gsm8k/test", None): [2],
+    }
+    assert list(groups(three[:2])) == [(None, None), ("arithmetic", 1), ("arithmetic", 2)]
+    assert list(groups(three[:1])) == [(None, None)]
+
+
+def test_a_tables_figures_by_hand():
+    line = table([tally(1, 4), tally(2, 0), tally(3, 1)], [1, 2, 4])[0]
+    assert line["mean"]["value"] == pytest.approx(5 / 12) == line["pass"]["1"]["value"] == line["maj"]["1"]["value"]
+    assert line["pass"]["2"]["value"] == pytest.approx((1 + 0 + 0.5) / 3)  # 3 of 6 pairs hold the one that is right
+    assert line["pass"]["4"]["value"] == pytest.approx(2 / 3) and line["maj"]["4"]["value"] == pytest.approx(1 / 3)
+    assert 0 < line["mean"]["low"] < 5 / 12 < line["mean"]["high"] < 1
+    assert (line["tokens"], line["truncated"], line["unanswered"], line["errors"]) == ({"mean": 2, "median": 2, "max": 2}, 0, 0, 0)
+
+
+def test_a_comparison_pairs_the_problems():
+    better, worse = [tally(number, 3) for number in range(8)], [tally(number, 1 + number % 3) for number in range(8)]
+    line = comparison(better, worse, [1, 4])[0]
+    assert line["mean"]["value"] == pytest.approx((2 + 1 + 0 + 2 + 1 + 0 + 2 + 1) / 4 / 8)
+    assert (line["better"], line["worse"], line["p"]) == (6, 0, 2 / 2**6)
+    assert line["mean"]["low"] > 0
+    with pytest.raises(AssertionError, match="different problems"):
+        comparison(better, worse[1:] + worse[:1], [1])
+
+
+class Letters:
+    """A tokenizer of letters, an engine that answers each prompt with `#` and how often it was asked before, rewards for "#1"."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.seen: dict[str, int] = {}
+        self.failing, self.lock = failing, threading.Lock()
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+    def generate(self, prompts_B, sampling):
+        with self.lock:
+            found = []
+            for prompt in map(self.decode, prompts_B, [True] * len(prompts_B)):
+                if prompt == self.failing:
+                    raise RunError("the engine is gone")
+                found.append(Generation(self.encode(f"{prompt}#{self.seen.get(prompt, 0)}", False), [], "stop", 0))
+                self.seen[prompt] = self.seen.get(prompt, 0) + 1
+            return found
+
+    def score(self, texts, problems, lengths):
+        return [Reward(float(text.endswith("#1")), text.endswith("#1")) for text in texts]
+
+
+def run(letters: Letters, path, problems: int = 5, samples: int = 3, chunk: int = 4) -> list[Tally]:
+    file = CompletionsFile(path)
+    try:
+        asked = [problem(number, answer="1") for number in range(problems)]
+        turns = Turns(letters, letters)
+        return sample(turns, letters, asked, samples, Sampling(1.0, 8), chunk, lambda scored: file.append("checkpoint", scored))
+    finally:
+        file.close()
+
+
+def test_every_problem_gets_its_own_completions(tmp_path):
+    tallies = run(Letters(), tmp_path / "c.jsonl")
+    assert [(found.id, found.samples, found.correct) for found in tallies] == [(f"arithmetic:{number}", 3, 1) for number in range(5)]
+    rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert [(row["problem"], row["sample"]) for row in rows] == [
+        (f"arithmetic:{number}", sample) for number in range(5) for sample in range(3)
+    ]
+    assert all(row["text"].startswith(row["prompt"]) and row["side"] == "checkpoint" for row in rows)
+    assert sum(row["correct"] for row in rows) == 5 and {row["answer"] for row in rows} == {"0", "1", "2"}
+
+
+def test_what_was_scored_before_a_crash_is_on_the_disk(tmp_path):
+    with pytest.raises(RunError, match="gone"):
+        run(Letters(failing="q4"), tmp_path / "c.jsonl")
+    assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 12
+
+
+HOSTILE = "</pre><script>alert(1)</script> \ud800"
+
+
+def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
+    """A folder of results as `command.evaluate` writes it; returns eval.json."""
+    sides = {"checkpoint": [tally(number, 3, level=number % 2) for number in range(6)]}
+    if with_baseline:
+        sides["baseline"] = [tally(number, number % 3, level=number % 2) for number in range(6)]
+    made = {
+        "schema": 1, "started": "a", "ended": "b", "argv": ["x", HOSTILE[:20]], "versions": {"torch": "2"}, "config": {"data": {"seed": 1}},
+        "sampling": {"samples": 4, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}, "ks": [1, 2, 4], "confidence": 0.95,
+        "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": table(found, [1, 2, 4])}
+                  for name, found in sides.items()},
+        "comparison": comparison(sides["checkpoint"], sides["baseline"], [1, 2, 4]) if with_baseline else [],
+    }  # fmt: skip
+    folder.mkdir(parents=True)
+    (folder / "eval.json").write_text(json.dumps(made))
+    file = CompletionsFile(folder / "completions.jsonl")
+    file.append("checkpoint", [(problem(number), 0, outcome(HOSTILE)) for number in range(20)])
+    file.close()
+    return made
+
+
+def test_the_page_shows_the_figures_and_obeys_nothing(tmp_path):
+    results(tmp_path / "e")
+    page = write_page(tmp_path / "e").read_text()
+    assert "mean@4 is 75.0 % on 6 problems, 50.0 points above the baseline" in page
+    assert page.count("<svg") == 1 and page.count("<article") == 12
+    assert "pass@4" in page and "maj@4" in page and "maj@2" not in page and "arithmetic, level 1" in page
+    assert "<script" not in page and "&lt;script&gt;" in page and "src=" not in page and "default-src 'none'" in page
+
+
+def test_words(tmp_path):
+    alone = results(tmp_path / "e", with_baseline=False)
+    assert sentence(alone) == "mean@4 is 75.0 % on 6 problems."
+    assert [title for title, _, _ in measures(alone)] == ["mean@4", "pass@2", "pass@4", "maj@4"]
+    assert points({"value": -0.081, "low": -0.1, "high": 0.02}) == "-8.1 (-10.0…+2.0)"
+
+
+def test_a_run_finds_its_evaluations_and_leaves_out_what_is_damaged(tmp_path):
+    for step in (12, 3):
+        results(tmp_path / "eval" / f"step_{step}", step)
+    (tmp_path / "eval" / "torn").mkdir()
+    (tmp_path / "eval" / "torn" / "eval.json").write_text('{"sides": ')
+    lines = summaries(tmp_path)
+    assert [(line["folder"], line["step"], line["problems"]) for line in lines] == [("eval/step_3", "3", "6"), ("eval/step_12", "12", "6")]
+    assert "mean@4 75.0 % (" in lines[0]["found"] and "50.0 points above the baseline's" in lines[0]["found"]
