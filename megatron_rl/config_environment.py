@@ -19,6 +19,6 @@ class EnvironmentConfig(Section):
     workers: int = Field(2, ge=1)
     """Worker processes."""
     timeout: float = Field(5.0, gt=0)
-    """Seconds for one message; then the worker is replaced, and the answer ends and scores 0."""
+    """Seconds for one message; then the worker is replaced, and the answer ends and gets what `reward.on_error` says."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""

@@ -48,7 +48,7 @@ class Environment(Protocol):
     """The other side of one answer; picklable."""
 
     def step(self, text: str) -> Message | None:
-        """The answer to one turn of the policy, `text` without special tokens; None ends the answer. May raise: the answer scores 0."""
+        """The answer to one turn of the policy, `text` without special tokens; None ends the answer. May raise (`reward.on_error`)."""
 
 
 class EnvironmentClass(Protocol):

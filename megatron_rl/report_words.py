@@ -45,7 +45,7 @@ _MEANING = {
     "environment/turns": ("mean number of the policy's turns in a completion", "number"),
     "environment/token_share": ("share of the completions' tokens that the environment wrote", "share"),
     "environment/tool_errors": ("messages by which the environment refused what the policy asked for", "count"),
-    "environment/errors": ("completions whose environment failed (scored 0)", "count"),
+    "environment/errors": ("completions whose environment failed", "count"),
     "tokens/per_second": ("tokens generated per second of generation", "count"),
     "sync/bytes": ("bytes moved from trainer to engine", "bytes"),
     "sync/tensors": ("tensors moved", "count"),

@@ -13,7 +13,7 @@ from megatron_rl.data import ProblemStream
 from megatron_rl.engine import Engine
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.turns import EnvironmentPool, Turns
-from megatron_rl.types import Completion, Problem, Reward, Sampling
+from megatron_rl.types import Completion, Problem, Sampling
 
 
 @dataclass
@@ -98,12 +98,15 @@ class RolloutWorker:
 
 
 def give_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
-    """Sets each completion's reward; one whose environment failed scores 0."""
-    texts, lengths = [completion.text for completion in completions_B], [completion.sampled_count for completion in completions_B]
-    found = rewards.score(texts, [completion.problem for completion in completions_B], lengths)
-    for completion, reward in zip(completions_B, found, strict=True):
-        broken = completion.environment_error
-        completion.reward = Reward(0.0, False, f"environment: {broken}") if broken else reward
+    """Sets each completion's reward; one whose environment failed has no verdict."""
+    rewards_B = rewards.score(
+        [completion.text for completion in completions_B],
+        [completion.problem for completion in completions_B],
+        [completion.sampled_count for completion in completions_B],
+        [completion.environment_error and f"environment: {completion.environment_error}" for completion in completions_B],
+    )
+    for completion, reward in zip(completions_B, rewards_B, strict=True):
+        completion.reward = reward
 
 
 def _by_signal(rollout: Rollout, group_size: int) -> tuple[list[list[Completion]], list[list[Completion]]]:

@@ -43,10 +43,13 @@ class Scorer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._pool.close()
 
-    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int]) -> list[Reward]:
+    def score(
+        self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], broken_B: Sequence[str] | None = None
+    ) -> list[Reward]:
         """The rewards of the completions `texts_B` of `lengths_B` tokens, in their order; with `parts` where functions are several.
 
-        A completion without a verdict has an `error`, and what `reward.on_error` gives it. Raises RunError where that is `stop`,
+        A completion without a verdict has an `error`, and what `reward.on_error` gives it; `broken_B` says of each completion why there
+        can be none, "" where there can. Raises RunError where that is `stop`,
         and when workers cannot be started.
         """
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
@@ -57,6 +60,8 @@ class Scorer:
             for verdicts, answer in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
                 verdicts[label] = answer
         rewards = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
+        for number, broken in enumerate(broken_B or ()):
+            rewards[number] = Reward(0.0, False, error=broken) if broken else rewards[number]
         return self._without_verdict(rewards, problems_B)
 
     def _sum(self, verdicts: Mapping[str, Reward], tokens: int) -> Reward:

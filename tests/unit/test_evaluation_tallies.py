@@ -117,7 +117,7 @@ class Letters:
                 self.seen[prompt] = self.seen.get(prompt, 0) + 1
             return found
 
-    def score(self, texts, problems, lengths):
+    def score(self, texts, problems, lengths, broken):
         return [Reward(float(text.endswith("#1")), text.endswith("#1")) for text in texts]
 
 

@@ -150,3 +150,18 @@ def test_your_own_function_is_found_in_the_working_directory_and_checked_beforeh
         check_rewards(RewardConfig(function="my_module:wrong"))
     with pytest.raises(UserError, match=r"reward.functions = 'my_modul:reward': .*No module named 'my_modul'; it is looked for"):
         check_rewards(config(MATH, {"name": "my_modul:reward"}))
+
+
+@pytest.mark.parametrize("on_error", ["zero", "exclude", "stop"])
+def test_a_completion_that_broke_before_it_was_scored_gets_what_an_error_gets(on_error):
+    told: list[str] = []
+    with Scorer(RewardConfig(function="arithmetic", workers=1, on_error=on_error), told.append) as scorer:
+        problems = [Problem("a", "1+1=", "2")] * 2
+        if on_error == "stop":
+            with pytest.raises(RunError, match="environment: it hung"):
+                scorer.score(["#2", "#2"], problems, [2, 2], ["", "environment: it hung"])
+        else:
+            whole, broken = scorer.score(["#2", "#2"], problems, [2, 2], ["", "environment: it hung"])
+            assert (whole.value, broken.value, broken.error) == (1.0, 0.0, "environment: it hung")
+            assert broken.excluded == (on_error == "exclude") and not whole.excluded
+    assert "1 of 2 completions got no verdict: environment: it hung (1)" in told[0]

@@ -118,7 +118,7 @@ class FakeEngine:
 class FakeRewards:
     """Earns only the first completion of each group of four."""
 
-    def score(self, texts, problems, lengths):
+    def score(self, texts, problems, lengths, broken):
         assert len(texts) == len(problems) and lengths == [1] * len(texts)
         return [Reward(float(text in "ae"), text in "ae") for text in texts]
 
@@ -156,7 +156,7 @@ class Scripted:
     def __init__(self, groups: dict[str, list[float]]) -> None:
         self.groups, self.asked = groups, []
 
-    def score(self, texts, problems, lengths):
+    def score(self, texts, problems, lengths, broken):
         self.asked.append(len(problems) // 4)
         return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
 
@@ -202,7 +202,7 @@ def test_what_is_excluded_gives_a_group_no_signal(worker):
     worker, _ = dynamic(worker, 1, {"0": EQUAL, "1": MIXED})
     scores = worker._rewards.score
 
-    def excluding(texts, problems, lengths):
+    def excluding(texts, problems, lengths, broken):
         rewards = scores(texts, problems, lengths)
         rewards[0] = Reward(0.0, False, "timed out", excluded=True)
         return rewards
