@@ -203,7 +203,7 @@ def test_what_is_excluded_gives_a_group_no_signal(worker):
     scores = worker._rewards.score
 
     def excluding(texts, problems, lengths, broken):
-        rewards = scores(texts, problems, lengths)
+        rewards = scores(texts, problems, lengths, broken)
         rewards[0] = Reward(0.0, False, "timed out", excluded=True)
         return rewards
 
