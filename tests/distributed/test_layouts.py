@@ -29,8 +29,8 @@ TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
 TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2}
-"""Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next E4M3
-number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %."""
+"""Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next
+E4M3 number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %."""
 
 
 def batches() -> list:
@@ -39,7 +39,7 @@ def batches() -> list:
 
 
 def learnt(found: dict) -> list[dict[str, float]]:
-    """A run's steps without what depends on the layout: sequence parallelism pads a row to a multiple of tp, and an idle replica its own."""
+    """A run's steps without the padding, which is the layout's: a row's for sequence parallelism, an idle replica's own."""
     return [{name: value for name, value in step.items() if name != "tokens/padding"} for step in found["steps"]]
 
 
