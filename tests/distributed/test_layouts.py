@@ -28,15 +28,19 @@ LAYOUTS = {
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
-TOLERANCE = {"fp32": 1e-5, "fp8": 3e-2}
-"""Relative. Sums in another order differ by 1e-6. In FP8 such a difference may move a value to the next E4M3 number, 2^-3 of itself away,
-after which a loss differs by 1 %. Stages and replicas leave the sums of a product as they are, so that no value need move (measured:
-6e-6); but another CPU may sum in an order that depends on the number of rows."""
+TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2}
+"""Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next
+E4M3 number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %."""
 
 
 def batches() -> list:
     """Within 60 tokens one process packs 7 sequences as 2 + 2 + 3; two replicas as 2 and 1, 2 and 2, 5 sequences as 1 and 1, 1 and 2."""
     return [random_sequences(7, seed=1), random_sequences(5, seed=2)]
+
+
+def learnt(found: dict) -> list[dict[str, float]]:
+    """A run's steps without the padding, which is the layout's: a row's for sequence parallelism, an idle replica's own."""
+    return [{name: value for name, value in step.items() if name != "tokens/padding"} for step in found["steps"]]
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +103,10 @@ def test_training_equals_that_of_one_process(request, two, four, alone, layout, 
     assert spread > 0.1  # the batch tells policies apart
     assert (found["before"] - expected["before"]).abs().max() < tolerance * spread
     assert found["entropy"] == pytest.approx(expected["entropy"], rel=tolerance)
-    for mine, theirs in zip(found["steps"], expected["steps"], strict=True):
+    for number, (mine, theirs) in enumerate(zip(learnt(found), learnt(expected), strict=True)):
         assert {"grad_norm", "loss/total", "loss/policy", "loss/kl", "clip/positive"} <= theirs.keys()
-        assert mine == pytest.approx(theirs, rel=tolerance, abs=tolerance)
+        exact = TOLERANCE["fp32"] if number == 0 else tolerance  # the first step's gradient, in FP8 as well
+        assert mine == pytest.approx(theirs, rel=exact, abs=exact)
     start = read_weights(folder)
     assert found["masters"].keys() == expected["masters"].keys() == start.keys()
     for name, weight in expected["masters"].items():
@@ -116,7 +121,8 @@ def test_one_sequence_for_two_replicas(request, one, two, layout, model):
     folder, batch = request.getfixturevalue(model), [random_sequences(1, seed=4)]
     expected = one.call("support.trainer:train_grpo", folder, FP32, TRAIN, batch)[0]
     found = two.call("support.trainer:train_grpo", folder, FP32, TRAIN, batch, LAYOUTS[layout])[1]
-    assert found["steps"][0] == pytest.approx(expected["steps"][0], rel=1e-5)
+    assert learnt(found)[0] == pytest.approx(learnt(expected)[0], rel=1e-5)
+    assert found["steps"][0]["tokens/padding"] > expected["steps"][0]["tokens/padding"] == 0
     assert torch.allclose(found["after"], expected["after"], atol=1e-5)
 
 
