@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -57,6 +58,11 @@ class MicroBatch:
     """The sequence's weight where `mask` is 1, else 0."""
     corrections: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor on `device`."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
 
     def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the sequence, its answer's part [A]) of a tensor [b, s] aligned with `targets`."""

@@ -110,7 +110,9 @@ def load_failure(stderr: str, torch: str) -> Pitfall:
         rebuild = "NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-build-isolation --no-cache-dir --no-deps --force-reinstall"
         package = "transformer-engine-torch"
         return Pitfall(
-            "Transformer Engine", f"its extension was built for another torch than {torch}: {symbol[0]}", f"{rebuild} {package}, or {INSTALL}"
+            "Transformer Engine",
+            f"its extension was built for another torch than {torch}: {symbol[0]}",
+            f"{rebuild} {package}, or {INSTALL}",
         )
     return Pitfall("Transformer Engine", f"cannot be imported: {last}", INSTALL)
 

@@ -32,6 +32,7 @@ class Policy:
     def __init__(self, model: GPTModel, temperature: float, micro_batch_size: int) -> None:
         self.model, self.temperature, self.micro_batch_size = model, temperature, micro_batch_size
         self._forward_model: Any = model
+        self._device = next(model.parameters()).device
         quantize_model(model)
 
     def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
@@ -40,7 +41,7 @@ class Policy:
         Collective: every rank gives all sequences, computes its replica's share and is told all results.
         """
         lengths = [len(sequence.answer_ids) for sequence in sequences]
-        flat = torch.zeros(sum(lengths))
+        flat = torch.zeros(sum(lengths), device=self._device)
         found = flat.split(lengths)
         entropy = 0.0
 
@@ -54,7 +55,7 @@ class Policy:
         with torch.no_grad():
             self._run(sequences, collect, forward_only=True)
         gather.sum_values(flat)
-        return list(found), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
+        return list(flat.cpu().split(lengths)), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
     def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
         """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps (logits, micro-batch) to a sum over tokens.
@@ -67,7 +68,7 @@ class Policy:
         batches = micro_batches(sequences, self.micro_batch_size, replica, replicas, multiple)
 
         def step(iterator: Any, model: Any) -> Any:
-            batch = next(iterator)
+            batch = next(iterator).to(self._device)
             logits = model(batch.tokens, batch.positions, None)
             return logits, lambda output: (loss(output, batch), batch.mask.sum().int(), {})
 

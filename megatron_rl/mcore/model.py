@@ -58,6 +58,8 @@ def start_megatron(layout: Layout, seed: int) -> None:
     """
     cpu.install()
     adam.install()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
@@ -166,7 +168,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     _tag_shards(model)
-    return model
+    return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model  # Megatron puts only its own layers there
 
 
 def _tag_shards(model: GPTModel) -> None:

@@ -66,6 +66,8 @@ def test_the_lock_holds_what_is_asked_for():
 def test_one_cuda_everywhere():
     """Toolkit, torch and the container's image: a compiler of another minor version than the libraries' is asking for trouble."""
     locked = dict(PIN.findall((ROOT / "launch" / "requirements-gpu.txt").read_text()))
-    of_toolkit = [name for name in locked if re.fullmatch(r"nvidia-(cuda-(nvcc|nvrtc|runtime|crt|cccl|cupti)|nvjitlink|nvvm)|cuda-bindings", name)]
+    of_toolkit = [
+        name for name in locked if re.fullmatch(r"nvidia-(cuda-(nvcc|nvrtc|runtime|crt|cccl|cupti)|nvjitlink|nvvm)|cuda-bindings", name)
+    ]
     assert len(of_toolkit) >= 8 and all(locked[name].startswith("13.0.") for name in of_toolkit)
     assert "FROM nvidia/cuda:13.0." in (ROOT / "docker" / "Dockerfile").read_text()
