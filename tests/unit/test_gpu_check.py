@@ -12,13 +12,12 @@ import gpu_check
 import pytest
 import torch
 from gpu_parts import found, outcome, table
-from gpu_parts.found import PACKAGES, Machine
 from gpu_parts.outcome import Outcome
 from gpu_parts.parts import PARTS, TOTAL_SECONDS, Part
 from gpu_parts.rows import Row
+from support.hopper import H200
 
 ROOT = Path(__file__).parents[2]
-H200 = Machine("NVIDIA H200", (9, 0), 139.8, "580.1", "13.0", "13.0", "3.12.3", dict.fromkeys(PACKAGES, "1.0"))
 ABOUT = {"date": "2026-11-21", "commit": "abc1234", "seconds": 61.2}
 WRITES = (
     "import sys, pathlib; from gpu_parts.rows import Rows; rows = Rows(pathlib.Path(sys.argv[2])); rows.add('first', 'fine', ok=True); "

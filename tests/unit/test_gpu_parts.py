@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from gpu_parts import backends, gpu_tests, products, quantisers, speed_linears, training
+from gpu_parts import backends, bridge, gpu_tests, parts, products, quantisers, quickstart, speed_linears, training
 from gpu_parts.rows import Row, Rows, read_rows
 from support import fake_kernels
-from test_gpu_check import H200
+from support.hopper import H200
 
+from megatron_rl.config import load_config
 from megatron_rl.fp8.backends import make_backend
+from megatron_rl.run import preflight
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -47,7 +52,8 @@ def test_values_have_what_quantisers_stumble_over():
     assert backends.ordinary(1024, 2048, "cpu").float().abs().unflatten(1, (-1, 128)).amax(2).min() > 1e-4
 
 
-def test_quantisers_that_agree(rows, kernels):
+def test_quantisers_that_agree(rows, kernels, monkeypatch):
+    monkeypatch.setattr(quantisers, "TOKENS", 128)
     machine = replace(H200, packages=H200.packages | {"deep_gemm": None, "sglang": None})
     which = quantisers.quantisers(machine)
     assert {library for library, _ in which} == {"reference on the GPU", "our kernel", "transformer_engine"}
@@ -111,6 +117,12 @@ def test_speed_of_linears_is_told_as_rates_and_ratios(rows):
     assert told["8B [4096, 1024], deep_gemm quantize"].found == "0.200 ms, 168 GB/s, 0.50x of a copy's speed"
 
 
+def test_shapes_for_which_no_time_is_left_are_named(rows, monkeypatch):
+    monkeypatch.setenv(parts.SECONDS, "0")
+    speed_linears.part(rows)
+    assert {row.found for what, row in found(rows).items() if "[" in what} == {"left out: no time left"}
+
+
 def test_a_run_is_told_from_its_metrics(rows, tmp_path):
     steps = [
         {"step": 0, "sync/proved": 19.0, "sync/tensors": 19.0, "sync/bytes": 2e6, "time/sync": 0.01, "time/proof": 0.002},
@@ -126,6 +138,16 @@ def test_a_run_is_told_from_its_metrics(rows, tmp_path):
     assert told["run, step 1"].ok is False and "|dlogp| mean 0.0001, largest 0.5" in told["run, step 1"].found
     training.tell(rows, "run", {"step": 2})
     assert found(rows)["run, step 2"].ok is False  # nothing was proved
+
+
+def test_runs_are_configured_as_a_run_accepts(tmp_path, monkeypatch):
+    def checked(settings: dict[str, object]) -> None:
+        own = {"model.path": tmp_path / "model", "log.dir": tmp_path / "runs"}
+        preflight(load_config(ROOT / "configs" / "quickstart.toml", [f"--{name}={value}" for name, value in (settings | own).items()]))
+
+    checked(quickstart.SETTINGS | {"precision.backend": "emulated"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that the transport asks before a run
+    checked(bridge.SETTINGS)
 
 
 def test_a_command_is_ended_at_its_limit():

@@ -15,11 +15,14 @@ from parallel.layout import Layout
 
 __all__ = ["SIZES", "actor", "batch_of", "loss"]
 
-SIZES = {  # layers as in Qwen3-8B and Qwen3-32B; the vocabulary stays small
-    "small": Architecture(hidden_size=1024, intermediate_size=3072, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=1),
-    "8B": Architecture(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=1),
+SIZES = {
+    "small": Architecture(hidden_size=1024, intermediate_size=1024, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=1),
+    "8B": Architecture(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, num_hidden_layers=1),
     "32B": Architecture(hidden_size=5120, intermediate_size=25600, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=1),
 }
+
+"""Widths of a layer of Llama-3.1-8B and of Qwen3-32B, as in tools/bench_backends.py; the vocabulary stays small. DeepGEMM compiles a kernel
+for every shape, in seconds each: `small` has few shapes, and the others are those that `speed_linears` has compiled."""
 
 
 def actor(architecture: Architecture, precision: Precision) -> Actor:

@@ -29,13 +29,13 @@ _BACKENDS = ("hopper", "triton", "nvcc", "deep_gemm", "transformer-engine")
 _RUN = (*_TRAINER, "sglang", "sglang-kernel", "triton", "typer", "math-verify")
 
 PARTS = (
-    Part("quantisers", "quantised bytes and scales of every library", 50, _PROJECT, (*_BACKENDS, "sglang", "sglang-kernel")),
+    Part("quantisers", "quantised bytes and scales of every library", 40, _PROJECT, (*_BACKENDS, "sglang", "sglang-kernel")),
     Part("products", "FP8 products of every back end", 60, _PROJECT, (*_BACKENDS, "sglang")),
-    Part("layer", "one transformer layer, forward and backward", 45, _TRAINER, _BACKENDS),
-    Part("bridge", "the sync by CUDA IPC into a live engine, proved", 85, _RUN),
-    Part("quickstart", "the quickstart in fp8_unified", 95, _RUN, _BACKENDS),
-    Part("gpu_tests", "pytest's tests marked gpu", 60, (*_TRAINER, "pytest"), (*_BACKENDS, "sglang")),
-    Part("speed_linears", "linear layers and quantisers of 8B and 32B models", 55, (*_PROJECT, "typer"), _BACKENDS),
-    Part("speed_layer", "a layer's forward pass and whole step", 45, (*_TRAINER, "typer"), _BACKENDS),
-    Part("speed_sync", "the sync by CUDA IPC against a copy on the device", 35, (*_TRAINER, "typer")),
+    Part("layer", "one transformer layer, forward and backward", 40, _TRAINER, _BACKENDS),
+    Part("bridge", "the sync by CUDA IPC into a live engine, proved", 80, _RUN),
+    Part("quickstart", "the quickstart in fp8_unified", 85, _RUN, _BACKENDS),
+    Part("gpu_tests", "pytest's tests marked gpu", 65, (*_TRAINER, "pytest"), (*_BACKENDS, "sglang")),
+    Part("speed_linears", "linear layers and quantisers of 8B and 32B models", 75, (*_PROJECT, "typer"), _BACKENDS),
+    Part("speed_layer", "a layer's forward pass and whole step", 55, (*_TRAINER, "typer"), _BACKENDS),
+    Part("speed_sync", "the sync by CUDA IPC against a copy on the device", 30, (*_TRAINER, "typer")),
 )

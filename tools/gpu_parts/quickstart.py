@@ -6,6 +6,13 @@ from gpu_parts.rows import Rows, run_part
 from gpu_parts.training import train
 from megatron_rl.fp8.backends import needs
 
+SETTINGS = {
+    "precision.mode": "fp8_unified",
+    "precision.high": "bf16",
+    "model.warm_start.steps": 150,
+    "train.steps": 5,
+    "rollout.start_timeout": 60.0,
+}
 _PREFERRED = ("deep_gemm", "transformer_engine", "emulated")
 
 
@@ -13,16 +20,7 @@ def part(rows: Rows) -> None:
     backend = next(name for name in _PREFERRED if not needs.missing(name))
     for name in _PREFERRED[: _PREFERRED.index(backend)]:
         rows.add(f"back end {name}", f"not used: {', '.join(what for what, _ in needs.missing(name))}")
-    settings = {
-        "precision.mode": "fp8_unified",
-        "precision.high": "bf16",
-        "precision.backend": backend,
-        "model.warm_start.steps": 150,
-        "train.steps": 5,
-        "data.eval_every": 5,
-        "rollout.start_timeout": 60.0,
-    }
-    train(rows, f"fp8_unified, {backend}", settings)
+    train(rows, f"fp8_unified, {backend}", SETTINGS | {"precision.backend": backend})
 
 
 if __name__ == "__main__":
