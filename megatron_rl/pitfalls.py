@@ -69,7 +69,7 @@ def scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
 
 
 def transformer_engine_parts(versions: Versions, cuda: str | None) -> list[Pitfall]:
-    """Its three packages must be of one version, and for torch's CUDA."""
+    """From PyPI it is three packages, of one version and for torch's CUDA; built from source it is one, which cannot be wrong here."""
     names = [name for name in ("transformer-engine", "transformer-engine-torch", *_CORES) if name in versions]
     if not names:
         return []
@@ -78,7 +78,7 @@ def transformer_engine_parts(versions: Versions, cuda: str | None) -> list[Pitfa
     if len({versions[name] for name in names}) > 1:
         told = ", ".join(f"{name} {versions[name]}" for name in names)
         found.append(Pitfall("Transformer Engine", f"its packages are of different versions: {told}", INSTALL))
-    if "transformer-engine-torch" not in names:
+    if cores and "transformer-engine-torch" not in names:
         found.append(Pitfall("Transformer Engine", "without transformer-engine-torch, its extension for PyTorch", INSTALL))
     wrong = [name for name in cores if cuda is not None and _CORES[name] != release(cuda)[0]]
     if wrong or len(cores) > 1:
@@ -89,7 +89,7 @@ def transformer_engine_parts(versions: Versions, cuda: str | None) -> list[Pitfa
 
 def transformer_engine_loads(versions: Versions) -> Pitfall | None:
     """A real import: an extension built for another torch has symbols that this one lacks, and nothing else tells."""
-    if "transformer-engine-torch" not in versions:
+    if "transformer-engine" not in versions:
         return None
     try:
         done = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=120, check=False)

@@ -65,6 +65,7 @@ def test_parts_of_transformer_engine_that_do_not_fit():
     assert found.found == "transformer-engine-cu13 installed, torch is built for CUDA 12.9" and "pip uninstall" in found.fix
     (found,) = pitfalls.transformer_engine_parts({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2"}, "13.0")
     assert "without transformer-engine-torch" in found.found
+    assert pitfalls.transformer_engine_parts({"transformer-engine": "2.20.2+abc1234"}, "12.9") == []  # built from source
 
 
 LOADING = "Traceback (most recent call last):\nImportError: /site/transformer_engine_torch.so: undefined symbol: "
@@ -79,7 +80,7 @@ def test_an_extension_built_for_another_torch():
 
 
 def test_an_extension_is_really_loaded(monkeypatch):
-    versions = {"transformer-engine-torch": "2.20.2", "torch": "2.14.1"}
+    versions = {"transformer-engine": "2.20.2", "torch": "2.14.1"}
     assert pitfalls.transformer_engine_loads({}) is None
     monkeypatch.setattr(pitfalls, "_LOAD", "pass")
     assert pitfalls.transformer_engine_loads(versions) is None
