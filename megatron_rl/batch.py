@@ -6,8 +6,9 @@ Shape legend: `_T` tokens, `_A` answer tokens, [1, t] a micro-batch. The last to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -82,6 +83,11 @@ class MicroBatch:
     """The sequence's weight where `mask` is 1, else 0."""
     corrections: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor on `device`."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
 
     @property
     def padding(self) -> int:

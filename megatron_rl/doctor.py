@@ -23,9 +23,13 @@ from rich.table import Table
 
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
+from megatron_rl.pitfalls import INSTALL, pitfalls
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
 """The versions that the project's tests ran with. Hooks reach into private names of the last two: another version may break them."""
+
+GPU_PINNED = {"torch": "2.14.1"}
+"""Where the GPU tier's pins (launch/requirements-gpu.txt) differ from those: SGLang's kernels for CUDA are built for this torch."""
 
 PYTHONS = ((3, 11), (3, 12))
 SETUP = "bash launch/setup.sh"
@@ -68,12 +72,15 @@ def print_diagnosis(console: Console | None = None) -> None:
     for title, rows, heads in (
         ("This machine", facts, ("what", "found", "advice")),
         ("What a run will use here", jobs, ("job", "by", "note")),
+        ("Pitfalls on the way to the GPU", pitfall_facts(), ("what", "found", "advice")),
     ):
+        if not rows:
+            continue
         table = Table(title=title, title_justify="left")
         for head in heads:
             table.add_column(head, overflow="fold")
         for row in rows:
-            table.add_row(row.name, f"[{_STYLE[row.status]}]{row.found}[/]", row.advice)
+            table.add_row(row.name, f"[{_STYLE[row.status]}]{escape(row.found)}[/]", row.advice)
         console.print(table)
     if missing := [fact for fact in facts if fact.status == "missing"]:
         names = ", ".join(f"{fact.name} ({fact.found})" for fact in missing)
@@ -134,15 +141,23 @@ def backend_facts() -> list[Fact]:
     return rows
 
 
+def pitfall_facts() -> list[Fact]:
+    """What would fail late or compute something else on a GPU; empty on a machine without a GPU's packages."""
+    return [Fact(found.what, found.found, "warn", escape(found.fix)) for found in pitfalls(cuda_build(), driver())]
+
+
 def needed_package(name: str) -> Fact:
     """Installed and of the tested version, installed but of another one, or missing."""
     found = first_version((name,))
     if found is None:
         return Fact(name, "not installed", "missing", SETUP)
     shown = f"{found}, {'CUDA ' + cuda if (cuda := cuda_build()) else 'CPU build'}" if name == "torch" else found
-    tested = TESTED.get(name, found)
+    pinned = GPU_PINNED.get(name) if cuda_build() else None
+    if found.partition("+")[0] == pinned:
+        return Fact(name, shown, "ok", "pinned for the GPU tier, which no test has run on yet")
+    tested = pinned or TESTED.get(name, found)
     if found.partition("+")[0] != tested.partition("+")[0]:
-        return Fact(name, shown, "warn", f"tested with {tested}: {SETUP}")
+        return Fact(name, shown, "warn", f"pinned is {tested}: {INSTALL}" if pinned else f"tested with {tested}: {SETUP}")
     return Fact(name, shown, "ok")
 
 
@@ -185,6 +200,12 @@ def gpu() -> str | None:
         return None
     found = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     return "; ".join(found.splitlines()) if found else None
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if shutil.which("nvidia-smi") else None
+    return found.splitlines()[0] if found else None
 
 
 def commit() -> str | None:

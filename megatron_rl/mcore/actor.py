@@ -34,6 +34,7 @@ class Policy:
     def __init__(self, model: GPTModel, temperature: float, micro_batch_tokens: int) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
         self._forward_model: Any = model
+        self._device = next(model.parameters()).device
         quantize_model(model)
 
     def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
@@ -42,7 +43,7 @@ class Policy:
         Collective: every rank gives all sequences, computes its replica's share and is told all results.
         """
         lengths = [sequence.sampled_count for sequence in sequences]
-        flat = torch.zeros(sum(lengths))
+        flat = torch.zeros(sum(lengths), device=self._device)
         found = flat.split(lengths)
         entropy = 0.0
 
@@ -56,7 +57,7 @@ class Policy:
         with torch.no_grad():
             self._run(sequences, collect, forward_only=True)
         gather.sum_values(flat)
-        return list(found), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
+        return list(flat.cpu().split(lengths)), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
     def micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This replica's share of the sequences, packed."""
@@ -78,7 +79,7 @@ class Policy:
         batches = self.micro_batches(sequences)
 
         def step(iterator: Any, _: Any) -> Any:
-            batch = next(iterator)
+            batch = next(iterator).to(self._device)
             return self.forward(batch), lambda output: (loss(output, batch), batch.mask.sum().int(), {})
 
         get_forward_backward_func()(

@@ -58,6 +58,8 @@ def start_megatron(layout: Layout, seed: int) -> None:
     """
     cpu.install()
     adam.install()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
@@ -166,8 +168,9 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     _tag_shards(model)
-    if not torch.cuda.is_available():
-        cpu.compute_in_one_thread(model)
+    if torch.cuda.is_available():
+        return model.cuda(torch.cuda.current_device())  # Megatron puts only its own layers there
+    cpu.compute_in_one_thread(model)
     return model
 
 

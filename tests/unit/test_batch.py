@@ -136,3 +136,12 @@ def test_unknown_log_probs_are_zeros():
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_nothing_to_cut_gives_no_micro_batch(replicas):
     assert micro_batches([], 64, 0, replicas) == []
+
+
+def test_all_of_a_micro_batch_goes_to_the_models_device():
+    (batch,) = micro_batches([Sequence([1, 2], [3, 4, 5])], 4)
+    moved = batch.to(torch.device("meta"))
+    assert moved.rows == batch.rows
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            assert (getattr(moved, name).device.type, getattr(moved, name).shape) == ("meta", value.shape), name

@@ -53,8 +53,27 @@ def test_another_version_is_a_warning(monkeypatch):
 
 
 def test_local_build_tags_do_not_matter(monkeypatch):
-    monkeypatch.setattr(doctor, "first_version", lambda names: "2.13.0+cu130")
+    monkeypatch.setattr(doctor, "first_version", lambda names: "2.13.0+cpu")
+    monkeypatch.setattr(doctor, "cuda_build", lambda: None)
     assert doctor.needed_package("torch").status == "ok"
+
+
+def test_a_cuda_build_is_held_against_the_gpu_tiers_pins(monkeypatch):
+    gpu_pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
+    assert {name: gpu_pins[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
+    assert set(doctor._NEEDED) <= gpu_pins.keys()
+    monkeypatch.setattr(doctor, "cuda_build", lambda: "13.0")
+    monkeypatch.setattr(doctor, "first_version", lambda names: "2.14.1+cu130")
+    assert doctor.needed_package("torch").status == "ok"
+    monkeypatch.setattr(doctor, "first_version", lambda names: "2.13.0")
+    assert doctor.needed_package("torch") == doctor.Fact(
+        "torch", "2.13.0, CUDA 13.0", "warn", "pinned is 2.14.1: bash launch/install_gpu.sh"
+    )
+
+
+def test_pitfalls_are_rows(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "warn") in [(fact.name, fact.status) for fact in doctor.pitfall_facts()]
 
 
 @pytest.mark.parametrize(("part", "status", "found"), [("optimizers", "ok", "NVIDIA's"), ("models.py", "warn", "PyPI's web toolkit")])

@@ -27,7 +27,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     versions = {"sgl-deep-gemm": "0.2.3.post2", "triton": "3.9.0", "transformer-engine": "2.20.2"}
     monkeypatch.setattr(needs, "_version", versions.get)
-    monkeypatch.setattr(needs, "_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    monkeypatch.setattr(needs, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
     return versions
 
 
@@ -50,7 +50,7 @@ def test_modes_without_fp8_layers_need_no_backend():
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(needs, "_version", {}.get)
-    monkeypatch.setattr(needs, "_nvcc", lambda: None)
+    monkeypatch.setattr(needs, "find_nvcc", lambda: None)
     line = refused("deep_gemm")
     assert line.startswith(
         "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "

@@ -19,11 +19,12 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
     "launch": {"rollout_sglang", "megatron_rl", "parallel"},
 }
 OURS = set(MAY_IMPORT)
+GPU_PARTS = ("tools/gpu_parts/quantisers.py", "tools/gpu_parts/products.py")  # compare the libraries' own kernels
 ONLY_IN = {
-    "sglang": ("rollout_sglang/*",),
+    "sglang": ("rollout_sglang/*", *GPU_PARTS),
     "megatron": ("megatron_rl/mcore/*",),
     "triton": ("megatron_rl/fp8/backends/activation_kernel.py",),
-    "deep_gemm": ("megatron_rl/fp8/backends/deep_gemm*.py",),
+    "deep_gemm": ("megatron_rl/fp8/backends/deep_gemm*.py", *GPU_PARTS),
     "transformer_engine": ("megatron_rl/fp8/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/fp8/backends/transformer_engine.py",),
 }

@@ -18,7 +18,7 @@ from parallel.layout import Layout
 from parallel.megatron import megatron_shards, row_order
 
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
-_CUDA = (12, 9)
+CUDA = (12, 9)
 """From here on cuBLAS has block-scaled products, and nvcc compiles DeepGEMM's kernels."""
 _HOPPER = 9
 """Major compute capability. Newer GPUs compute 128-blocks by requantising them to MXFP8: other bytes than the engine's."""
@@ -54,7 +54,7 @@ def missing(name: str) -> list[tuple[str, str]]:
     if name == "emulated":
         return []
     wants = [_gpu(), *map(_package, _PACKAGES[name])]
-    if name == "deep_gemm" and _nvcc() is None:
+    if name == "deep_gemm" and find_nvcc() is None:
         wants.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
     return [want for want in wants if want]
 
@@ -100,7 +100,7 @@ def _gpu() -> tuple[str, str] | None:
         return "torch sees no GPU", fix
     if torch.cuda.get_device_capability()[0] != _HOPPER:
         return f"{torch.cuda.get_device_name()} is no Hopper GPU", fix
-    if _release(torch.version.cuda) < _CUDA:
+    if release(torch.version.cuda) < CUDA:
         return f"torch is built for CUDA {torch.version.cuda}", fix
     return None
 
@@ -110,7 +110,7 @@ def _package(alternatives: tuple[Package, ...]) -> tuple[str, str] | None:
     if not found:
         return f"{alternatives[0].name} is not installed", alternatives[0].get
     package, version = found[0]
-    if package.first <= _release(version) < package.after:
+    if package.first <= release(version) < package.after:
         return None
     known = f"{'.'.join(map(str, package.first))} to below {'.'.join(map(str, package.after))}"
     return f"{package.name} {version} is not one of the known versions, {known}", package.get
@@ -123,11 +123,12 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """(2, 6, 1) of "2.6.1+54e2261"."""
     return tuple(int(part) for part in re.match(r"[\d.]*\d|", version).group().split(".") if part)  # type: ignore[union-attr]
 
 
-def _nvcc() -> str | None:
+def find_nvcc() -> str | None:
+    """CUDA_HOME or CUDA_PATH where it holds bin/nvcc, else the nvcc on PATH."""
     homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
     return next((home for home in homes if home and (Path(home) / "bin" / "nvcc").exists()), shutil.which("nvcc"))

@@ -1,0 +1,113 @@
+#!/usr/bin/env bash
+# Make .venv-gpu in the repository's root with the pinned packages of the GPU tier: torch for CUDA 13, SGLang with its kernels, DeepGEMM,
+# Megatron-Core, Transformer Engine (its torch extension is built here, from source), and this project (editable). See docs/gpu.md.
+#   bash launch/install_gpu.sh --check       # say what would be installed and what this machine lacks; changes nothing
+#   PYTHON=/path/to/python3.12               use this interpreter (default: the first fit one on PATH)
+#   MEGATRON_RL_MIN_DISK_MB=30000            disk to ask for: an estimate, the installation was never measured
+#   MAX_JOBS=8                               compilers at once; each takes a few GB of memory
+# Exit code 2 and one line where Python, the C++ compiler or the disk is unfit. Installs without a GPU, too: as in a container's build.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+venv="$root/.venv-gpu"
+stamp="$venv/.megatron-rl-installed"
+pins="$root/launch/requirements-gpu.txt"
+
+fail() {
+  echo "megatron-rl install_gpu: $1" >&2
+  exit 2
+}
+
+pinned() {
+  sed -n "s/^$1==//p" "$pins"
+}
+
+# What an installation depends on: these files and the folder.
+wanted() {
+  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh pyproject.toml && pwd -P)
+}
+
+is_done() {
+  [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(wanted)" ]
+}
+
+is_fit() {
+  "$1" -c 'import sys, venv, ensurepip; sys.exit((3, 11) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.11 python3 python; do
+    if is_fit "$candidate"; then
+      echo "$candidate"
+      return
+    fi
+    [ "$candidate" != "${PYTHON:-}" ] || fail "PYTHON = '$PYTHON': is not Python 3.11 or 3.12 with the venv module"
+  done
+  fail "no Python 3.11 or 3.12 with the venv module on PATH; install one (Ubuntu: apt install python3.12 python3.12-venv python3.12-dev) or set PYTHON"
+}
+
+check_machine() {
+  local need=${MEGATRON_RL_MIN_DISK_MB:-30000} free used=0
+  [ "$(uname -sm)" = "Linux x86_64" ] || fail "$(uname -sm): the pinned wheels are for Linux on x86_64"
+  command -v "${CXX:-g++}" >/dev/null || fail "no C++ compiler to build Transformer Engine's extension; install one (Ubuntu: apt install g++)"
+  "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    fail "$python has no headers (Python.h); install them (Ubuntu: apt install python3.12-dev)"
+  free=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
+  if [ -d "$venv" ]; then used=$(du -sm "$venv" | cut -f1); fi
+  [ "$((free + used))" -ge "$need" ] || fail "only $free MB free at $root: an installation asks for $((need - used)) MB"
+}
+
+# The compiler that DeepGEMM calls while it runs, and its CUDA version.
+nvcc_here() {
+  local nvcc
+  nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
+  [ -x "${nvcc:-}" ] || nvcc=$(command -v nvcc || true)
+  [ -n "$nvcc" ] || { echo "none: DeepGEMM cannot compile its kernels; install the CUDA 13.0 toolkit and set CUDA_HOME"; return; }
+  echo "$nvcc, CUDA $("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')"
+}
+
+say_what() {
+  local name installed python
+  python=$( (find_python) 2>&1) || true
+  echo "would make $venv with $(grep -c == "$pins") pinned packages and build transformer-engine-torch $(pinned transformer-engine) from source"
+  for name in torch triton sglang sglang-kernel sgl-deep-gemm flashinfer-python megatron-core transformer-engine nvidia-cublas; do
+    installed=$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$name'))" 2>/dev/null || echo "not installed")
+    printf '  %-20s %-12s %s\n' "$name" "$(pinned "$name")" "$installed"
+  done
+  echo "python: $python"
+  echo "compiler: $(command -v "${CXX:-g++}" || echo "none; install g++")"
+  echo "nvcc: $(nvcc_here)"
+  echo "GPU: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo "none seen; CUDA 13 wants driver 580 or newer")"
+  echo "disk: $(df -Pm "$root" | awk 'NR == 2 { print $4 }') MB free"
+  if is_done; then echo "state: installed"; else echo "state: not installed, or from other pins"; fi
+}
+
+case "${1:-}" in
+  --check) say_what; exit 0 ;;
+  "") ;;
+  *) fail "$1: is no option; there is --check" ;;
+esac
+
+is_done && exit 0
+exec 9<"${BASH_SOURCE[0]}" # two installations at once wait for each other
+flock 9
+is_done && exit 0
+
+python=$(find_python)
+check_machine
+echo "megatron-rl install_gpu: installing into $venv (this happens once)"
+case "$(sed -n 's/^command = //p' "$venv/pyvenv.cfg" 2>/dev/null)" in *" $venv") ;; *) "$python" -m venv --clear "$venv" ;; esac
+rm -f "$stamp"
+pip() {
+  "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" || fail "pip failed (its message is above); run this again to go on from here"
+}
+pip install --no-deps -r "$pins"
+# Built against the torch above and the headers that came with it; its set-up would otherwise look for a ready wheel on GitHub.
+NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-8} \
+  pip install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(pinned transformer-engine)"
+pip install --no-deps --no-build-isolation -e "$root"
+wanted >"$stamp"
+echo "megatron-rl install_gpu: done. nvcc: $(nvcc_here)"
+echo "  .venv-gpu/bin/megatron-rl doctor      # what is there, and the known pitfalls"
+echo "  bash tools/gpu_check.sh               # checks, then measures; under 9 minutes"
