@@ -21,7 +21,12 @@ def test_a_nan_in_a_weight_is_named(one, two, checkpoint, ranks):
 @pytest.mark.parametrize("precision", [FP8, FP32], ids=["fp8", "fp32"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
-    "how, line", [("loss", "the loss of optimizer step 2 is nan"), ("gradient", "holds inf or NaN in optimizer step 2")]
+    "how, line",
+    [
+        ("loss", "the loss of optimizer step 2 is nan"),
+        ("gradient", "holds inf or NaN in optimizer step 2"),
+        ("activation", "the first tensor that holds inf or NaN is what decoder.layers.1.mlp.linear_fc1 gives"),
+    ],
 )
 def test_an_update_that_is_not_finite_changes_no_byte(one, two, checkpoint, precision, ranks, how, line):
     world = {1: one, 2: two}[ranks]

@@ -185,18 +185,23 @@ def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) ->
 def poison_loss(
     folder: Path, precision: dict[str, Any], batch: list[Sequence], how: str, layout: Layout | None = None
 ) -> tuple[str, list[str]]:
-    """An update whose loss ("loss") or whose gradient alone ("gradient") is NaN: (what was raised, names whose bytes changed)."""
+    """An update whose loss ("loss"), whose gradient alone ("gradient") or an activation of which ("activation") is not finite: (what was
+    raised, names whose bytes changed)."""
 
     def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         total, metrics = negative_log_likelihood(logprobs, batch)
         if how == "loss":
             return total * float("nan"), metrics
+        if how == "activation":
+            return total, metrics
         # sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not
         return total + torch.sqrt(logprobs * 0).sum(), metrics
 
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(batch, negative_log_likelihood)  # a good step first: the state is not the initial one
     before = trainer.bytes_held()
+    if how == "activation":
+        trainer.model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(lambda _, __, y: (y[0] * float("inf"), *y[1:]))
     try:
         trainer.actor.update(batch, loss)
         raised = ""

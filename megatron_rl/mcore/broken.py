@@ -1,0 +1,42 @@
+"""Where inf or NaN comes from: the first module of a forward pass whose output holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+
+from megatron_rl.mcore.names import global_name
+
+
+@contextmanager
+def watching(model: GPTModel) -> Iterator[list[str]]:
+    """A list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def look(_: Any, __: Any, output: Any) -> None:
+            parts = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in parts):
+                found.append(name)
+
+        return look
+
+    computing = {name: module for name, module in model.named_modules() if name and not isinstance(module, torch.nn.ModuleList)}
+    hooks = [module.register_forward_hook(watch(global_name(model, name))) for name, module in computing.items()]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_of_all_ranks(found: list[str]) -> str:
+    """The first name that the lowest rank with any has, "" where no rank has one; collective. Earlier pipeline stages have lower ranks."""
+    told: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(told, found[0] if found else "")
+    return next(filter(None, told), "")
