@@ -103,10 +103,10 @@ def test_a_bad_sample_costs_only_itself(hostile, text, error):
     problems = _problems(40)
     texts = [problem.answer for problem in problems]
     texts[5] = texts[23] = text
-    with pool_of(hostile, 2, 0.5) as pool:
+    with pool_of(hostile, 2, 0.5 if "timeout" in error else 20.0) as pool:  # a busy machine must not look like a hanging sample
         rewards = judged(pool, texts, problems)
         assert rewards[5] == rewards[23] == Reward(0.0, False, error)
-        assert sum(reward == Reward(1.0, True) for reward in rewards) == 38
+        assert [reward for number, reward in enumerate(rewards) if number not in (5, 23)] == [Reward(1.0, True)] * 38
         assert judged(pool, ["0"], problems[:1])[0].correct
 
 
