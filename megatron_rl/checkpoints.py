@@ -51,7 +51,7 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     for name in names:
         with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()  # type: ignore[arg-type]
+            digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             found[name] = {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": digest}
     return found
 
@@ -113,7 +113,7 @@ def fault(folder: Path) -> str:
             if size != told["bytes"]:
                 return f"{name} has {size:,} bytes instead of {told['bytes']:,}"
             with open(path, "rb") as file:
-                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != told["xxh3_128"]:  # type: ignore[arg-type]
+                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != told["xxh3_128"]:
                     return f"{name} holds other bytes than were written"
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"

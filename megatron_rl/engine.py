@@ -28,8 +28,8 @@ class LiveTensor:
 class Engine(Protocol):
     """A running engine. Every call is bounded in time and raises RunError, with the engine's log tail, when the engine fails."""
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling) -> list[Generation]:
-        """One completion per prompt (token ids), in order."""
+    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
+        """One completion per prompt (token ids), in order; one sampling for all, or one for each."""
 
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
         """Per engine rank, every weight it serves from."""

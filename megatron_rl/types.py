@@ -63,7 +63,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: `temperature` > 0 divides the logits; `max_new_tokens` bounds the answer; `seed` fixes the engine's draw."""
+    """How to sample: `temperature` > 0 divides the logits; `max_new_tokens` bounds the answer; `seed` fixes a completion's
+    draw (one seed for several completions of one prompt makes them equal); without one it is the engine's."""
 
     temperature: float
     max_new_tokens: int

@@ -135,13 +135,18 @@ class SGLangEngine(LiveRequests):
             f"the engine was not healthy after {seconds:g} s (rollout.start_timeout); log: {self.process.log}", self.process.log_tail()
         )
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling) -> list[Generation]:
-        """See `Engine.generate`. `sampling.seed` is not supported by the CPU tier's sampler and must be None."""
-        parameters = {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens, "top_p": 1.0}
+    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
+        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.draws`); on a GPU SGLang draws as it likes."""
+        samplings = [sampling] * len(prompts_B) if isinstance(sampling, Sampling) else sampling
+        parameters = [_parameters(one) for one in samplings]
         found: dict[int, Generation] = {}
         while missing := [index for index in range(len(prompts_B)) if index not in found]:
             with self._gate.passing():
-                body = {"input_ids": [prompts_B[index] for index in missing], "sampling_params": parameters, "return_logprob": True}
+                body = {
+                    "input_ids": [prompts_B[index] for index in missing],
+                    "sampling_params": [parameters[index] for index in missing],
+                    "return_logprob": True,
+                }
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
@@ -226,6 +231,11 @@ class SGLangEngine(LiveRequests):
 
     def _refused(self, path: str, response: httpx.Response) -> RunError:
         return RunError(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
+
+
+def _parameters(sampling: Sampling) -> dict[str, Any]:
+    found: dict[str, Any] = {"temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens, "top_p": 1.0}
+    return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
 
 
 def _generation(answer: dict[str, Any]) -> Generation:

@@ -24,6 +24,8 @@ _CPU_PLAIN_LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMet
 _CPU_LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _CPU_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 _CPU_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_CPU_SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_CPU_DRAW = "sglang.srt.layers.sampler.sampling_from_probs_torch"
 _CPU_EXTEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 _CPU_ROUTE = "sglang.srt.layers.moe.topk.fused_topk_native"
 _CPU_DECODE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
@@ -42,7 +44,7 @@ def check_version() -> None:
 
 def _hooks() -> list[tuple[str, Any, str]]:
     """(target, function, hook type) of every hook for this machine."""
-    from rollout_sglang import graph, int8_linear, kernels, latent, live, llama, moe
+    from rollout_sglang import draws, graph, int8_linear, kernels, latent, live, llama, moe
 
     hooks: list[tuple[str, Any, str]] = [
         (_LIVE, live.handle, "AROUND"),
@@ -60,6 +62,8 @@ def _hooks() -> list[tuple[str, Any, str]]:
             (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
             (_CPU_NORM, kernels.rms_norm, "AROUND"),
             (_CPU_SAMPLER, kernels.sample, "AROUND"),
+            (_CPU_SEEDS, draws.with_seeds, "AROUND"),
+            (_CPU_DRAW, draws.draw, "REPLACE"),
             (_CPU_ROUTE, moe.route, "AROUND"),
             (_CPU_EXTEND, kernels.extend_attention, "REPLACE"),
             (_CPU_DECODE, kernels.decode_attention, "REPLACE"),

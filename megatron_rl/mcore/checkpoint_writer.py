@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.optimizer_state import OptimizerState
 from megatron_rl.mcore.random_state import set_random_state
 from megatron_rl.mcore.saving import Saving
-from megatron_rl.ranks import on_rank0
+from megatron_rl.ranks import is_rank0, on_rank0
 
 
 class Checkpoint:
@@ -49,8 +50,9 @@ class Checkpoint:
             self._state = {**state, "adam_step": kept.step}
         if random is not None:
             sharded["random"] = _of_this_rank(random)
-        _on_disk(self._prepare)
-        self._saving = Saving(self._hidden, sharded)
+        with self._discarded_on_failure():
+            _on_disk(self._prepare)
+            self._saving = Saving(self._hidden, sharded)
 
     def written(self) -> bool:
         """Whether `finish` will not have to wait; collective."""
@@ -58,10 +60,21 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Waits until all is on the disk and gives the folder its name; collective."""
-        self._saving.finish()
-        files: list[dict[str, Any]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(files, self._saving.files)
-        _on_disk(lambda: self._complete({name: told for part in files for name, told in part.items()}))
+        with self._discarded_on_failure():
+            self._saving.finish()
+            files: list[dict[str, Any]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(files, self._saving.files)
+            _on_disk(lambda: self._complete({name: told for part in files for name, told in part.items()}))
+
+    @contextmanager
+    def _discarded_on_failure(self) -> Iterator[None]:
+        """What is half written gives its room back."""
+        try:
+            yield
+        except RunError:
+            if is_rank0():
+                shutil.rmtree(self._hidden, ignore_errors=True)
+            raise
 
     def _prepare(self) -> None:
         self.folder.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class Saving:
                 results.put(written)
             self.files = describe(self._parent, [f"mcore/{bucket[1]}" for bucket in buckets])
         except BaseException as error:
-            self._error = f"rank {dist.get_rank()}: {error}"
+            self._error = f"rank {dist.get_rank()}: {_reason(error)}"
 
     def written(self) -> bool:
         """Whether every rank has written its files, or failed to."""
@@ -88,6 +88,14 @@ class Saving:
                 complete()
         except CheckpointException as error:  # no Exception
             raise RunError(str(error)) from None
+
+
+def _reason(error: BaseException) -> str:
+    """What the disk said, where it is behind the error: torch's writer stumbles over it once more."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    return f"{cause.strerror or cause}" if isinstance(cause, OSError) else f"{type(error).__name__}: {error}"
 
 
 def sum_by_rank(value: int) -> int:
