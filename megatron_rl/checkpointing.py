@@ -64,7 +64,8 @@ class Checkpoints:
         return Checkpoint(folder, self._actor.model, self._hf_config, tokenizer, state, self._actor.optimizer, mark.random, keep)
 
     def _finish(self) -> None:
-        under_way, self._under_way = self._under_way, None
+        under_way, self._under_way, begun, self._begun = self._under_way, None, self._begun, -1
         if under_way is not None:
             under_way.finish()
             self._say(f"checkpoint {under_way.folder}")
+        self._begun = begun

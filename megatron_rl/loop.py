@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -61,19 +62,19 @@ class Loop:
         self.version = 0
         if start is not None:
             self.version, self._clip.bounds = start.version, start.clip_bounds
-        self._mark = self._mark_now()
+        self._mark = self._mark_now({} if start is None else start.unrecorded)
 
     def run(self) -> None:
         """All steps that are left, after a first sync that hands the engine the starting policy under its version, 0 in a new run."""
-        found = self.sync.run(self.version).metrics()
-        if self.version == 0:
-            self._record({"step": 0, "policy_version": 0, **found, **self._evaluate(0)})
+        found, started = self.sync.run(self.version).metrics(), self._mark.unrecorded
+        if started is not None:
+            self._record({**started, **found, **self._evaluate(self.version)})
         for step in range(self.version + 1, self.config.train.steps + 1):
             check_stop()
             start = time.perf_counter()
             metrics = self._step(step)
             metrics |= self._evaluate(step)
-            self._record({"step": step, "policy_version": self.version, **metrics, "time/step": time.perf_counter() - start})
+            self._record({**metrics, "time/step": time.perf_counter() - start})
             self._checkpoints.look()
             last, every = step == self.config.train.steps, self.config.checkpoint.every
             if last or (every and step % every == 0):
@@ -86,9 +87,9 @@ class Loop:
             raise RunError(f"the weights are between policy versions {self._mark.version} and {self._mark.version + 1}")
         self._checkpoints.write(self._mark, last)
 
-    def _mark_now(self) -> Mark:
+    def _mark_now(self, unrecorded: dict[str, float] | None) -> Mark:
         data = self._worker.state_dict() if is_rank0() else {}
-        return Mark(self.version, self.actor.steps_done, self._clip.bounds, data)
+        return Mark(self.version, self.actor.steps_done, self._clip.bounds, data, unrecorded)
 
     def _step(self, step: int) -> dict[str, float]:
         with self._phase("generate"):
@@ -104,14 +105,14 @@ class Loop:
             metrics |= self._learn(sequences)
         if causes is not None:
             metrics |= causes.finish()
-        self.version += 1
-        self._mark = self._mark_now()
-        with self._phase("sync"):
-            report = self.sync.run(self.version)
         if is_rank0():
             for completion, sequence in zip(rollout.completions_B, sequences, strict=True):
                 completion.advantage = sequence.advantage
             self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
+        self.version += 1
+        self._mark = self._mark_now(metrics)
+        with self._phase("sync"):
+            report = self.sync.run(self.version)
         return metrics | report.metrics()
 
     def _score(self, sequences: list[Sequence]) -> dict[str, float]:
@@ -176,7 +177,8 @@ class Loop:
 
     def _record(self, metrics: dict[str, float]) -> None:
         if is_rank0():
-            self._log.step(metrics)
+            self._log.step({"step": self.version, "policy_version": self.version, **metrics})
+        self._mark = replace(self._mark, unrecorded=None)
 
 
 def to_sequences(rollout: Rollout) -> list[Sequence]:

@@ -22,6 +22,8 @@ class Mark:
     clip_bounds: tuple[float, float]
     data: dict[str, Any]
     """`ProblemStream.state_dict()`."""
+    unrecorded: dict[str, float] | None = None
+    """What the log's row of this version is to say beside what its sync and its evaluation say; None once the row is written."""
     random: dict[str, Any] = field(default_factory=random_state)
     """This rank's random numbers."""
 
@@ -34,4 +36,5 @@ class Mark:
     def of_state(cls, state: dict[str, Any]) -> Mark:
         """The mark that state.json tells. Raises KeyError, TypeError or ValueError where it tells none."""
         low, high = state["clip_bounds"]
-        return cls(int(state["policy_version"]), int(state["optimizer_steps"]), (float(low), float(high)), dict(state["data"]))
+        version, steps = int(state["policy_version"]), int(state["optimizer_steps"])
+        return cls(version, steps, (float(low), float(high)), dict(state["data"]), state["unrecorded"])

@@ -83,6 +83,23 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_used(one, checkpoint, t
     assert newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
 
 
+def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(one, checkpoint, tmp_path):
+    straight = one.call("support.resumed:train_to", checkpoint, tmp_path / "straight", 3, FP8)[0]
+    first = one.call("support.resumed:train_to", checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
+    assert first["said"] == ["the engine is gone", f"checkpoint {tmp_path}/run/checkpoints/step_00002"]
+    assert [row["step"] for row in first["rows"]] == [0, 1]
+    second = one.call("support.resumed:train_to", checkpoint, tmp_path / "run", 3, FP8, True)[0]
+    rows = without_times(first["rows"] + second["rows"])
+    assert rows == without_times(straight["rows"]) and second["bytes"] == straight["bytes"]
+
+
+def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_path):
+    found = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
+    assert found["said"][-2:] == ["stopped in an optimizer step", "the weights are between policy versions 1 and 2"]
+    newest, torn = newest_whole(tmp_path)
+    assert (newest.name, torn) == ("step_00001", {})
+
+
 def test_a_disk_that_is_full_costs_the_new_checkpoint_only(one, checkpoint, tmp_path):
     one.call("support.resumed:train_to", checkpoint, tmp_path, 1, FP8)
     (line,) = one.call("support.resumed:save_without_room", checkpoint, tmp_path, FP8, 2)[0]

@@ -14,6 +14,7 @@ import torch
 from megatron_rl.checkpointing import Checkpoints
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
+from megatron_rl.errors import RunError
 from megatron_rl.loop import Loop
 from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
@@ -57,25 +58,34 @@ class StreamedWorker:
         return {}
 
 
-def config_of(folder: Path, steps: int, precision: dict[str, Any]) -> Config:
+def config_of(folder: Path, steps: int, precision: dict[str, Any], every: int = 1) -> Config:
     return Config.model_validate(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
             "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis"},
-            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "checkpoint": {"every": 1, "keep": 2},
+            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "checkpoint": {"every": every, "keep": 2},
         }
     )  # fmt: skip
 
 
 def train_to(
-    folder: Path, run: Path, steps: int, precision: dict[str, Any], go_on: bool = False, layout: Layout | None = None
+    folder: Path,
+    run: Path,
+    steps: int,
+    precision: dict[str, Any],
+    go_on: bool = False,
+    layout: Layout | None = None,
+    broken: str = "",
 ) -> dict[str, Any]:
-    """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, all that this rank holds, what was said."""
+    """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, all that this rank holds, what was said.
+
+    `broken`: where policy version 2 breaks, in its "sync" or in its second "optimizer step"; a last checkpoint is then tried.
+    """
     layout = start(layout)
-    config = config_of(folder, steps, precision)
+    config = config_of(folder, steps, precision, every=0 if broken == "sync" else 1)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, said = trainer.actor, StreamedWorker(), list[str]()
-    mark = Mark(0, 0, (0.7, 1.3), worker.state_dict())  # bounds that move back to the configured ones, half the way at every step
+    mark = Mark(0, 0, (0.7, 1.3), worker.state_dict(), {})  # bounds that move back to the configured ones, half the way at every step
     seed = 99 if go_on else 0
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     if go_on:
@@ -88,8 +98,44 @@ def train_to(
     log = Recorded()
     checkpoints = Checkpoints(config, layout, run, actor, trainer.hf_config, said.append, mark.version or -1)
     on_rank0 = (worker, log) if is_rank0() else (None, None)
-    Loop(config, actor, reference(trainer), NoSync(), *on_rank0, checkpoints, None, mark).run()
+    sync = BrokenSync() if broken == "sync" else NoSync()
+    loop = Loop(config, actor, reference(trainer), sync, *on_rank0, checkpoints, None, mark)
+    if broken == "optimizer step":
+        break_optimizer(actor, 4)
+    try:
+        loop.run()
+    except RunError as error:
+        said.append(str(error))
+        said += last_checkpoint(loop)
     return {"rows": log.rows, "bytes": trainer.bytes_held() | moments(actor), "said": said}
+
+
+class BrokenSync(NoSync):
+    def run(self, version: int) -> NoSync:
+        if version == 2:
+            raise RunError("the engine is gone")
+        return self
+
+
+def break_optimizer(actor: Actor, number: int) -> None:
+    """The optimizer's step of that number changes half of what it should."""
+    step = actor.optimizer.step
+
+    def half() -> Any:
+        if actor.steps_done == number:
+            next(actor.model.parameters()).data.zero_()
+            raise RunError("stopped in an optimizer step")
+        return step()
+
+    actor.optimizer.step = half
+
+
+def last_checkpoint(loop: Loop) -> list[str]:
+    try:
+        loop.save(last=True)
+    except RunError as error:
+        return [str(error)]
+    return []
 
 
 def reference(trainer: Trainer) -> Policy:
