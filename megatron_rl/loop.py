@@ -84,6 +84,7 @@ class Loop:
         """Writes a checkpoint of the newest policy, unless it is written already; collective. See `Checkpoints.write`. Raises RunError
         within a policy's optimizer steps, from where no run could go on."""
         if self.actor.steps_done != self._mark.optimizer_steps:
+            self._checkpoints.settle()
             raise RunError(f"the weights are between policy versions {self._mark.version} and {self._mark.version + 1}")
         self._checkpoints.write(self._mark, last)
 

@@ -95,7 +95,8 @@ def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(on
 
 def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_path):
     found = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
-    assert found["said"][-2:] == ["stopped in an optimizer step", "the weights are between policy versions 1 and 2"]
+    assert "stopped in an optimizer step" in found["said"]
+    assert found["said"][-1] == "the weights are between policy versions 1 and 2"
     newest, torn = newest_whole(tmp_path)
     assert (newest.name, torn) == ("step_00001", {})
 

@@ -68,6 +68,8 @@ class NoCheckpoints:
 
     def look(self) -> None: ...
 
+    def settle(self) -> None: ...
+
 
 class Recorded:
     """What a RunLog is told."""
