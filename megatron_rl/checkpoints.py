@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import xxhash
 
 _NAME = re.compile(r"step_(\d{5,})")
 _STATE = "state.json"
+_READERS = 8
+"""Files that are read at a time."""
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
@@ -106,17 +109,21 @@ def fault(folder: Path) -> str:
         return f"holds no {_STATE}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_STATE} cannot be read ({type(error).__name__})"
-    for name, told in files.items():
-        path = folder / name
-        try:
-            size = path.stat().st_size
+    with ThreadPoolExecutor(_READERS) as pool:  # reading and hashing leave Python to others
+        found = list(pool.map(lambda name: _fault_of_file(folder, name, files[name]), files))
+    return next(filter(None, found), "")
+
+
+def _fault_of_file(folder: Path, name: str, told: dict[str, Any]) -> str:
+    try:
+        with open(folder / name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             if size != told["bytes"]:
                 return f"{name} has {size:,} bytes instead of {told['bytes']:,}"
-            with open(path, "rb") as file:
-                if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != told["xxh3_128"]:
-                    return f"{name} holds other bytes than were written"
-        except OSError as error:
-            return f"{name} cannot be read ({error.strerror})"
+            if hashlib.file_digest(file, xxhash.xxh3_128).hexdigest() != told["xxh3_128"]:
+                return f"{name} holds other bytes than were written"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
     return ""
 
 

@@ -45,7 +45,7 @@ class RunLog:
     As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], scalars: _Scalars) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], scalars: _Scalars, lock: IO[str]) -> None:
         self.dir = folder
         self._run = run
         self._scalars = scalars
@@ -53,7 +53,7 @@ class RunLog:
         self._files: dict[str, IO[str]] = {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
         self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
-        _lock(self._files["run.log"], folder)
+        self._files["lock"] = lock
         self._write_run()
         self._screen = Screen(self._total_steps)
 
@@ -76,7 +76,8 @@ class RunLog:
             "status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), "ended": None,
             "argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "config": config,
         }  # fmt: skip
-        log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")))
+        lock = _locked(folder)
+        log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")), lock)
         log.event(f"run folder: {folder}")
         try:
             _point_latest(parent, folder.name)
@@ -97,7 +98,8 @@ class RunLog:
         run |= {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
         run["resumed"] = [*run.get("resumed", []), {"step": step, "at": now}]
         try:
-            log = cls(folder, run, SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1))
+            lock = _locked(folder)
+            log = cls(folder, run, SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1), lock)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _cut(folder / name, step)
         except OSError as error:
@@ -236,14 +238,17 @@ def _read_and_say(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _lock(file: IO[str], folder: Path) -> None:
-    """Held until this process ends, however it ends. A file system that knows no locks has none."""
+def _locked(folder: Path) -> IO[str]:
+    """An open file that locks the folder until it is closed or this process ends, however it ends. A file system without locks has none."""
+    file = (folder / "run.log").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        file.close()
         raise UserError("checkpoint.resume", str(folder), "is still being written by another process", "wait for it, or end it") from None
     except OSError:
-        return
+        pass
+    return file
 
 
 def _cut(path: Path, step: int) -> None:

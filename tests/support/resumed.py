@@ -141,7 +141,7 @@ def last_checkpoint(loop: Loop) -> list[str]:
 def reference(trainer: Trainer) -> Policy:
     model = build_model(trainer.hf_config, trainer.layout, trainer.contract).requires_grad_(False)
     load_checkpoint(model, trainer.folder, trainer.shards)
-    return Policy(model, 1.0, trainer.actor.micro_batch_size)
+    return Policy(model, 1.0, 64)
 
 
 def moments(actor: Actor) -> dict[str, bytes]:
