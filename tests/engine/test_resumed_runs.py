@@ -89,7 +89,7 @@ def test_the_engines_bytes_are_those_of_the_run_that_was_not_stopped(runs, tmp_p
         done = finish(Command(tmp_path / f"log{number}", "megatron_rl", "export", *wanted))
         assert done.code == 0, done.err
     straight, broken = (read_weights(tmp_path / str(number)) for number in range(2))
-    assert len(straight) == 15 and straight.keys() == broken.keys()
+    assert len(straight) == 21 and straight.keys() == broken.keys()
     assert [name for name in straight if not torch.equal(straight[name].view(torch.uint8), broken[name].view(torch.uint8))] == []
 
 
