@@ -155,7 +155,12 @@ class Checkpoint(_Section):
     """What a run leaves behind."""
 
     every: int = Field(0, ge=0)
-    """RL steps between checkpoints; 0 keeps only the last one."""
+    """RL steps between checkpoints; 0: one at the end only."""
+    keep: int = Field(3, ge=0)
+    """The newest checkpoints that stay; 0: all."""
+    resume: str = "never"
+    """`never`: a new run. `auto`: the newest run under log.dir goes on in its folder unless it is finished; where there is none, a new one.
+    Else the folder of the run that goes on, finished or not. See docs/checkpoints.md."""
 
 
 class Log(_Section):

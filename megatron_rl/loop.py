@@ -9,8 +9,9 @@ Every rank runs it; what only rank 0 can do (engine, rewards, log) happens insid
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -23,18 +24,22 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.causes import MismatchCauses
+from megatron_rl.checkpointing import Checkpoints
 from megatron_rl.config import Config
+from megatron_rl.errors import RunError
+from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.linear import without_fp8
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.rollout import Rollout, RolloutWorker, rollout_metrics, sample_rows
 from megatron_rl.runlog import RunLog
+from megatron_rl.stop import check_stop
 from megatron_rl.sync import WeightSync
 
 
 class Loop:
     """One training run. `worker` and `log` exist on rank 0 only; `reference` is None where algorithm.kl_coef is 0; `causes` is needed
-    where log.attribute_every is not 0."""
+    where log.attribute_every is not 0. With `start`, the run goes on from there: actor and worker stand there already."""
 
     def __init__(
         self,
@@ -44,33 +49,48 @@ class Loop:
         sync: WeightSync,
         worker: RolloutWorker | None,
         log: RunLog | None,
-        write_checkpoint: Callable[[int], None],
+        checkpoints: Checkpoints,
         causes: MismatchCauses | None = None,
+        start: Mark | None = None,
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
-        self._write_checkpoint, self._saved = write_checkpoint, -1
+        self._checkpoints = checkpoints
         self._worker = cast(RolloutWorker, worker)  # these two are used inside on_rank0 and after is_rank0 only
         self._log = cast(RunLog, log)
         self._causes = cast(MismatchCauses, causes)
         self._clip = ClipCalibration(config.algorithm, self._logprobs_of_now)
         self.version = 0
+        if start is not None:
+            self.version, self._clip.bounds = start.version, start.clip_bounds
+        self._mark = self._mark_now({} if start is None else start.unrecorded)
 
     def run(self) -> None:
-        """All steps, after a first sync that hands the engine the starting policy as version 0."""
-        self._record({"step": 0, "policy_version": 0, **self.sync.run(0).metrics(), **self._evaluate(0)})
-        for step in range(1, self.config.train.steps + 1):
+        """All steps that are left, after a first sync that hands the engine the starting policy under its version, 0 in a new run."""
+        found, started = self.sync.run(self.version).metrics(), self._mark.unrecorded
+        if started is not None:
+            self._record({**started, **found, **self._evaluate(self.version)})
+        for step in range(self.version + 1, self.config.train.steps + 1):
+            check_stop()
             start = time.perf_counter()
             metrics = self._step(step)
             metrics |= self._evaluate(step)
-            self._record({"step": step, "policy_version": self.version, **metrics, "time/step": time.perf_counter() - start})
-            if step == self.config.train.steps or (self.config.checkpoint.every and step % self.config.checkpoint.every == 0):
-                self.save()
+            self._record({**metrics, "time/step": time.perf_counter() - start})
+            self._checkpoints.look()
+            last, every = step == self.config.train.steps, self.config.checkpoint.every
+            if last or (every and step % every == 0):
+                self.save(last)
 
-    def save(self) -> None:
-        """Writes a checkpoint of the newest policy, unless it is written already; collective."""
-        if self._saved != self.version:
-            self._write_checkpoint(self.version)
-            self._saved = self.version
+    def save(self, last: bool) -> None:
+        """Writes a checkpoint of the newest policy, unless it is written already; collective. See `Checkpoints.write`. Raises RunError
+        within a policy's optimizer steps, from where no run could go on."""
+        if self.actor.steps_done != self._mark.optimizer_steps:
+            self._checkpoints.settle()
+            raise RunError(f"the weights are between policy versions {self._mark.version} and {self._mark.version + 1}")
+        self._checkpoints.write(self._mark, last)
+
+    def _mark_now(self, unrecorded: dict[str, float] | None) -> Mark:
+        data = self._worker.state_dict() if is_rank0() else {}
+        return Mark(self.version, self.actor.steps_done, self._clip.bounds, data, unrecorded)
 
     def _step(self, step: int) -> dict[str, float]:
         with self._phase("generate"):
@@ -81,17 +101,19 @@ class Loop:
             metrics |= self._score(sequences)
         causes = self._begin_attribution(step, sequences)
         metrics |= self._credit(sequences)
+        check_stop()
         with self._phase("train", metrics):
             metrics |= self._learn(sequences)
         if causes is not None:
             metrics |= causes.finish()
-        self.version += 1
-        with self._phase("sync"):
-            report = self.sync.run(self.version)
         if is_rank0():
             for completion, sequence in zip(rollout.completions_B, sequences, strict=True):
                 completion.advantage = sequence.advantage
             self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
+        self.version += 1
+        self._mark = self._mark_now(metrics)
+        with self._phase("sync"):
+            report = self.sync.run(self.version)
         return metrics | report.metrics()
 
     def _score(self, sequences: list[Sequence]) -> dict[str, float]:
@@ -156,7 +178,8 @@ class Loop:
 
     def _record(self, metrics: dict[str, float]) -> None:
         if is_rank0():
-            self._log.step(metrics)
+            self._log.step({"step": self.version, "policy_version": self.version, **metrics})
+        self._mark = replace(self._mark, unrecorded=None)
 
 
 def to_sequences(rollout: Rollout) -> list[Sequence]:

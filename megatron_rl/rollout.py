@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ class RolloutWorker:
         self._turns = Turns(engine, tokenizer, environments)
         self._held_out = held_out
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the problems stand; see `ProblemStream`. The draws need no state: see `draw_seed`."""
+        return self._stream.state_dict()
+
     def collect(self, version: int) -> Rollout:
         """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version.
 
@@ -52,13 +57,13 @@ class RolloutWorker:
         next problem; after the last round such groups fill what is missing, so that the batch keeps its size.
         """
         wanted, rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
-        rollout = self._groups(wanted, version)
+        rollout = self._groups(wanted, version, 0)
         if not rounds:
             return rollout
         seconds, drawn = dict(rollout.seconds), 1
         kept, dull = _by_signal(rollout, self._config.rollout.group_size)
         while len(kept) < wanted and drawn < rounds:
-            more, drawn = self._groups(wanted - len(kept), version), drawn + 1
+            more, drawn = self._groups(wanted - len(kept), version, drawn), drawn + 1
             seconds = {name: spent + more.seconds[name] for name, spent in seconds.items()}
             for groups, found in zip((kept, dull), _by_signal(more, self._config.rollout.group_size), strict=True):
                 groups += found
@@ -71,10 +76,11 @@ class RolloutWorker:
             {f"sampling/{name}": float(count) for name, count in counts.items()},
         )
 
-    def _groups(self, prompts: int, version: int) -> Rollout:
-        """The groups of the next `prompts` problems, with the penalty for length where it is on."""
+    def _groups(self, prompts: int, version: int, drawn: int) -> Rollout:
+        """The groups of the next `prompts` problems, with the penalty for length where it is on; `drawn`: rounds before in this step."""
         problems_P = self._stream.next_batch(prompts)
-        rollout = self._sample([problem for problem in problems_P for _ in range(self._config.rollout.group_size)], version)
+        problems_B = [problem for problem in problems_P for _ in range(self._config.rollout.group_size)]
+        rollout = self._sample(problems_B, version, f"train/{drawn}")
         algorithm, longest = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
             completion.overlong = overlong_reward(completion.sampled_count, longest, algorithm.overlong_share, algorithm.overlong_penalty)
@@ -85,16 +91,24 @@ class RolloutWorker:
         if not self._held_out:
             return {}
         start = time.perf_counter()
-        completions = self._sample(self._held_out, version).completions_B
+        completions = self._sample(self._held_out, version, "eval").completions_B
         return {**accuracies(completions, "eval/accuracy", "eval/level_", "eval/source_"), "time/eval": time.perf_counter() - start}
 
-    def _sample(self, problems_B: Sequence[Problem], version: int) -> Rollout:
-        config = self._config.rollout
+    def _sample(self, problems_B: Sequence[Problem], version: int, purpose: str) -> Rollout:
+        config, seed = self._config.rollout, self._config.train.seed
         start = time.perf_counter()
-        completions = self._turns.answer(problems_B, Sampling(config.temperature, config.max_new_tokens), version)
+        seeds = [draw_seed(seed, version, purpose, index) for index in range(len(problems_B))]
+        samplings = [Sampling(config.temperature, config.max_new_tokens, one) for one in seeds]
+        completions = self._turns.answer(problems_B, samplings, version)
         generated = time.perf_counter()
         give_rewards(completions, self._rewards)
         return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
+
+
+def draw_seed(run: int, version: int, purpose: str, index: int) -> int:
+    """The seed (63 bits) of one completion's draws: a function of the run's seed, the policy version and which completion it is, so that
+    a run that goes on from a checkpoint draws what it would have drawn."""
+    return int.from_bytes(hashlib.sha256(f"{run}/{version}/{purpose}/{index}".encode()).digest()[:8], "big") >> 1
 
 
 def give_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:

@@ -15,6 +15,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
 from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.resume import run_to_resume
 from megatron_rl.rewards.scorer import check_rewards
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import check_transport
@@ -28,9 +29,10 @@ def run_training(config: Config) -> Path:
     Raises UserError before anything heavy starts, RunError when the run breaks; a broken run keeps its log and a last checkpoint.
     """
     layout = preflight(config)
+    resumed = run_to_resume(config)
     from megatron_rl.session import run_session  # torch and Megatron, seconds to import
 
-    return run_session(config, layout)
+    return run_session(config, layout, resumed)
 
 
 def preflight(config: Config, data: bool = True) -> Layout:

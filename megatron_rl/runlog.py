@@ -5,6 +5,7 @@
     samples.jsonl   some completions of each step
     run.log         the lines that the console showed
     tensorboard/    the metrics again, for TensorBoard
+    checkpoints/    see docs/checkpoints.md; a run that goes on from one writes on in the same folder
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.graph_check)
 
 A crash may come at any moment, so each metrics line is on the disk before the next step starts, and a run counts as finished only
@@ -13,6 +14,7 @@ when `run.json` says so. A metric that was not measured is absent; one that is N
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -43,7 +45,7 @@ class RunLog:
     As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], scalars: _Scalars) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], scalars: _Scalars, lock: IO[str]) -> None:
         self.dir = folder
         self._run = run
         self._scalars = scalars
@@ -51,6 +53,7 @@ class RunLog:
         self._files: dict[str, IO[str]] = {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
         self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
+        self._files["lock"] = lock
         self._write_run()
         self._screen = Screen(self._total_steps)
 
@@ -73,12 +76,34 @@ class RunLog:
             "status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), "ended": None,
             "argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "config": config,
         }  # fmt: skip
-        log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")))
+        lock = _locked(folder)
+        log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")), lock)
         log.event(f"run folder: {folder}")
         try:
             _point_latest(parent, folder.name)
         except OSError as error:  # a file system without links, or a real folder of that name: the run goes on without it
             log.event(f"no link {parent / 'latest'}: {error.strerror}")
+        return log
+
+    @classmethod
+    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int) -> RunLog:
+        """Goes on in the folder of a run that stopped, as if nothing had been recorded after `step`.
+
+        Raises UserError("checkpoint.resume") where another process still writes it, or it cannot be written.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        run, now = read_run(folder), datetime.now().astimezone().isoformat(timespec="seconds")
+        run |= {"status": "running", "reason": "", "ended": None, "versions": versions, "config": config}
+        run |= {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
+        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": now}]
+        try:
+            lock = _locked(folder)
+            log = cls(folder, run, SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1), lock)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                _cut(folder / name, step)
+        except OSError as error:
+            raise UserError("checkpoint.resume", str(folder), f"cannot be written ({error.strerror})", "check its permissions") from None
         return log
 
     def event(self, text: str) -> None:
@@ -211,6 +236,34 @@ def _read_and_say(path: Path) -> list[dict[str, Any]]:
     if remark:
         print(remark, file=sys.stderr)
     return rows
+
+
+def _locked(folder: Path) -> IO[str]:
+    """An open file that locks the folder until it is closed or this process ends, however it ends. A file system without locks has none."""
+    file = (folder / "run.log").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError("checkpoint.resume", str(folder), "is still being written by another process", "wait for it, or end it") from None
+    except OSError:
+        pass
+    return file
+
+
+def _cut(path: Path, step: int) -> None:
+    """Leaves out every line from the first one of a later step on, and a torn last line."""
+    end = 0
+    with path.open("rb+") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except ValueError:
+                break
+            end += len(line)
+        file.truncate(end)
+        os.fsync(file.fileno())
 
 
 def _json_number(key: str, value: float) -> Number:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
+import shutil
 import sys
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,6 +14,8 @@ import torch
 
 from megatron_rl import hf
 from megatron_rl.causes import MismatchCauses
+from megatron_rl.checkpointing import Checkpoints
+from megatron_rl.checkpoints import set_aside
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
@@ -23,16 +25,19 @@ from megatron_rl.export import save_hf
 from megatron_rl.graph_check import check_graph
 from megatron_rl.hf_checkpoint import is_fp8
 from megatron_rl.loop import Loop
-from megatron_rl.mcore import checkpoint
+from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.checkpoint_writer import load
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.report import headline, write_report
+from megatron_rl.resume import Start, choose
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
+from megatron_rl.stop import listen
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
 from megatron_rl.turns import EnvironmentPool
@@ -43,17 +48,19 @@ from parallel.layout import Layout
 
 
 class Session:
-    """One run. `folder` is known on every rank; `log`, the engine and the reward workers live on rank 0."""
+    """One run, new or the one in the folder `resumed`. `folder` is known on every rank; `log`, the engine and the reward workers live on
+    rank 0."""
 
-    def __init__(self, config: Config, layout: Layout, resources: ExitStack) -> None:
+    def __init__(self, config: Config, layout: Layout, resources: ExitStack, resumed: Path | None = None) -> None:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.of(config.precision)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that the engine is ended
+        listen(alone=layout.world_size == 1)
         start_megatron(layout, config.train.seed)
         resources.callback(stop_megatron)
         if not torch.cuda.is_available():
             torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
         self.log: RunLog | None = None
+        self.start: Start | None = None if resumed is None else on_rank0(lambda: choose(resumed, config.train.steps))
         self.folder = Path(on_rank0(self._open_log))
 
     def run(self) -> Path:
@@ -73,8 +80,18 @@ class Session:
         return self.folder
 
     def _open_log(self) -> str:
-        self.log = RunLog.create(self.config.log.dir, self.config.model_dump(mode="json"), versions())
-        return str(self.log.dir)
+        config = self.config.model_dump(mode="json")
+        if self.start is None:
+            self.log = RunLog.create(self.config.log.dir, config, versions())
+            return str(self.log.dir)
+        folder = self.start.folder.parents[1]
+        self.log = RunLog.reopen(folder, config, versions(), self.start.state["step"])
+        for remark in self.start.remarks(asdict(self.layout)):
+            self.say(remark)
+        for torn in self.start.torn:
+            set_aside(torn)
+        shutil.rmtree(folder / "engine_model", ignore_errors=True)
+        return str(folder)
 
     def say(self, text: str) -> None:
         """One line for the person who watches; silent on other ranks than 0."""
@@ -94,23 +111,34 @@ class Session:
         if is_fp8(hf_config) and not self.contract.train_fp8:
             self.say("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
+        mark = self._go_on(actor)
 
         def live() -> dict[str, torch.Tensor]:
             return planes(model, shards, self.contract)
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
-        engine, worker = self._on_rank0_only()
+        engine, worker = self._on_rank0_only(mark)
         sync = WeightSync(plan, engine, live, self.config.sync)
         self._resources.callback(sync.close)
         on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
         check_graph(model, engine, self.contract, self.folder)
         sync.prove()
         self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
-        write_checkpoint = partial(self._checkpoint, model, hf_config)
+        saved = -1 if mark is None else mark.version
+        checkpoints = Checkpoints(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
         causes = MismatchCauses(actor, live, self.contract.activation_format)
-        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, write_checkpoint, causes)
+        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, checkpoints, causes, mark)
 
-    def _on_rank0_only(self) -> tuple[Engine | None, RolloutWorker | None]:
+    def _go_on(self, actor: Actor) -> Mark | None:
+        """Loads the checkpoint that the run goes on from; None in a new run."""
+        if self.start is None:
+            return None
+        mark = Mark.of_state(self.start.state)
+        load(self.start.folder, actor.model, actor.optimizer, self.start.state, self.start.same_layout(asdict(self.layout)))
+        actor.steps_done = mark.optimizer_steps
+        return mark
+
+    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engine | None, RolloutWorker | None]:
         """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
         found: list[Any] = [None, None]
 
@@ -118,6 +146,8 @@ class Session:
             config = self.config
             tokenizer = load_tokenizer(config.model.path)
             stream, held_out = load_problems(config, tokenizer)
+            if mark is not None:
+                stream.load_state_dict(mark.data)
             scorer = self._resources.enter_context(Scorer(config.reward, self.say))
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
@@ -137,15 +167,9 @@ class Session:
         load_checkpoint(model, self.config.model.path, this_rank_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
-    def _checkpoint(self, model: Any, hf_config: dict[str, Any], steps_done: int) -> None:
-        folder = self.folder / "checkpoints" / f"step_{steps_done:05d}"
-        state = {"step": steps_done, "policy_version": steps_done, "precision": self.config.precision.model_dump(mode="json")}
-        checkpoint.save(folder, model, hf_config, self.config.model.path, state)
-        self.say(f"checkpoint {folder}")
-
     def _try_checkpoint(self, loop: Loop) -> None:
         try:
-            loop.save()
+            loop.save(last=True)
         except Exception as error:  # the run's own error is the one to report
             self.say(f"no last checkpoint: {error}")
 
@@ -160,7 +184,7 @@ class Session:
             print(f"megatron-rl: no report: {error}", file=sys.stderr)
 
 
-def run_session(config: Config, layout: Layout) -> Path:
-    """One whole run with everything ended afterwards; see `run.run_training`."""
+def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:
+    """One whole run with everything ended afterwards; see `run.run_training` and `resume.run_to_resume`."""
     with ExitStack() as resources:
-        return Session(config, layout, resources).run()
+        return Session(config, layout, resources, resumed).run()

@@ -54,6 +54,7 @@ class _Dialogue:
 
     completion: Completion
     episode: Episode
+    sampling: Sampling
 
 
 class Turns:
@@ -62,30 +63,32 @@ class Turns:
     def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
 
-    def answer(self, problems_B: Sequence[Problem], sampling: Sampling, version: int) -> list[Completion]:
-        """One completion for each problem, in order, not yet scored; `sampling.max_new_tokens` bounds all turns of one together.
+    def answer(self, problems_B: Sequence[Problem], sampling: Sampling | Sequence[Sampling], version: int) -> list[Completion]:
+        """One completion for each problem, in order, not yet scored; `max_new_tokens` of `sampling`, one for all or one for each, bounds
+        all turns of a completion together.
 
         Raises RunError where any turn was sampled by another policy version.
         """
+        samplings = [sampling] * len(problems_B) if isinstance(sampling, Sampling) else sampling
         if self._environments is not None:
-            sampling = replace(sampling, stop=self._environments.stop)
-        dialogues = [self._begin(problem, version) for problem in problems_B]
+            samplings = [replace(one, stop=self._environments.stop) for one in samplings]
+        dialogues = [self._begin(problem, one, version) for problem, one in zip(problems_B, samplings, strict=True)]
         running = dialogues
         while running:
-            self._sample(running, sampling, version)
-            running = self._hear_environments(running, sampling) if self._environments is not None else []
+            self._sample(running, version)
+            running = self._hear_environments(running) if self._environments is not None else []
         for dialogue in dialogues:
             dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
         return [dialogue.completion for dialogue in dialogues]
 
-    def _begin(self, problem: Problem, version: int) -> _Dialogue:
+    def _begin(self, problem: Problem, sampling: Sampling, version: int) -> _Dialogue:
         prompt = self._tokenizer.encode(problem.prompt, add_special_tokens=False)
-        return _Dialogue(Completion(problem, prompt, [], [], "", version, ""), Episode(**vars(problem)))
+        return _Dialogue(Completion(problem, prompt, [], [], "", version, ""), Episode(**vars(problem)), sampling)
 
-    def _sample(self, running: list[_Dialogue], sampling: Sampling, version: int) -> None:
+    def _sample(self, running: list[_Dialogue], version: int) -> None:
         """The next turn of all."""
         answers = [dialogue.completion for dialogue in running]
-        left = [replace(sampling, max_new_tokens=sampling.max_new_tokens - answer.sampled_count) for answer in answers]
+        left = [replace(one.sampling, max_new_tokens=one.sampling.max_new_tokens - one.completion.sampled_count) for one in running]
         found = self._engine.generate([answer.prompt_ids_T + answer.output_ids_T for answer in answers], left)
         for dialogue, generation in zip(running, found, strict=True):
             if generation.policy_version != version:
@@ -94,15 +97,15 @@ class Turns:
             self._extend(dialogue.completion, generation.output_ids_T, generation.logprobs_T, True)
             dialogue.completion.finish_reason = generation.finish_reason
 
-    def _hear_environments(self, running: list[_Dialogue], sampling: Sampling) -> list[_Dialogue]:
+    def _hear_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:
         """Adds what the environments reply; returns the dialogues that go on."""
         assert self._environments is not None
         stopped = [dialogue for dialogue in running if dialogue.completion.finish_reason == "stop"]
         texts = [dialogue.completion.dialogue[-1] for dialogue in stopped]
         replies = self._environments.step(texts, [dialogue.episode for dialogue in stopped])
-        return [dialogue for dialogue, reply in zip(stopped, replies, strict=True) if self._goes_on(dialogue, reply, sampling)]
+        return [dialogue for dialogue, reply in zip(stopped, replies, strict=True) if self._goes_on(dialogue, reply)]
 
-    def _goes_on(self, dialogue: _Dialogue, reply: Reply, sampling: Sampling) -> bool:
+    def _goes_on(self, dialogue: _Dialogue, reply: Reply) -> bool:
         """Whether there is another turn. A message that none could follow is left out."""
         assert self._environments is not None
         completion, limits = dialogue.completion, self._environments.config
@@ -116,7 +119,7 @@ class Turns:
         if completion.turns == limits.max_turns:
             completion.finish_reason = "turns"
             return False
-        if completion.sampled_count >= sampling.max_new_tokens or said + len(ids) > limits.max_tokens:
+        if completion.sampled_count >= dialogue.sampling.max_new_tokens or said + len(ids) > limits.max_tokens:
             completion.finish_reason = "length"
             return False
         dialogue.episode = replace(dialogue.episode, state=reply.state)

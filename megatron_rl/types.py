@@ -81,8 +81,9 @@ class Completion:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: `temperature` divides the logits, 0 takes the most probable token; `max_new_tokens` bounds the answer; `seed` fixes
-    the engine's draw; an answer also ends with the token that completes one of the strings `stop`, which it keeps."""
+    """How to sample: `temperature` divides the logits, 0 takes the most probable token; `max_new_tokens` bounds the answer; `seed` fixes a
+    completion's draw (one seed for several completions of one prompt makes them equal), without one it is the engine's; an answer also
+    ends with the token that completes one of the strings `stop`, which it keeps."""
 
     temperature: float
     max_new_tokens: int

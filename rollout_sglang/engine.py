@@ -137,7 +137,7 @@ class SGLangEngine(LiveRequests):
         )
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
-        """See `Engine.generate`. `sampling.seed` is not supported by the CPU tier's sampler and must be None."""
+        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.draws`); on a GPU SGLang draws as it likes."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, Sampling) else sampling
         parameters = [_parameters(one) for one in samplings]
         found: dict[int, Generation] = {}
@@ -235,12 +235,13 @@ class SGLangEngine(LiveRequests):
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:
-    return {
+    found = {
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
         "top_p": 1.0,
         "stop": list(sampling.stop),
     }
+    return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
 
 
 def _generation(answer: dict[str, Any]) -> Generation:

@@ -28,6 +28,8 @@ _CPU_PLAIN_LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMet
 _CPU_LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _CPU_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 _CPU_SAMPLER = "sglang.srt.layers.sampler.Sampler.forward"
+_CPU_SEEDS = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_CPU_DRAW = "sglang.srt.layers.sampler.sampling_from_probs_torch"
 _CPU_EXTEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
 _CPU_ROUTE = "sglang.srt.layers.moe.topk.fused_topk_native"
 _CPU_GATE = "sglang.srt.models.deepseek_v2.MoEGate.forward"
@@ -76,7 +78,7 @@ def gpu_hooks() -> list[Hook]:
 
 def cpu_hooks() -> list[Hook]:
     """What SGLang cannot compute on a CPU, or with other bits than the trainer."""
-    from rollout_sglang import int8_linear, kernels, latent, moe, router
+    from rollout_sglang import draws, int8_linear, kernels, latent, moe, router
 
     return [
         (_CPU_LINEAR, kernels.dispatch_block_fp8_linear, "REPLACE"),
@@ -87,6 +89,8 @@ def cpu_hooks() -> list[Hook]:
         (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
         (_CPU_NORM, kernels.rms_norm, "AROUND"),
         (_CPU_SAMPLER, kernels.sample, "AROUND"),
+        (_CPU_SEEDS, draws.with_seeds, "AROUND"),
+        (_CPU_DRAW, draws.draw, "REPLACE"),
         (_CPU_ROUTE, moe.route, "AROUND"),
         (_CPU_GATE, router.gate, "REPLACE"),
         (_CPU_EXTEND, kernels.extend_attention, "REPLACE"),

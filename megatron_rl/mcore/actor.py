@@ -145,8 +145,8 @@ class Actor(Policy):
             raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{self._broken_activation(sequences)}")
         self._refuse_bad_gradients()
         learning_rate = self._set_learning_rate()
+        self.steps_done += 1  # before it begins: a step that breaks off leaves a policy that is nobody's
         _, grad_norm, _ = self.optimizer.step()
-        self.steps_done += 1
         quantize_model(self.model)
         return {**means, _PADDING: padding, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
 

@@ -1,52 +1,35 @@
-"""A run's checkpoints: Megatron's distributed checkpoint of the FP32 masters, with the model's config and tokenizer beside it.
+"""A run's checkpoints: Megatron's distributed checkpoint, with the model's config and tokenizer beside it.
 
 step_00030/
-  mcore/      torch_dist, loads into any layout
+  mcore/      torch_dist, loads into any layout: weights, FP32 masters, both moments of Adam, each rank's random numbers
   hf/         config.json and tokenizer
-  state.json  step, policy version, precision; written last, so a folder without it is no checkpoint
+  state.json  step, policy version, precision, layout, where data and algorithm stand, and sizes and hashes of all other files;
+              written last, so a folder without it is no checkpoint
+
+FP8 blocks are no part of it: they are made from the masters. Blocks that a layer adopted from an imported FP8 checkpoint are adopted from
+there again, and stay for as long as the loaded master is exactly their values.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from pydantic import ValidationError
 
-from megatron_rl import hf
+from megatron_rl import checkpoints, hf
 from megatron_rl.config import Precision
 from megatron_rl.errors import UserError
-from megatron_rl.ranks import is_rank0, on_rank0
 from parallel.geometry import Shard
 from parallel.layout import Layout
 
 
 def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint; collective. `state` must hold `precision` (the config's section) and may hold any JSON beside it."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    """Writes a checkpoint of the weights alone; see `checkpoint_writer.Checkpoint`. Collective."""
+    from megatron_rl.mcore.checkpoint_writer import Checkpoint
 
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
-
-    def prepare() -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / "mcore").mkdir(parents=True)
-        (unfinished / "hf").mkdir()
-
-    on_rank0(prepare)
-    dist_checkpointing.save({"model": model.sharded_state_dict()}, str(unfinished / "mcore"))
-    filesystem_async._results_queue = None  # ends Megatron's helper process, which would outlive a killed trainer
-    dist.barrier()
-    if is_rank0():
-        (unfinished / "hf" / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n")
-        for file in hf.tokenizer_files(tokenizer):
-            shutil.copy(file, unfinished / "hf" / file.name)
-        (unfinished / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-        unfinished.rename(folder)
-    dist.barrier()
+    Checkpoint(folder, model, hf_config, tokenizer, state).finish()
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], Precision]:
@@ -62,8 +45,10 @@ def read_state(folder: Path) -> tuple[dict[str, Any], Precision]:
 
 
 def load_alone(folder: Path) -> tuple[Any, list[Shard], Precision, dict[str, Any]]:
-    """(model, its shards, precision, HF config) of a checkpoint, loaded whole into this one process."""
+    """(model, its shards, precision, HF config) of a checkpoint, loaded whole into this one process. Raises UserError for a torn one."""
     _, precision = read_state(folder)
+    if reason := checkpoints.fault(folder):
+        raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
     from megatron.core import dist_checkpointing
 
     from megatron_rl.mcore.linear import quantize_model

@@ -12,6 +12,7 @@ from megatron_rl.batch import Sequence
 from megatron_rl.causes import MismatchCauses
 from megatron_rl.config import Config
 from megatron_rl.loop import Loop
+from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.weights import load_checkpoint
@@ -57,6 +58,9 @@ class ScriptedWorker:
             )
         return Rollout(completions, {"time/generate": 1.0})
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
     def evaluate(self, version: int) -> dict[str, float]:
         """How much likelier a good token is than a bad one, in nats."""
         found = self.actor.logprobs(self.sequences())[0]
@@ -70,6 +74,14 @@ class NoSync:
 
     def metrics(self) -> dict[str, float]:
         return {}
+
+
+class NoCheckpoints:
+    def write(self, mark: Mark, last: bool) -> None: ...
+
+    def look(self) -> None: ...
+
+    def settle(self) -> None: ...
 
 
 class Recorded:
@@ -113,5 +125,6 @@ def run_loop(
         reference = Policy(model, 1.0, 4)
     log = Recorded()
     causes = MismatchCauses(trainer.actor, trainer.planes, trainer.contract.activation_format)
-    Loop(config, trainer.actor, reference, NoSync(), ScriptedWorker(trainer.actor, noise, said), log, lambda step: None, causes).run()
+    worker = ScriptedWorker(trainer.actor, noise, said)
+    Loop(config, trainer.actor, reference, NoSync(), worker, log, NoCheckpoints(), causes).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}

@@ -139,6 +139,16 @@ def test_groups_lie_side_by_side(worker):
     assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
 
 
+def test_draws_are_a_function_of_version_and_place(worker):
+    worker.collect(5)
+    first = [sampling.seed for sampling in worker._engine.sampling]
+    assert len(set(first)) == 8
+    worker.collect(5)
+    assert [sampling.seed for sampling in worker._engine.sampling] == first, "the problems differ, the draws' place does not"
+    worker.evaluate(5)
+    assert not {sampling.seed for sampling in worker._engine.sampling} & set(first)
+
+
 def test_a_completion_of_another_policy_version_breaks_the_run(worker):
     with pytest.raises(RunError, match="sampled by policy version 5, the trainer holds version 6"):
         worker.collect(6)

@@ -1,0 +1,31 @@
+"""The state of every random number generator of a rank: Python's, numpy's, torch's, the GPU's and Megatron's tracker."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+
+def random_state() -> dict[str, Any]:
+    """A copy, to be pickled."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()},
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Continues where `random_state` was taken."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["megatron"])

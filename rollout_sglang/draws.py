@@ -1,0 +1,39 @@
+"""Draws that are a function of a completion's seed and the token's position alone, whatever else the engine decodes beside it.
+
+SGLang knows seeds only in its deterministic mode, which needs its GPU kernels. Here every request of the CPU tier has one, its own or else
+a random one; a token is where the cumulated probabilities pass a number in [0, 1) that is hashed from seed and position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def with_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **named: Any) -> Any:
+    """Around `SamplingBatchInfo.from_schedule_batch`: int64 [requests] of seeds, which SGLang keeps in step with its batches."""
+    info = original(cls, batch, *args, **named)
+    own = [request.sampling_params.sampling_seed for request in batch.reqs]
+    drawn = torch.randint(2**62, (len(own),)).tolist()
+    info.sampling_seed = torch.tensor([new if seed is None else seed for seed, new in zip(own, drawn, strict=True)], dtype=torch.int64)
+    return info
+
+
+def draw(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Stands in for SGLang's `sampling_from_probs_torch`: probs [n, vocabulary], seeds and positions [n]; returns tokens int32 [n]."""
+    cumulated = probs.double().cumsum(-1)
+    passed = torch.from_numpy(uniform(sampling_seed.numpy(), positions.numpy()))[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, passed, right=True).clamp_(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
+
+
+def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """float64 [n] in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of the seed, `positions` + 1 steps on."""
+    with np.errstate(over="ignore"):
+        x = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53

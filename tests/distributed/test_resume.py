@@ -1,0 +1,123 @@
+"""A run that stops and goes on computes, bit for bit, what it would have computed; in another layout it starts from equal weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.fp8_checkpoints import make_fp8_checkpoint
+from support.models import ARCHITECTURES, FP8, make_model, random_sequences
+
+from megatron_rl.checkpoints import newest_first, newest_whole
+from megatron_rl.errors import UserError
+from megatron_rl.resume import choose
+from parallel.layout import Layout
+
+pytestmark = pytest.mark.slow
+
+BF16 = {"mode": "fp8_unified", "high": "bf16"}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("qwen3_moe"), {**ARCHITECTURES["qwen3_moe"], "num_hidden_layers": 2, "mlp_only_layers": [0]})
+
+
+@pytest.fixture(scope="module")
+def fp8_checkpoint(tmp_path_factory):
+    return make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), num_hidden_layers=2)
+
+
+def without_times(rows: list[dict]) -> list[dict]:
+    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+
+
+def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
+    straight = world.call("support.resumed:train_to", checkpoint, tmp_path / "straight", STEPS, precision, False, layout)
+    first = world.call("support.resumed:train_to", checkpoint, tmp_path / "run", 2, precision, False, layout)
+    second = world.call("support.resumed:train_to", checkpoint, tmp_path / "run", STEPS, precision, True, layout)
+    rows = without_times(first[0]["rows"]) + without_times(second[0]["rows"])
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and rows[-1]["grad_norm"] > 0
+    assert 0.7 < rows[2]["clip/bound_low"] < rows[3]["clip/bound_low"] < 0.8, "calibrated bounds move in both parts"
+    assert rows == without_times(straight[0]["rows"])
+    for whole, part in zip(straight, second, strict=True):
+        assert [name for name in whole["bytes"] if whole["bytes"][name] != part["bytes"][name]] == []
+    assert [folder.name for folder in newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
+
+
+@pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
+def test_a_run_of_one_rank_goes_on_bit_for_bit(one, checkpoint, tmp_path, precision):
+    assert_goes_on(one, checkpoint, tmp_path, precision)
+
+
+def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(one, two, checkpoint, tmp_path):
+    assert_goes_on(two, checkpoint, tmp_path, FP8)
+    run = tmp_path / "run"
+    held = two.call("support.resumed:load_in", checkpoint, run, FP8, Layout(tp=2))[0]
+    for world, layout in ((one, Layout()), (two, Layout(pp=2)), (two, Layout(dp=2))):
+        found = world.call("support.resumed:load_in", checkpoint, run, FP8, layout)[0]
+        assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
+        for name, after in held["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
+            moved = (after - held["masters"][name]).norm()
+            assert (found["after"][name] - after).norm() < 0.1 * moved, name
+        assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
+    assert not [line for line in held["remarks"] if line.startswith("another")]
+
+
+def test_experts_load_into_another_layout(two, four, qwen3_moe, tmp_path):
+    four.call("support.resumed:train_to", qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))
+    held = four.call("support.resumed:load_in", qwen3_moe, tmp_path, FP8, Layout(ep=2, dp=2, pp=2))[0]
+    found = two.call("support.resumed:load_in", qwen3_moe, tmp_path, FP8, Layout(dp=2))[0]
+    assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
+
+
+def test_a_torn_checkpoint_is_refused_and_the_one_before_used(one, checkpoint, tmp_path):
+    straight = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8)[0]
+    torn = newest_first(tmp_path)[0]
+    data = max((torn / "mcore").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with data.open("rb+") as file:
+        file.truncate(data.stat().st_size // 2)
+    again = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8, True)[0]
+    assert [line for line in again["said"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
+    assert again["rows"][-1]["step"] == 3 and again["bytes"] == straight["bytes"]
+    assert newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
+
+
+def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(one, checkpoint, tmp_path):
+    straight = one.call("support.resumed:train_to", checkpoint, tmp_path / "straight", 3, FP8)[0]
+    first = one.call("support.resumed:train_to", checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
+    assert first["said"] == ["the engine is gone", f"checkpoint {tmp_path}/run/checkpoints/step_00002"]
+    assert [row["step"] for row in first["rows"]] == [0, 1]
+    second = one.call("support.resumed:train_to", checkpoint, tmp_path / "run", 3, FP8, True)[0]
+    rows = without_times(first["rows"] + second["rows"])
+    assert rows == without_times(straight["rows"]) and second["bytes"] == straight["bytes"]
+
+
+def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_path):
+    found = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
+    assert "stopped in an optimizer step" in found["said"]
+    assert found["said"][-1] == "the weights are between policy versions 1 and 2"
+    newest, torn = newest_whole(tmp_path)
+    assert (newest.name, torn) == ("step_00001", {})
+
+
+def test_a_disk_that_is_full_costs_the_new_checkpoint_only(one, checkpoint, tmp_path):
+    one.call("support.resumed:train_to", checkpoint, tmp_path, 1, FP8)
+    (line,) = one.call("support.resumed:save_without_room", checkpoint, tmp_path, FP8, 2)[0]
+    assert line.startswith("no checkpoint step_00002: rank 0: ") and "File too large" in line and line.endswith("; the run goes on")
+    assert newest_whole(tmp_path) == (tmp_path / "checkpoints" / "step_00001", {})
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_an_imported_fp8_checkpoints_blocks_stay_until_they_are_trained(one, fp8_checkpoint, tmp_path, trained):
+    found = one.call("support.resumed:adopted_after_loading", fp8_checkpoint, tmp_path, FP8, trained)[0]
+    assert found["adopted"][0] == found["adopted"][1] == [not trained] * 8
+    assert found["different"] == []
+
+
+def test_a_checkpoint_of_weights_alone_is_exported_but_no_run_goes_on_from_it(one, checkpoint, tmp_path):
+    folder = tmp_path / "checkpoints" / "step_00001"
+    folder.parent.mkdir()
+    one.call("support.trainer:save_checkpoint", checkpoint, FP8, random_sequences(4, seed=1), folder)
+    with pytest.raises(UserError, match="step_00001 holds weights alone"):
+        choose(tmp_path, 4)
