@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from megatron_rl.config_section import Section
 
@@ -67,6 +67,11 @@ class RewardPart(Section):
             raise ValueError(f"url {self.url!r} must be an address such as http://host:8000/score")
         return self
 
+    @model_serializer(mode="wrap")
+    def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what was left out: a function takes none of the others' settings, not even their defaults."""
+        return {name: value for name, value in write(self).items() if name in self.model_fields_set}
+
     @property
     def own(self) -> bool:
         """Whether this is the user's own function."""
@@ -76,10 +81,10 @@ class RewardPart(Section):
 class RewardConfig(Section):
     """How a completion is scored."""
 
-    function: str = "arithmetic"
-    """The only reward function: `arithmetic` (integer after `#`), `math` (exact integer match first, then math-verify), `exact` (the
-    completion is the answer), or your own as `module:attribute`."""
-    functions: tuple[RewardPart, ...] = Field((), min_length=1)
+    function: str | None = None
+    """The only reward function: `arithmetic` (integer after `#`; where nothing is named), `math` (exact integer match first, then
+    math-verify), `exact` (the completion is the answer), or your own as `module:attribute`."""
+    functions: tuple[RewardPart, ...] | None = Field(None, min_length=1)
     """Instead of `function`: several, or one with settings. The first that judges the answer (neither `format` nor `length`) decides
     what counts as correct."""
     on_error: Literal["zero", "exclude", "stop"] = "zero"
@@ -94,13 +99,14 @@ class RewardConfig(Section):
 
     @field_validator("function")
     @classmethod
-    def _known(cls, function: str) -> str:
-        _check_settings(_checked_name(function), set())
+    def _known(cls, function: str | None) -> str | None:
+        if function is not None:
+            _check_settings(_checked_name(function), set())
         return function
 
     @model_validator(mode="after")
     def _functions(self) -> RewardConfig:
-        if self.functions and "function" in self.model_fields_set:
+        if self.functions and self.function:
             raise ValueError("function and functions cannot both be given; keep one of them")
         if self.functions and all(part.name == "length" for part in self.functions):
             raise ValueError("length judges no answer: add a function that does")
@@ -111,7 +117,7 @@ class RewardConfig(Section):
         """The functions by a label each: the name, with a number where it occurs again."""
         seen: Counter[str] = Counter()
         found = {}
-        for part in self.functions or (RewardPart(name=self.function),):
+        for part in self.functions or (RewardPart(name=self.function or "arithmetic"),):
             seen[part.name] += 1
             found[part.name if seen[part.name] == 1 else f"{part.name}_{seen[part.name]}"] = part
         return found

@@ -181,7 +181,7 @@ def _sample(
                 screen.now(name)
                 start, turns = time.perf_counter(), Turns(engine, load_tokenizer(side.tokenizer), environments)
                 sampling, chunk = _sampling(config, request), config.rollout.max_running_requests
-                tallies = sample(turns, scorer, problems, request.samples, sampling, chunk, partial(record, name))
+                tallies = sample(turns, scorer, problems, request.samples, sampling, config.train.seed, chunk, partial(record, name))
                 found[name] = tallies, time.perf_counter() - start
                 screen.line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")
             finally:

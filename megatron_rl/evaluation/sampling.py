@@ -7,16 +7,20 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout import give_rewards
+from megatron_rl.rollout import draw_seed, give_rewards
 from megatron_rl.turns import Turns
 from megatron_rl.types import Completion, Problem, Sampling
 
 _AHEAD = 2
 """Chunks that the engine has at a time: one that it decodes, one for the places that become free."""
+
+_VERSION = 0
+"""The engine's first weights."""
 
 
 class CompletionsFile:
@@ -58,6 +62,7 @@ def sample(
     problems: Sequence[Problem],
     samples: int,
     sampling: Sampling,
+    seed: int,
     chunk: int,
     record: Callable[[Sequence[tuple[Problem, int, Outcome]]], None],
 ) -> list[Tally]:
@@ -70,7 +75,8 @@ def sample(
     outcomes: list[list[Outcome]] = [[] for _ in problems]
 
     def generate(part: list[tuple[int, int]]) -> list[Completion]:
-        return turns.answer([problems[place] for place, _ in part], sampling, version=0)  # the engine's first weights
+        seeds = [draw_seed(seed, _VERSION, "eval", place * samples + number) for place, number in part]
+        return turns.answer([problems[place] for place, _ in part], [replace(sampling, seed=one) for one in seeds], _VERSION)
 
     for part, completions in _ahead(generate, chunks):
         give_rewards(completions, rewards)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import apply_overrides, load_config
+from megatron_rl.config import Config, Model, apply_overrides, load_config
+from megatron_rl.config_reward import RewardConfig, RewardPart
 from megatron_rl.errors import UserError
 
 MODEL = '[model]\npath = "models/tiny"\n'
@@ -203,3 +205,16 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not a UTF-8 text file"):
         load_config(tmp_path / "binary.toml", [])
+
+
+def test_what_a_run_writes_down_of_its_configuration_is_read_back():
+    for path in sorted((Path(__file__).parents[2] / "configs").glob("*.toml")):
+        for overrides in ([], ["--data.eval="]):
+            config = load_config(path, overrides)
+            assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+def test_several_reward_functions_are_read_back():
+    reward = RewardConfig(functions=(RewardPart(name="math"), RewardPart(name="exact")))
+    config = Config(model=Model(path=Path("m")), reward=reward)
+    assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config

@@ -126,7 +126,7 @@ def run(letters: Letters, path, problems: int = 5, samples: int = 3, chunk: int 
     try:
         asked = [problem(number, answer="1") for number in range(problems)]
         turns = Turns(letters, letters)
-        return sample(turns, letters, asked, samples, Sampling(1.0, 8), chunk, lambda scored: file.append("checkpoint", scored))
+        return sample(turns, letters, asked, samples, Sampling(1.0, 8), 0, chunk, lambda scored: file.append("checkpoint", scored))
     finally:
         file.close()
 

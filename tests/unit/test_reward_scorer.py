@@ -42,7 +42,7 @@ def load(tmp_path):
         (
             "[reward]\nfunction = 'magic'",
             "reward.function = 'magic': must be one of arithmetic, math, exact, format, length, http, "
-            'or your own function as module:attribute; the default is "arithmetic"',
+            "or your own function as module:attribute",
         ),
         ("[reward]\nfunction = 'http'", "reward.function = 'http': http needs url, in a table [[reward.functions]]"),
         ("[[reward.functions]]\nname = 'a b:c'", "reward.functions.0.name = 'a b:c': must be one of arithmetic, math"),

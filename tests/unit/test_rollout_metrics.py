@@ -141,12 +141,12 @@ def test_groups_lie_side_by_side(worker):
 
 def test_draws_are_a_function_of_version_and_place(worker):
     worker.collect(5)
-    first = [sampling.seed for sampling in worker._engine.sampling]
+    first = [sampling.seed for sampling in worker._turns._engine.sampling]
     assert len(set(first)) == 8
     worker.collect(5)
-    assert [sampling.seed for sampling in worker._engine.sampling] == first, "the problems differ, the draws' place does not"
+    assert [sampling.seed for sampling in worker._turns._engine.sampling] == first, "the problems differ, the draws' place does not"
     worker.evaluate(5)
-    assert not {sampling.seed for sampling in worker._engine.sampling} & set(first)
+    assert not {sampling.seed for sampling in worker._turns._engine.sampling} & set(first)
 
 
 def test_a_completion_of_another_policy_version_breaks_the_run(worker):
