@@ -64,7 +64,8 @@ def runs(tmp_path_factory) -> dict[str, tuple[Path, Done]]:
 
 
 def several_sets(folder: Path) -> dict[str, object]:
-    """A run on sets of three kinds: GSM8K's rows (the published ones where they are there), MATH's as Parquet, generated; a warm start."""
+    """A run on sets of three kinds: GSM8K's rows (the published ones where they are there), MATH's as Parquet, generated; a warm start, and
+    an INT8 engine."""
     if not GSM8K.is_file():
         made = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(40)]
         (folder / "train.jsonl").write_text("\n".join(made))
@@ -74,6 +75,7 @@ def several_sets(folder: Path) -> dict[str, object]:
         "data__train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "arithmetic"}}]',
         "data__eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "arithmetic"}}]',
         "model__warm_start__steps": 2,
+        "precision__mode": "int8_rollout",
         "train__steps": 1,
         "rollout__prompts_per_step": 8,
         "rollout__max_total_tokens": 8192,
