@@ -10,6 +10,7 @@ _ONE_AFTER_THE_OTHER = ("engine", "distributed")
 """Folders whose tests share engines and worlds of processes: each stays on one of the two workers."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
