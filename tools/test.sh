@@ -11,4 +11,4 @@ python=.venv/bin/python
 $python -m ruff check .
 $python -m ruff format --check --quiet . || { echo "not formatted: run $python -m ruff format ." >&2; exit 1; }
 $python -m mypy
-exec $python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not gpu" "$@" # who may run side by side: tests/conftest.py
+exec $python -m pytest -n 2 --dist loadfile -m "not gpu" "$@" # a file stays on one worker: it shares its worlds and engines
