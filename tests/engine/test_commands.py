@@ -13,7 +13,7 @@ from pyarrow import parquet
 from support.models import read_weights
 from support.processes import ROOT, Command, Done, alive_after, end, family, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(650)]  # five runs of at most 200 s, two at a time
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # five runs of at most 320 s, two at a time
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
@@ -26,7 +26,7 @@ SMALL = {  # over configs/quickstart.toml
     "rollout.max_new_tokens": 8,
     "rollout.max_running_requests": 16,
     "rollout.max_total_tokens": 4096,
-    "rollout.start_timeout": 120,
+    "rollout.start_timeout": 240,
     "data.eval_size": 4,
     "reward.workers": 1,
     "sync.bucket_mb": 1,
@@ -42,7 +42,7 @@ def train(folder: Path, *, config: str = "quickstart", before: tuple = (), **cha
     return Command(folder, *before, "megatron_rl", "train", ROOT / "configs" / f"{config}.toml", *overrides)
 
 
-def finish(command: Command, seconds: float = 200) -> Done:
+def finish(command: Command, seconds: float = 320) -> Done:
     with command:
         return command.wait(seconds)
 

@@ -25,7 +25,7 @@ def other_scales(new_world, checkpoint, tmp_path_factory):
     model = world.call("support.served:save_only", checkpoint, folder / "model", FP8)[0]
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     edit_config(model, {"quantization_config": {**quantization, "modules_to_not_convert": ["lm_head"]}})
-    world.call("support.served:start", checkpoint, folder, FP8, model, seconds=150)
+    world.call("support.served:start", checkpoint, folder, FP8, model, seconds=270)
     return world
 
 
@@ -78,7 +78,7 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
             (tmp_path / f"log_{name}").mkdir()
             worlds[name].send("support.engines:launch_only", model, tmp_path / f"log_{name}", fault)
         for name, (_, _, line, log) in faults.items():
-            said, tail, seconds = worlds[name].receive(seconds=120)[0]
+            said, tail, seconds = worlds[name].receive(seconds=270)[0]
             assert line in said and f"log_{name}" in said, name
             assert log.lower() in tail.lower(), f"{name}: {tail}"
             assert seconds < 60

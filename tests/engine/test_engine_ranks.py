@@ -29,7 +29,7 @@ def served(request, tmp_path_factory):
     layout, tp, ep = ENGINES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     with World(layout.world_size, folder / "world") as world:
-        world.call("support.resharded:start", request.param, folder, FP8, layout, tp, ep, seconds=200)
+        world.call("support.resharded:start", request.param, folder, FP8, layout, tp, ep, seconds=270)
         yield world, folder
 
 

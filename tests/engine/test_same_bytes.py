@@ -23,7 +23,7 @@ WHOLE = 16 << 20
 def served(new_world, checkpoint, tmp_path_factory):
     """A trainer and its engine. The tests of this module share them in order; each leaves them proved."""
     world = new_world()
-    world.call("support.served:start", checkpoint, tmp_path_factory.mktemp("served"), FP8, seconds=150)
+    world.call("support.served:start", checkpoint, tmp_path_factory.mktemp("served"), FP8, seconds=270)
     return world
 
 
@@ -155,7 +155,7 @@ def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(served, 
     logits = new_world().call("support.transformers_side:logits", bf16, [PROMPTS[0]])[0]
     assert logits.isfinite().all() and logits.std() > 0.1
 
-    served.receive(seconds=150)
+    served.receive(seconds=270)
     served.call("support.served:check_live")
     assert served.call("support.served:prove") == [TENSORS]
     assert_same_logprobs(served.call("support.served:generate", PROMPTS)[0], {0})

@@ -19,7 +19,7 @@ TOKENS = 48
 def served(new_world, checkpoint, tmp_path_factory):
     """A trainer and its engine; the tests of this module share them in order."""
     world = new_world()
-    world.call("support.served:start", checkpoint, tmp_path_factory.mktemp("transports"), FP8, seconds=150)
+    world.call("support.served:start", checkpoint, tmp_path_factory.mktemp("transports"), FP8, seconds=270)
     return world
 
 

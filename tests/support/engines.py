@@ -13,7 +13,7 @@ from rollout_sglang import engine
 _SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0}
 
 
-def engine_config(checkpoint: Path, precision: dict[str, Any], start_timeout: float = 120.0) -> Config:
+def engine_config(checkpoint: Path, precision: dict[str, Any], start_timeout: float = 240.0) -> Config:
     rollout = {**_SMALL, "start_timeout": start_timeout}
     return Config.model_validate({"model": {"path": checkpoint}, "precision": precision, "rollout": rollout})
 
@@ -23,7 +23,7 @@ def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[
 
     `fault`: `start_timeout` in seconds, a `port` to insist on, or a server `argument`.
     """
-    config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 60.0))
+    config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 240.0))
     if "port" in fault:
         engine._free_port = lambda host: fault["port"]
     if "argument" in fault:

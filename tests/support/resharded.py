@@ -25,7 +25,7 @@ from support.architectures import write_model
 from support.trainer import Trainer
 from support.trainer import start as start_trainer
 
-_SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0, "start_timeout": 180.0}
+_SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0, "start_timeout": 240.0}
 
 
 @dataclasses.dataclass
