@@ -10,13 +10,9 @@ set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv="$root/.venv-gpu"
-stamp="$venv/.megatron-rl-installed"
+said_by=install_gpu
 pins="$root/launch/requirements-gpu.txt"
-
-fail() {
-  echo "megatron-rl install_gpu: $1" >&2
-  exit 2
-}
+. "$root/launch/common.sh"
 
 pinned() {
   sed -n "s/^$1==//p" "$pins"
@@ -24,38 +20,19 @@ pinned() {
 
 # What an installation depends on: these files and the folder.
 wanted() {
-  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
-is_done() {
-  [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(wanted)" ]
-}
-
-is_fit() {
-  "$1" -c 'import sys, venv, ensurepip; sys.exit((3, 11) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))' >/dev/null 2>&1
-}
-
-find_python() {
-  local candidate
-  for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.11 python3 python; do
-    if is_fit "$candidate"; then
-      echo "$candidate"
-      return
-    fi
-    [ "$candidate" != "${PYTHON:-}" ] || fail "PYTHON = '$PYTHON': is not Python 3.11 or 3.12 with the venv module"
-  done
-  fail "no Python 3.11 or 3.12 with the venv module on PATH; install one (Ubuntu: apt install python3.12 python3.12-venv python3.12-dev) or set PYTHON"
+python_here() {
+  find_python "Ubuntu: apt install python3.12 python3.12-venv python3.12-dev" python3.12 python3.11 python3 python
 }
 
 check_machine() {
-  local need=${MEGATRON_RL_MIN_DISK_MB:-30000} free used=0
   [ "$(uname -sm)" = "Linux x86_64" ] || fail "$(uname -sm): the pinned wheels are for Linux on x86_64"
   command -v "${CXX:-g++}" >/dev/null || fail "no C++ compiler to build Transformer Engine's extension; install one (Ubuntu: apt install g++)"
   "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
     fail "$python has no headers (Python.h); install them (Ubuntu: apt install python3.12-dev)"
-  free=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
-  if [ -d "$venv" ]; then used=$(du -sm "$venv" | cut -f1); fi
-  [ "$((free + used))" -ge "$need" ] || fail "only $free MB free at $root: an installation asks for $((need - used)) MB"
+  check_disk "${MEGATRON_RL_MIN_DISK_MB:-30000}" ""
 }
 
 # The compiler that DeepGEMM calls while it runs, and its CUDA version.
@@ -69,7 +46,7 @@ nvcc_here() {
 
 say_what() {
   local name installed python
-  python=$( (find_python) 2>&1) || true
+  python=$( (python_here) 2>&1) || true
   echo "would make $venv with $(grep -c == "$pins") pinned packages and build transformer-engine-torch $(pinned transformer-engine) from source"
   for name in torch triton sglang sglang-kernel sgl-deep-gemm flashinfer-python megatron-core transformer-engine nvidia-cublas; do
     installed=$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$name'))" 2>/dev/null || echo "not installed")
@@ -90,23 +67,19 @@ case "${1:-}" in
 esac
 
 is_done && exit 0
-exec 9<"${BASH_SOURCE[0]}" # two installations at once wait for each other
-flock 9
+lock "${BASH_SOURCE[0]}"
 is_done && exit 0
 
-python=$(find_python)
+python=$(python_here)
 check_machine
 echo "megatron-rl install_gpu: installing into $venv (this happens once)"
-case "$(sed -n 's/^command = //p' "$venv/pyvenv.cfg" 2>/dev/null)" in *" $venv") ;; *) "$python" -m venv --clear "$venv" ;; esac
+was_made_here || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
-pip() {
-  "$venv/bin/python" -m pip --disable-pip-version-check -q "$@" || fail "pip failed (its message is above); run this again to go on from here"
-}
-pip install --no-deps -r "$pins"
+pip -q install --no-deps -r "$pins"
 # Built against the torch above and the headers that came with it; its set-up would otherwise look for a ready wheel on GitHub.
 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-8} \
-  pip install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(pinned transformer-engine)"
-pip install --no-deps --no-build-isolation -e "$root"
+  pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(pinned transformer-engine)"
+pip -q install --no-deps --no-build-isolation -e "$root"
 wanted >"$stamp"
 echo "megatron-rl install_gpu: done. nvcc: $(nvcc_here)"
 echo "  .venv-gpu/bin/megatron-rl doctor      # what is there, and the known pitfalls"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,6 +25,7 @@ from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.run import preflight
+from megatron_rl.stop import listen
 from megatron_rl.warm_start import make_checkpoint
 from parallel.layout import Layout
 
@@ -47,7 +46,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
 
 def _read(config: Config, layout: Layout, resources: ExitStack) -> Comparison | None:
     """Both live graphs, on rank 0; None on other ranks."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that the engine is ended
+    listen(alone=True)  # SIGTERM unwinds, so that the engine is ended
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
     folder = Path(on_rank0(lambda: tempfile.mkdtemp(prefix="megatron-rl-graph-")))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
@@ -32,12 +32,17 @@ def on_rank0(call: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
+def gathered(mine: T) -> list[T]:
+    """Every rank's (picklable) value, in rank order. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return cast(list[T], found)
+
+
 def raise_together(error: MegatronRLError | None) -> None:
     """Every rank tells what went wrong on it, or None; the first error is raised on all of them. Collective."""
-    found: list[MegatronRLError | None] = [error]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, error)
-    for told in found:
+    for told in gathered(error):
         if told is not None:
             raise told

@@ -24,7 +24,7 @@ class StopError(RunError):
 
 
 def listen(alone: bool) -> None:
-    """From now on SIGTERM is heard; `alone` in a world of one process."""
+    """From now on SIGTERM is heard; `alone` where this process may unwind at once, waiting for no other rank."""
     global _asked
     _asked = False
 

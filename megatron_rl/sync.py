@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_rl.config_sync import Sync
 from megatron_rl.engine import Engine
 from megatron_rl.errors import RunError
-from megatron_rl.ranks import on_rank0
+from megatron_rl.ranks import gathered, on_rank0
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import Link, Outbox, check_hosts, make_outbox
 from megatron_rl.transport.chunks import chunks_of, source_memory
@@ -77,7 +77,7 @@ class WeightSync:
         self._engine = cast(Engine, engine)  # used inside on_rank0 only
         self._rank = dist.get_rank()
         self.chunks = chunks_of(plan.moves, plan.buckets)
-        check_hosts(self._settings, _gathered(_BOOT_ID.read_text()))
+        check_hosts(self._settings, gathered(_BOOT_ID.read_text()))
         self._counts = {
             "bytes": sum(map(plan.bytes_of, plan.moves)),
             "blocks": sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale"),
@@ -123,7 +123,7 @@ class WeightSync:
     def _connect(self) -> Outbox:
         """Opens this rank's outbox while the engine ranks open their inboxes."""
         outbox = self._outbox = make_outbox(self._settings, self._rank, self.chunks)
-        addresses = dict(enumerate(_gathered(outbox.address)))
+        addresses = dict(enumerate(gathered(outbox.address)))
         link = Link(
             self._settings.transport,
             {str(rank): address for rank, address in addresses.items()},
@@ -179,7 +179,7 @@ class WeightSync:
             failure = f"trainer rank {self._rank}: {error}"
             if self._outbox is not None:
                 self._outbox.close()  # the engine's ranks that wait for this one are told
-        told = _gathered((result, failure))
+        told = gathered((result, failure))
         failures = [text for _, text in told if text]
         if failures:
             reason = on_rank0(self._engine_failure)
@@ -213,7 +213,7 @@ class WeightSync:
             theirs = pool.submit(_engine_digests, self._engine, moves) if self._rank == 0 else None
             own = [index for index, move in enumerate(moves) if move.source_rank == self._rank]
             mine = dict(zip(own, digests(planes, [(moves[index].source, moves[index].source_rect) for index in own]), strict=True))
-            sent = {index: value for part in _gathered(mine) for index, value in part.items()}
+            sent = {index: value for part in gathered(mine) for index, value in part.items()}
             arrived = on_rank0(lambda: theirs.result() if theirs else [])
         for index, move in enumerate(moves):
             if sent[index] != arrived[index]:
@@ -239,13 +239,6 @@ class WeightSync:
             f"{move.source_rank}; first in rows {tile.row}..{tile.row + tile.rows - 1}, "
             f"columns {tile.col}..{tile.col + tile.cols - 1} ({move.kind})"
         )
-
-
-def _gathered(mine: T) -> list[T]:
-    """Every rank's value, in rank order."""
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return cast(list[T], found)
 
 
 def _engine_digests(engine: Engine, all_moves: Sequence[Move]) -> list[str]:

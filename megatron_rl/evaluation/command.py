@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -38,6 +37,7 @@ from megatron_rl.report import write_text
 from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.run import check_environment
 from megatron_rl.runlog import new_folder
+from megatron_rl.stop import listen
 from megatron_rl.sync_plan import check_live_engine
 from megatron_rl.turns import EnvironmentPool, Turns
 from megatron_rl.types import Problem, Sampling
@@ -151,7 +151,7 @@ def _sample(
     config: Config, request: Request, sides: dict[str, Candidate], problems: list[Problem], folder: Path
 ) -> dict[str, tuple[list[Tally], float]]:
     """By side: the tallies of all problems, and the seconds it took to sample and score."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # unwinds, so that the engine is ended
+    listen(alone=True)  # SIGTERM unwinds, so that the engine is ended
     with ExitStack() as resources:
         screen = Screen(len(sides) * len(problems) * request.samples)
         resources.callback(screen.close)

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
 from megatron_rl.mcore.names import global_name
+from megatron_rl.ranks import gathered
 
 
 @contextmanager
@@ -37,6 +37,4 @@ def watching(model: GPTModel) -> Iterator[list[str]]:
 
 def first_of_all_ranks(found: list[str]) -> str:
     """The first name that the lowest rank with any has, "" where no rank has one; collective. Earlier pipeline stages have lower ranks."""
-    told: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(told, found[0] if found else "")
-    return next(filter(None, told), "")
+    return next(filter(None, gathered(found[0] if found else "")), "")

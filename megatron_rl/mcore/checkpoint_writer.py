@@ -19,7 +19,7 @@ from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.optimizer_state import OptimizerState
 from megatron_rl.mcore.random_state import set_random_state
 from megatron_rl.mcore.saving import Saving
-from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.ranks import gathered, is_rank0, on_rank0
 
 
 class Checkpoint:
@@ -62,8 +62,7 @@ class Checkpoint:
         """Waits until all is on the disk and gives the folder its name; collective."""
         with self._discarded_on_failure():
             self._saving.finish()
-            files: list[dict[str, Any]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(files, self._saving.files)
+            files = gathered(self._saving.files)
             _on_disk(lambda: self._complete({name: told for part in files for name, told in part.items()}))
 
     @contextmanager

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoints import describe
 from megatron_rl.errors import RunError
-from megatron_rl.ranks import on_rank0, raise_together
+from megatron_rl.ranks import gathered, on_rank0, raise_together
 
 
 class Saving:
@@ -49,7 +49,7 @@ class Saving:
 
     def _check_room(self, buckets: list[Any]) -> None:
         own = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
-        wanted = sum_by_rank(own)
+        wanted = sum(gathered(own))
 
         def check() -> None:
             free = shutil.disk_usage(self._parent).free
@@ -77,7 +77,7 @@ class Saving:
 
     def written(self) -> bool:
         """Whether every rank has written its files, or failed to."""
-        return not sum_by_rank(int(self._thread.is_alive()))
+        return not any(gathered(self._thread.is_alive()))
 
     def finish(self) -> None:
         """Waits for all ranks and completes the folder. Raises RunError on every rank where one could not write."""
@@ -96,13 +96,6 @@ def _reason(error: BaseException) -> str:
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     return f"{cause.strerror or cause}" if isinstance(cause, OSError) else f"{type(error).__name__}: {error}"
-
-
-def sum_by_rank(value: int) -> int:
-    """The sum over all ranks; collective."""
-    found = [0] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return sum(found)
 
 
 def _copied(bucket: Any) -> Any:

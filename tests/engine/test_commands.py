@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from support.models import read_weights
-from support.processes import ROOT, Command, Done, alive_after, end, family, until
+from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # five runs of at most 320 s, two at a time
 
@@ -88,9 +88,9 @@ def run_and_kill_its_engine(folder: Path) -> Done:
         metrics = folder / "runs" / "latest" / "metrics.jsonl"
         until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3), 150, "two steps")
         everything = family(command.pid)
-        end(process for process in everything if "rollout_sglang.server" in process.cmdline())
+        end(process for process, words in command_lines(everything).items() if "rollout_sglang.server" in words)
         done = command.wait(60)
-        assert [process.cmdline() for process in alive_after(everything, 5)] == []
+        assert command_lines(alive_after(everything, 5)) == {}
         return done
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from support.models import FP8, edit_config, random_sequences
-from support.processes import alive_after, end, family, until
+from support.processes import alive_after, command_lines, end, family, until
 
 from megatron_rl.errors import RunError
 
@@ -56,7 +56,7 @@ def test_an_engine_killed_while_it_generates_is_an_error_at_once(other_scales):
     assert "the engine does not answer /generate" in line and "engine.log" in line and "\n" not in line
     assert isinstance(tail, str)
     other_scales.call("support.served:stop_twice", seconds=45)
-    assert [process.cmdline() for process in alive_after(below, 5)] == []
+    assert command_lines(alive_after(below, 5)) == {}
 
 
 def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
@@ -79,9 +79,9 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
             worlds[name].send("support.engines:launch_only", model, tmp_path / f"log_{name}", fault)
         for name, (_, _, line, log) in faults.items():
             said, tail, seconds = worlds[name].receive(seconds=270)[0]
-            assert line in said and f"log_{name}" in said, name
+            assert line in said and f"log_{name}" in said, f"{name}: {said}"
             assert log.lower() in tail.lower(), f"{name}: {tail}"
-            assert seconds < 60
-            until(lambda name=name: len(family(worlds[name].pid())) == 1, 10, f"{name}: the engine's processes end")
+            assert seconds < 180, f"{name}: {seconds}"  # before the time-out of 240 s that a healthy engine would have
+            until(lambda name=name: len(family(worlds[name].pid())) == 1, 30, f"{name}: the engine's processes end")
     for world in worlds.values():
         end(world.family())

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 from support.models import read_weights
-from support.processes import ROOT, Command, Done, alive_after, family, until
+from support.processes import ROOT, Command, Done, alive_after, command_lines, family, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three starts of an engine, two at a time
 
@@ -52,7 +52,7 @@ def stop_and_start_again(folder: Path) -> tuple[Done, Done]:
         everything = family(command.pid)
         psutil.Process(command.pid).terminate()
         stopped = command.wait(60)
-        assert [process.cmdline() for process in alive_after(everything, 5)] == []
+        assert command_lines(alive_after(everything, 5)) == {}
     return stopped, finish(train(folder))
 
 

@@ -8,7 +8,7 @@ from string import ascii_lowercase
 import pytest
 import torch
 from support.models import FP8, random_sequences, read_weights
-from support.processes import alive_after, family
+from support.processes import alive_after, command_lines, family
 
 from megatron_rl.errors import RunError
 
@@ -166,4 +166,4 @@ def test_everything_ends_by_itself_when_the_trainer_is_killed(served):
     trainer, *below = family(served.pid())
     assert len(below) >= 3  # server, scheduler, detokenizer
     trainer.kill()
-    assert [process.cmdline() for process in alive_after(below, 20)] == []
+    assert command_lines(alive_after(below, 20)) == {}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,14 +76,21 @@ def family(pid: int) -> list[psutil.Process]:
         return []
 
 
+def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, list[str]]:
+    """Each process with its command line; without those that are gone, zombies among them."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.Error):
+            found[process] = process.cmdline()
+    return found
+
+
 def end(processes: Iterable[psutil.Process]) -> None:
     """Kills processes that may be gone already. Python's resource trackers end with them, after they have cleaned up /dev/shm."""
-    for process in processes:
-        try:
-            if not any("multiprocessing.resource_tracker" in word for word in process.cmdline()):
+    for process, words in command_lines(processes).items():
+        if not any("multiprocessing.resource_tracker" in word for word in words):
+            with suppress(psutil.Error):
                 process.kill()
-        except psutil.Error:
-            continue
 
 
 def alive_after(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
