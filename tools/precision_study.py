@@ -30,11 +30,11 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
         "Twelve operations in place of two to five: an answer that works step by step has 26 tokens, each a chance to leave the policy.",
         ["--data.levels=[12]", "--rollout.max_new_tokens=48"],
     ),
-    "high_learning_rate": ("Five times the learning rate.", ["--train.learning_rate=2e-3"]),
+    "high_learning_rate": ("Two and a half times the learning rate.", ["--train.learning_rate=1e-3"]),
     "many_updates": ("Eight optimizer steps per rollout in place of two.", ["--algorithm.updates_per_step=8"]),
     "all_at_once": (
         "Long answers, the high learning rate and many updates together.",
-        ["--data.levels=[12]", "--rollout.max_new_tokens=48", "--train.learning_rate=2e-3", "--algorithm.updates_per_step=8"],
+        ["--data.levels=[12]", "--rollout.max_new_tokens=48", "--train.learning_rate=1e-3", "--algorithm.updates_per_step=8"],
     ),
 }
 """Name -> what is harder in it, and the overrides that make it so."""
