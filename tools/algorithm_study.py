@@ -49,7 +49,7 @@ def _line(name: str, rows: Rows) -> list[object]:
 
 def main(
     context: typer.Context,
-    config: Annotated[Path, typer.Option(help="The task; the algorithm's name is changed, and SETTINGS above.")] = Path("configs/quickstart.toml"),
+    config: Annotated[Path, typer.Option(help="The task; only the algorithm (and SETTINGS) is changed.")] = Path("configs/quickstart.toml"),
     algorithms: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(PRESETS),
     steps: Annotated[int, typer.Option(min=1, help="RL steps of each run.")] = 50,
     out: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("runs/algorithm-study"),
