@@ -6,7 +6,6 @@ from typing import Any
 
 from megatron_rl.architecture import Rope, Routing
 from parallel.geometry import ModelGeometry
-from parallel.layout import Layout
 
 
 def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
@@ -37,7 +36,7 @@ def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
     }
 
 
-def expert_options(geometry: ModelGeometry, routing: Routing | None, layout: Layout) -> dict[str, Any]:
+def expert_options(geometry: ModelGeometry, routing: Routing | None) -> dict[str, Any]:
     """Experts and their router. No load-balancing loss, and a correction bias stays as the checkpoint has it."""
     experts = geometry.experts
     if experts is None or routing is None:
@@ -60,5 +59,4 @@ def expert_options(geometry: ModelGeometry, routing: Routing | None, layout: Lay
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "sequence_parallel": layout.tp > 1,  # Megatron's experts need it beside tensor parallelism
     }
