@@ -117,6 +117,9 @@ class Train(_Section):
     layout: TrainLayout = TrainLayout()
     distributed_optimizer: bool = True
     """The dp * cp ranks that hold the same weights share Adam's state (and the FP32 masters of BF16 weights)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
+    a layer (`full`)."""
     learning_rate: float = Field(1e-6, gt=0)
     """Peak learning rate of Adam, reached after `warmup_steps`, then constant."""
     warmup_steps: int = Field(0, ge=0)

@@ -1,30 +1,21 @@
 """Context parallelism: ranks share the places of every packed sequence, and exchange places for heads around the attention.
 
-A sequence is cut into 2 * cp equal chunks; rank r computes chunk r and the chunk that stands as far from the end, where Megatron's rotary
-positions expect them. What works token by token never notices. For the attention, an all-to-all gives each rank all places of h / cp
-heads (DeepSpeed-Ulysses, arXiv 2309.14509), so that it is computed by the same operator, with the same bits, as without.
+Which places are a rank's is `packing.context_places`. What works token by token never notices. For the attention, an all-to-all gives
+each rank all places of h / cp heads (DeepSpeed-Ulysses, arXiv 2309.14509), so that it is computed by the same operator, with the same
+bits, as without.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-
-def places(lengths: list[int], rank: int, size: int) -> list[int]:
-    """The places of a row that a rank computes, of sequences of `lengths` places each, multiples of 2 * `size`."""
-    found: list[int] = []
-    for start, end in pairwise(accumulate(lengths, initial=0)):
-        chunk = (end - start) // (2 * size)
-        found += range(start + rank * chunk, start + (rank + 1) * chunk)
-        found += range(end - (rank + 1) * chunk, end - rank * chunk)
-    return found
+from megatron_rl.packing import context_places
 
 
 @dataclass(frozen=True)
@@ -44,7 +35,9 @@ class Share:
         """Of sequences of `lengths` places."""
         group = parallel_state.get_context_parallel_group()
         size = group.size()
-        parts = torch.tensor([places(lengths, rank, size) for rank in range(size)] if size > 1 else [range(sum(lengths))], device=device)
+        parts = torch.tensor(
+            [context_places(lengths, rank, size) for rank in range(size)] if size > 1 else [range(sum(lengths))], device=device
+        )
         held = parts.flatten()
         return cls(group, parts[group.rank()], held, held.argsort())
 

@@ -28,7 +28,7 @@ from megatron_rl.config import Train
 from megatron_rl.mcore import adam, cpu
 from megatron_rl.mcore.layers import block_spec
 from megatron_rl.mcore.names import Model, chunks_of
-from megatron_rl.mcore.options import attention_options, expert_options
+from megatron_rl.mcore.options import attention_options, expert_options, layout_options, recompute_options
 from megatron_rl.mcore.weights import set_row_orders
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
@@ -91,7 +91,7 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
     or with vpp the list of its virtual pipeline stages.
 
     Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype. Of `train` counts
-    how it computes: sequence parallelism. Raises UserError for a model that the trainer does not compute.
+    how it computes: sequence parallelism and recomputation. Raises UserError for a model that the trainer does not compute.
     """
     geometry = ModelGeometry.from_hf_config(hf_config)
     config = _megatron_config(hf_config, geometry, layout, contract, train)
@@ -129,24 +129,16 @@ def _megatron_config(
         bias_activation_fusion=False,  # both fusions compile with torch.compile and a C++ compiler
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel=layout.tp > 1 and train.layout.sequence_parallel,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        overlap_p2p_comm=layout.vpp > 1,  # of two stages that each follow the other, batched messages get mixed up
-        batch_p2p_comm=layout.vpp == 1,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
         calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         gradient_accumulation_fusion=False,  # apex's kernel; the FP8 layers accumulate in place by themselves
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
-        variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
         fp8_backend=contract.backend,
+        **layout_options(layout, train),
+        **recompute_options(train, geometry),
         **attention_options(geometry, traits.rope),
         **expert_options(geometry, traits.routing),
     )
@@ -174,7 +166,8 @@ def _build_chunk(
     _tag_shards(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron puts only its own layers there
-    cpu.compute_in_one_thread(model)
+    for module in (model, *model.decoder.layers):  # a layer by itself where the backward pass recomputes it
+        cpu.compute_in_one_thread(module)
     return model
 
 

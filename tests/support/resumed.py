@@ -150,9 +150,9 @@ def moments(actor: Actor) -> dict[str, bytes]:
     return {name: tensor.detach().numpy().tobytes() for name, tensor in kept.live().items()}
 
 
-def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, how: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a layout holds after loading a run's newest checkpoint: masters, and how the next optimizer step goes."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(how or {})}, layout=layout)
     found = choose(run, 99)
     load(found.folder, trainer.model, trainer.actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
     masters = trainer.tensors(fp8=False)
