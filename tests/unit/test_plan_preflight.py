@@ -71,7 +71,8 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
         ),
         (
             ["--train.layout.tp=2"],
-            "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2, or change train.layout",
+            "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
+            "start with torchrun --nproc-per-node 2, or change train.layout",
         ),
         (
             ["--model.path=nowhere"],
