@@ -35,9 +35,10 @@ class Share:
         """Of sequences of `lengths` places."""
         group = parallel_state.get_context_parallel_group()
         size = group.size()
-        parts = torch.tensor(
-            [context_places(lengths, rank, size) for rank in range(size)] if size > 1 else [range(sum(lengths))], device=device
-        )
+        if size == 1:
+            parts = torch.arange(sum(lengths), device=device).unsqueeze(0)
+        else:
+            parts = torch.tensor([context_places(lengths, rank, size) for rank in range(size)], device=device)
         held = parts.flatten()
         return cls(group, parts[group.rank()], held, held.argsort())
 

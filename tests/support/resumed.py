@@ -145,9 +145,17 @@ def reference(trainer: Trainer) -> Policy:
 
 
 def moments(actor: Actor) -> dict[str, bytes]:
-    """Adam's moments and the 16-bit weights' masters, raw."""
-    kept = OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in chunks_of(actor.model)])
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in kept.live().items()}
+    """Adam's moments and the 16-bit weights' masters, as this rank holds them, raw."""
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in kept(actor).live().items()}
+
+
+def whole_state(actor: Actor) -> dict[str, torch.Tensor]:
+    """The same as this rank puts them into a checkpoint."""
+    return {name: sharded.data.detach().clone() for name, sharded in kept(actor).to_save().items()}
+
+
+def kept(actor: Actor) -> OptimizerState:
+    return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in chunks_of(actor.model)])
 
 
 def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, how: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -155,10 +163,15 @@ def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, 
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(how or {})}, layout=layout)
     found = choose(run, 99)
     load(found.folder, trainer.model, trainer.actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
-    masters = trainer.tensors(fp8=False)
+    masters, state = trainer.tensors(fp8=False), whole_state(trainer.actor)
     trainer.actor.steps_done = found.state["optimizer_steps"]
     trainer.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
-    return {"masters": masters, "after": trainer.tensors(fp8=False), "remarks": found.remarks(arrangement(layout, trainer.train))}
+    return {
+        "masters": masters,
+        "state": state,
+        "after": trainer.tensors(fp8=False),
+        "remarks": found.remarks(arrangement(layout, trainer.train)),
+    }
 
 
 def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], trained: bool) -> dict[str, Any]:
