@@ -63,7 +63,7 @@ def _layout(config: Config) -> Layout:
     """The trainer's layout. Raises UserError where it is none, or does not fit the number of processes that were launched."""
     sizes = config.train.layout
     try:
-        layout = Layout(sizes.tp, sizes.pp, sizes.vpp, sizes.ep, sizes.etp or 0, sizes.dp, sizes.cp)
+        layout = Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp, cp=sizes.cp)
     except GeometryError as error:
         raise UserError(f"train.{error.field}", error.value, error.rule, error.fix) from None
     launched = int(os.environ.get("WORLD_SIZE", "1"))
