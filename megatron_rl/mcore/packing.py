@@ -42,8 +42,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Pac
     share = row.share
     if share is None or share.size == 1:
         return _attend(query, key, value, row, scale)
-    key, value = (share.enough_heads(x) for x in (key, value))
-    return share.to_places(_attend(*(share.to_heads(x) for x in (query, key, value)), row, scale))
+    query, key, value = (share.to_heads(x) for x in (query, share.enough_heads(key), share.enough_heads(value)))
+    return share.to_places(_attend(query, key, value, row, scale))
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: Packed, scale: float | None) -> torch.Tensor:
