@@ -71,7 +71,9 @@ class MicroBatch:
     rows: list[int]
     """Index of each packed sequence in the list of sequences, in order."""
     lengths: list[int]
-    """Places of each packed sequence; where padding follows, its places come last, as one sequence more."""
+    """Places of each packed sequence, padding at its end included; where padding follows, its places come last, as one sequence more."""
+    padding: int
+    """Places without a token of a sequence."""
     tokens: torch.Tensor
     targets: torch.Tensor
     positions: torch.Tensor
@@ -88,11 +90,6 @@ class MicroBatch:
         """The same with every tensor on `device`."""
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved)
-
-    @property
-    def padding(self) -> int:
-        """Places without a token of a sequence."""
-        return sum(self.lengths[len(self.rows) :])
 
     def places(self, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the sequence, int64 [A]: where its sampled tokens are targets)."""
@@ -112,27 +109,38 @@ class MicroBatch:
         return (sums / counts.clamp(min=1))[owner].unsqueeze(0)
 
 
-def micro_batches(sequences: list[Sequence], most_tokens: int, replica: int = 0, replicas: int = 1, multiple: int = 1) -> list[MicroBatch]:
+def micro_batches(
+    sequences: list[Sequence], most_tokens: int, replica: int = 0, replicas: int = 1, multiple: int = 1, context: int = 1, rounds: int = 1
+) -> list[MicroBatch]:
     """One data-parallel replica's micro-batches of at most `most_tokens` places, a sequence that is longer alone in one.
 
     Padding only brings a micro-batch to a multiple of `multiple` places and to `FEWEST_ROWS`. Every replica gets the same number of
     micro-batches, since expert-parallel ranks must take every step together; one that is left without a sequence gets padding alone.
+
+    `context` ranks share the places of every sequence, which is padded to a multiple of 2 * `context` of them (`mcore.context`), and
+    compute at most `most_tokens` each. The number of micro-batches is a multiple of `rounds`.
     """
     if any(not sequence.prompt_ids for sequence in sequences):
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
-    bins = pack([sequence.length - 1 for sequence in sequences], most_tokens, replicas)
-    return [_lay(bin, sequences, multiple) for bin in bins[replica::replicas]]
+    part = 2 * context if context > 1 else 1
+    lengths = [_round_up(sequence.length - 1, part) for sequence in sequences]
+    bins = pack(lengths, most_tokens * context, replicas * rounds)
+    fewest = _round_up(FEWEST_ROWS * context, part * multiple)
+    return [_lay(bin, sequences, [lengths[index] for index in bin], part * multiple, fewest) for bin in bins[replica::replicas]]
 
 
-def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatch:
-    lengths = [sequences[index].length - 1 for index in rows]
-    padding = -(-max(sum(lengths), FEWEST_ROWS) // multiple) * multiple - sum(lengths)
-    lengths += [padding] if padding else []
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _lay(rows: list[int], sequences: list[Sequence], lengths: list[int], multiple: int, fewest: int) -> MicroBatch:
+    rest = max(_round_up(sum(lengths), multiple), fewest) - sum(lengths)
+    lengths = lengths + [rest] * bool(rest)
     shape = (1, sum(lengths))
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
     start = 0
-    for index in rows:
+    for index, length in zip(rows, lengths, strict=False):
         sequence = sequences[index]
         ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
         end = start + sequence.length - 1
@@ -147,6 +155,7 @@ def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
             old[answer] = sequence.old_logprobs
         if len(sequence.reference_logprobs):
             reference[answer] = sequence.reference_logprobs
-        start = end
+        start += length
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    return MicroBatch(rows, lengths, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)
+    padding = sum(lengths) - sum(sequences[index].length - 1 for index in rows)
+    return MicroBatch(rows, lengths, padding, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint_writer import Checkpoint
+from megatron_rl.resume import arrangement
 from megatron_rl.versions import versions
 from parallel.layout import Layout
 
@@ -59,7 +59,7 @@ class Checkpoints:
 
     def _begin(self, mark: Mark) -> Checkpoint:
         precision = self._config.precision.model_dump(mode="json")
-        state = {**mark.state(), "precision": precision, "layout": asdict(self._layout), "versions": versions()}
+        state = {**mark.state(), "precision": precision, "layout": arrangement(self._layout, self._config.train), "versions": versions()}
         folder, tokenizer, keep = checkpoint_folder(self._run, mark.version), self._config.model.path, self._config.checkpoint.keep
         return Checkpoint(folder, self._actor.model, self._hf_config, tokenizer, state, self._actor.optimizer, mark.random, keep)
 

@@ -55,7 +55,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Comparison | 
     config = _with_checkpoint(config, layout, folder)
     hf_config, contract = hf.read_config(config.model.path), PrecisionContract.of(config.precision)
     shards = this_rank_shards(hf_config, layout)
-    model = build_model(hf_config, layout, contract)
+    model = build_model(hf_config, layout, contract, config.train)
     load_checkpoint(model, config.model.path, shards)
     Actor(model, config.train, config.rollout.temperature)  # gives the weights their masters and gradient buffers, and quantises
     training = training_graph(model)

@@ -1,8 +1,10 @@
-"""Which sequences share a micro-batch: bins of about equally many tokens, as many for every data-parallel replica."""
+"""Which sequences share a micro-batch: bins of about equally many tokens, as many for every data-parallel replica; and which places of it
+a context-parallel rank computes."""
 
 from __future__ import annotations
 
 import heapq
+from itertools import accumulate, pairwise
 
 
 def pack(lengths: list[int], bound: int, replicas: int = 1) -> list[list[int]]:
@@ -21,6 +23,20 @@ def pack(lengths: list[int], bound: int, replicas: int = 1) -> list[list[int]]:
         count = min(count + _round_up(count // 8, replicas), most)  # an eighth more: few tries, however many sequences
         bins = _fill(lengths, count)
     return [members for _, members in sorted(bins, key=lambda filled: -filled[0])]
+
+
+def context_places(lengths: list[int], rank: int, size: int) -> list[int]:
+    """The places of a row that one of `size` context-parallel ranks computes, of sequences of `lengths` places each.
+
+    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple; rank r has chunk r and the one that stands as far
+    from the end. This is Megatron's way, whose rotary positions of packed sequences rely on it.
+    """
+    found: list[int] = []
+    for start, end in pairwise(accumulate(lengths, initial=0)):
+        chunk = (end - start) // (2 * size)
+        found += range(start + rank * chunk, start + (rank + 1) * chunk)
+        found += range(end - (rank + 1) * chunk, end - rank * chunk)
+    return found
 
 
 def _fill(lengths: list[int], count: int) -> list[tuple[int, list[int]]]:

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_rl import checkpoints
-from megatron_rl.config import Config
+from megatron_rl.config import Config, Train
 from megatron_rl.errors import UserError
 from megatron_rl.runlog import read_run
 from megatron_rl.versions import versions
+from parallel.layout import Layout
 
 _FREE = (
-    "train.steps", "train.layout", "rollout.tp", "rollout.ep", "rollout.host", "rollout.max_running_requests", "rollout.max_total_tokens",
-    "rollout.start_timeout", "rollout.request_timeout", "data.eval_every", "reward.workers", "reward.timeout", "reward.memory_mb",
-    "sync", "checkpoint", "log",
+    "train.steps", "train.layout", "train.distributed_optimizer", "train.recompute", "rollout.tp", "rollout.ep",
+    "rollout.host", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout", "rollout.request_timeout",
+    "data.eval_every", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
 )  # fmt: skip
 """What may differ: it decides no number, or is said to (a layout changes the order of sums)."""
+
+
+def arrangement(layout: Layout, train: Train) -> dict[str, int]:
+    """How ranks share the work, as a checkpoint tells it: all that decides in which order sums are added."""
+    return {
+        **asdict(layout),
+        "sequence_parallel": int(layout.tp > 1 and train.layout.sequence_parallel),
+        "distributed_optimizer": int(layout.dp * layout.cp > 1 and train.distributed_optimizer),
+    }
 
 
 def run_to_resume(config: Config) -> Path | None:

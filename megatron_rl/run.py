@@ -63,12 +63,12 @@ def _layout(config: Config) -> Layout:
     """The trainer's layout. Raises UserError where it is none, or does not fit the number of processes that were launched."""
     sizes = config.train.layout
     try:
-        layout = Layout(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp)
+        layout = Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp, cp=sizes.cp)
     except GeometryError as error:
         raise UserError(f"train.{error.field}", error.value, error.rule, error.fix) from None
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if layout.world_size != launched:
-        rule = f"needs {layout.world_size} ranks (tp * pp * dp), this launch has {launched}"
+        rule = f"needs {layout.world_size} ranks (tp * cp * pp * dp), this launch has {launched}"
         fix = f"start with torchrun --nproc-per-node {layout.world_size}, or change train.layout"
         raise UserError("train.layout", None, rule, fix)
     return layout
@@ -88,6 +88,12 @@ def _check_model(config: Config, layout: Layout) -> None:
         geometry = ModelGeometry.from_hf_config(hf_config)
         if geometry.vocab % layout.tp:  # padded rows would take part in the softmax
             raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({geometry.vocab})", "use a divisor of it")
+        if layout.cp > 1 and geometry.heads % (layout.tp * layout.cp):  # attention is computed for some heads of all tokens
+            rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({geometry.heads})"
+            raise UserError("train.layout.cp", layout.cp, rule, "use a smaller one")
+        if geometry.experts is not None and layout.tp > 1 and not config.train.layout.sequence_parallel:
+            rule = f"is what Megatron's experts need where tp is {layout.tp}"
+            raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
         if geometry.experts is None and layout.etp != layout.tp:  # it would be ignored without a word
             raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {geometry.kind} has none", "leave it out")
         SyncPlan.of_config(geometry, layout, config)

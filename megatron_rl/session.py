@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -28,12 +27,12 @@ from megatron_rl.loop import Loop
 from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint_writer import load
-from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.report import headline, write_report
-from megatron_rl.resume import Start, choose
+from megatron_rl.resume import Start, arrangement, choose
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
@@ -86,7 +85,7 @@ class Session:
             return str(self.log.dir)
         folder = self.start.folder.parents[1]
         self.log = RunLog.reopen(folder, config, versions(), self.start.state["step"])
-        for remark in self.start.remarks(asdict(self.layout)):
+        for remark in self.start.remarks(arrangement(self.layout, self.config.train)):
             self.say(remark)
         for torn in self.start.torn:
             set_aside(torn)
@@ -106,7 +105,7 @@ class Session:
         hf_config = hf.read_config(model_path)
         plan = SyncPlan.of_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
         shards = this_rank_shards(hf_config, self.layout)
-        model = build_model(hf_config, self.layout, self.contract)
+        model = build_model(hf_config, self.layout, self.contract, self.config.train)
         load_checkpoint(model, model_path, shards)
         if is_fp8(hf_config) and not self.contract.train_fp8:
             self.say("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
@@ -134,7 +133,8 @@ class Session:
         if self.start is None:
             return None
         mark = Mark.of_state(self.start.state)
-        load(self.start.folder, actor.model, actor.optimizer, self.start.state, self.start.same_layout(asdict(self.layout)))
+        same = self.start.same_layout(arrangement(self.layout, self.config.train))
+        load(self.start.folder, actor.model, actor.optimizer, self.start.state, same)
         actor.steps_done = mark.optimizer_steps
         return mark
 
@@ -163,7 +163,7 @@ class Session:
         """The frozen starting policy, in the same precision flow; None where no KL term asks for it."""
         if not self.config.algorithm.kl_coef:
             return None
-        model = build_model(hf_config, self.layout, self.contract).requires_grad_(False)
+        model = frozen(build_model(hf_config, self.layout, self.contract, self.config.train))
         load_checkpoint(model, self.config.model.path, this_rank_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 

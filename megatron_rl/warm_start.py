@@ -46,7 +46,7 @@ def make_checkpoint(config: Config, layout: Layout, report: Any) -> None:
         hf_config = hf.read_config(start)
         contract = PrecisionContract.of(config.precision)
         shards = this_rank_shards(hf_config, layout)
-        model = build_model(hf_config, layout, contract)
+        model = build_model(hf_config, layout, contract, config.train)
         load_checkpoint(model, start, shards)
         learner = Actor(model, _schedule(config), temperature=1.0)
         _learn(config, learner, load_tokenizer(start), report)

@@ -76,7 +76,7 @@ def padded(trained: Actor, rows: int, longest_first: bool) -> Actor:
     def forward(batch: MicroBatch) -> torch.Tensor:
         tokens = pad_sequence(list(batch.tokens[0].split(batch.lengths)), batch_first=True)
         places = torch.arange(tokens.shape[1])
-        logits = trained._forward_model(tokens, places.expand(tokens.shape).contiguous(), None)
+        logits = trained._forward_chunks[0](tokens, places.expand(tokens.shape).contiguous(), None)
         return logits[places < torch.tensor(batch.lengths)[:, None]].unsqueeze(0)
 
     trained.micro_batch_tokens = 1 << 60  # one row for each part

@@ -33,7 +33,7 @@ from megatron_rl.config import Architecture, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.export import save_hf
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
 from megatron_rl.mcore.taps import recording
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
@@ -106,7 +106,7 @@ def engine_rows(recorded: Rows, sequences: list[Sequence]) -> list[Rows]:
 def trainer_rows(policy: Policy, sequences: list[Sequence]) -> list[Rows]:
     """What the trainer's operators give for each sequence, all of them packed into one row; shapes as `engine_rows`."""
     (batch,) = micro_batches(sequences, sum(sequence.length for sequence in sequences))
-    with torch.no_grad(), recording(policy.model) as recorded:
+    with torch.no_grad(), recording(policy.chunks[0]) as recorded:
         policy.forward(batch)
     found: list[Rows] = [{} for _ in sequences]
     for op, values in recorded.items():
@@ -140,7 +140,7 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         if not (config.model.path / "config.json").is_file():
             make_checkpoint(config, layout, lambda _: None)
         hf_config, contract = hf.read_config(config.model.path), PrecisionContract.of(config.precision)
-        shards, model = this_rank_shards(hf_config, layout), build_model(hf_config, layout, contract).requires_grad_(False)
+        shards, model = this_rank_shards(hf_config, layout), frozen(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.path, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
         save_hf(folder / "engine", planes(model, shards, contract), hf_config, layout, contract, config.model.path)

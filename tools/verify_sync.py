@@ -34,7 +34,8 @@ from megatron_rl.config_sync import Sync
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import fp8_layers
-from megatron_rl.mcore.model import build_chunks, start_megatron
+from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.names import chunks_of
 from megatron_rl.mcore.weights import global_parameters, piece_rect, planes, rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync import WeightSync
@@ -84,9 +85,9 @@ def hf_tensor(task: Task, tensor: Tensor) -> torch.Tensor:
 def trainer_planes(task: Task, rank: int) -> dict[str, torch.Tensor]:
     """One rank's planes, from a real Megatron model. Masters are dropped as soon as they are quantised: big models fit so."""
     start_megatron(task.train, task.seed)
-    chunks = build_chunks(task.hf_config, task.train, task.contract)
-    shards, parameters = rank_shards(task.hf_config, task.train, rank), global_parameters(chunks)
-    layers = {id(layer.weight): layer for chunk in chunks for layer in fp8_layers(chunk).values()}
+    model = build_model(task.hf_config, task.train, task.contract)
+    shards, parameters = rank_shards(task.hf_config, task.train, rank), global_parameters(model)
+    layers = {id(layer.weight): layer for chunk in chunks_of(model) for layer in fp8_layers(chunk).values()}
     for shard in shards:
         parameter = parameters[shard.name].detach()
         for piece in shard.pieces:
@@ -95,7 +96,7 @@ def trainer_planes(task: Task, rank: int) -> dict[str, torch.Tensor]:
         if layer is not None:
             layer.quantize(shard.name)
             layer.weight.data = torch.empty(0)
-    return planes(chunks, shards, task.contract)
+    return planes(model, shards, task.contract)
 
 
 class HeldEngine:

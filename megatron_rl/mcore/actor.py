@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -17,9 +16,10 @@ from megatron_rl.batch import MicroBatch, Sequence, micro_batches
 from megatron_rl.config import Train
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import broken, gather
+from megatron_rl.mcore.context import Share
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
-from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.mcore.packing import packed
 from megatron_rl.ranks import raise_together
 
@@ -31,10 +31,11 @@ _PADDING, _PLACES = "tokens/padding", "tokens/places"
 class Policy:
     """A Megatron model that can be asked for log-probs. The reference is one of these; the actor is one that learns."""
 
-    def __init__(self, model: GPTModel, temperature: float, micro_batch_tokens: int) -> None:
+    def __init__(self, model: Model, temperature: float, micro_batch_tokens: int) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
-        self._forward_model: Any = model
-        self._device = next(model.parameters()).device
+        self.chunks = chunks_of(model)
+        self._forward_chunks: list[Any] = list(self.chunks)
+        self._device = next(self.chunks[0].parameters()).device
         quantize_model(model)
 
     def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
@@ -47,11 +48,11 @@ class Policy:
         found = flat.split(lengths)
         entropy = 0.0
 
-        def collect(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        def collect(logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
             nonlocal entropy
-            for index, answer in batch.answers(token_logprobs(logits, batch.targets, self.temperature), sequences):
+            for index, answer in batch.answers(self._token_logprobs(logits, batch, share), sequences):
                 found[index].copy_(answer)
-            entropy += float((token_entropy(logits, self.temperature) * batch.mask).sum())
+            entropy += float((share.whole(token_entropy(logits, self.temperature)) * batch.mask).sum())
             return logits.new_zeros(())
 
         with torch.no_grad():
@@ -61,31 +62,48 @@ class Policy:
 
     def micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This replica's share of the sequences, packed."""
-        replica, replicas = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-        config = self.model.config
-        multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1  # ranks take equal parts of every row
-        return micro_batches(sequences, self.micro_batch_tokens, replica, replicas, multiple)
+        config = self.chunks[0].config
+        return micro_batches(
+            sequences,
+            self.micro_batch_tokens,
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,  # ranks take equal parts of every row
+            context=config.context_parallel_size,
+            rounds=config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
+        )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """What this rank's pipeline stage gives for a micro-batch: the last one logits [1, t, vocab / tp]."""
-        description = packed(batch.lengths, batch.tokens.device)
-        return self._forward_model(batch.tokens, batch.positions, None, packed_seq_params=description)
+        """What this rank gives for a micro-batch without a schedule: logits [1, t, vocab / tp]. One pipeline stage."""
+        return self._forward(self._forward_chunks[0], batch, Share.of_this_rank(batch.lengths, self._device))
 
-    def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
-        """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps (logits, micro-batch) to a sum over tokens.
+    def _forward(self, chunk: Any, batch: MicroBatch, share: Share) -> torch.Tensor:
+        """What a stage gives for this rank's places of a micro-batch: the last one logits [1, t / cp, vocab / tp]."""
+        description = packed(batch.lengths, share)
+        return chunk(share.take(batch.tokens), share.take(batch.positions), None, packed_seq_params=description)
+
+    def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
+        """Log-probs of a micro-batch's targets [1, t], with gradient, the same on all ranks that share its places."""
+        return share.whole(token_logprobs(logits, share.take(batch.targets), self.temperature))
+
+    def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch, Share], torch.Tensor], forward_only: bool) -> None:
+        """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps logits [1, t / cp, vocab / tp], the micro-batch
+        and this rank's share of it to a sum over its tokens.
 
         It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
         batches = self.micro_batches(sequences)
 
-        def step(iterator: Any, _: Any) -> Any:
+        def step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator).to(self._device)
-            return self.forward(batch), lambda output: (loss(output, batch), batch.mask.sum().int(), {})
+            share = Share.of_this_rank(batch.lengths, self._device)
+            tokens = share.take(batch.mask).sum().int()  # Megatron adds those of all ranks
+            return self._forward(chunk, batch, share), lambda output: (loss(output, batch, share), tokens, {})
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(batches),
-            model=self._forward_model,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self._forward_chunks,
             num_microbatches=len(batches),
             seq_length=max(batch.tokens.shape[1] for batch in batches),
             micro_batch_size=1,
@@ -96,12 +114,15 @@ class Policy:
 class Actor(Policy):
     """The policy in training: Adam on FP32 masters through Megatron's optimizer, blocks quantised once after every step."""
 
-    def __init__(self, model: GPTModel, train: Train, temperature: float) -> None:
+    def __init__(self, model: Model, train: Train, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
         self.steps_done = 0
         self._train = train
-        config = model.config
-        self._forward_model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        config = self.chunks[0].config
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        sharded = train.distributed_optimizer and replicas > 1
+        how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        self._forward_chunks = [DistributedDataParallel(config, how, chunk) for chunk in self.chunks]
         config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -114,8 +135,9 @@ class Actor(Policy):
                 clip_grad=train.clip_grad,
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
+                use_distributed_optimizer=sharded,
             ),
-            [self._forward_model],
+            self._forward_chunks,
         )
 
     def update(self, sequences: list[Sequence], loss: Loss) -> dict[str, float]:
@@ -127,14 +149,15 @@ class Actor(Policy):
         """
         own: dict[str, float] = {}
 
-        def with_metrics(logits: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            total, metrics = loss(token_logprobs(logits, batch.targets, self.temperature), batch)
+        def with_metrics(logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
+            total, metrics = loss(self._token_logprobs(logits, batch, share), batch)
             found: dict[str, Any] = {"loss/total": total.detach(), **metrics, _PLACES: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in found.items():
                 own[name] = own.get(name, 0.0) + float(value)
             return total
 
-        self._forward_model.zero_grad_buffer()
+        for chunk in self._forward_chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(sequences, with_metrics, forward_only=False)
         tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
@@ -153,14 +176,14 @@ class Actor(Policy):
     def _broken_activation(self, sequences: list[Sequence]) -> str:
         """Who gives inf or NaN in a forward pass, for an error's line; "" where nobody does. Collective; one more forward pass."""
         with torch.no_grad(), broken.watching(self.model) as found:
-            self._run(sequences, lambda logits, _: logits.new_zeros(()), forward_only=True)
+            self._run(sequences, lambda logits, *_: logits.new_zeros(()), forward_only=True)
         name = broken.first_of_all_ranks(found)
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _refuse_bad_gradients(self) -> None:
         """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
-        parameters = self.model.named_parameters()
-        bad = next((global_name(self.model, name) for name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
+        parameters = ((chunk, name, parameter) for chunk in self.chunks for name, parameter in chunk.named_parameters())
+        bad = next((global_name(chunk, name) for chunk, name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_together(error)
 

@@ -7,14 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.ranks import gathered
 
 
 @contextmanager
-def watching(model: GPTModel) -> Iterator[list[str]]:
+def watching(model: Model) -> Iterator[list[str]]:
     """A list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
     found: list[str] = []
 
@@ -26,8 +25,12 @@ def watching(model: GPTModel) -> Iterator[list[str]]:
 
         return look
 
-    computing = {name: module for name, module in model.named_modules() if name and not isinstance(module, torch.nn.ModuleList)}
-    hooks = [module.register_forward_hook(watch(global_name(model, name))) for name, module in computing.items()]
+    hooks = [
+        module.register_forward_hook(watch(global_name(chunk, name)))
+        for chunk in chunks_of(model)
+        for name, module in chunk.named_modules()
+        if name and not isinstance(module, torch.nn.ModuleList)
+    ]
     try:
         yield found
     finally:

@@ -53,12 +53,13 @@ def load_alone(folder: Path) -> tuple[Any, list[Shard], Precision, dict[str, Any
 
     from megatron_rl.mcore.linear import quantize_model
     from megatron_rl.mcore.model import build_model, start_megatron
+    from megatron_rl.mcore.names import chunks_of
     from megatron_rl.mcore.weights import rank_shards
     from megatron_rl.precision import PrecisionContract
 
     hf_config = hf.read_config(folder / "hf")
     start_megatron(Layout(), seed=0)
-    model = build_model(hf_config, Layout(), PrecisionContract.of(precision))
+    (model,) = chunks_of(build_model(hf_config, Layout(), PrecisionContract.of(precision)))
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / "mcore"))
     model.load_state_dict(loaded["model"])
     quantize_model(model)

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_rl import checkpoints, hf
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.linear import quantize_model
+from megatron_rl.mcore.names import Model, chunks_of
 from megatron_rl.mcore.optimizer_state import OptimizerState
 from megatron_rl.mcore.random_state import set_random_state
 from megatron_rl.mcore.saving import Saving
@@ -33,7 +34,7 @@ class Checkpoint:
     def __init__(
         self,
         folder: Path,
-        model: Any,
+        model: Model,
         hf_config: dict[str, Any],
         tokenizer: Path,
         state: dict[str, Any],
@@ -43,10 +44,10 @@ class Checkpoint:
     ) -> None:
         self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
         self._hidden = checkpoints.unfinished(folder)
-        sharded: dict[str, Any] = {"model": model.sharded_state_dict()}
+        sharded = _weights(model)
         if optimizer is not None:
-            kept = OptimizerState(optimizer, sharded["model"])
-            sharded["optimizer"] = kept.sharded
+            kept = OptimizerState(optimizer, list(sharded.values()))
+            sharded["optimizer"] = kept.to_save()
             self._state = {**state, "adam_step": kept.step}
         if random is not None:
             sharded["random"] = _of_this_rank(random)
@@ -103,23 +104,29 @@ def _on_disk(work: Callable[[], None]) -> None:
     on_rank0(told)
 
 
+def _weights(model: Model) -> dict[str, Any]:
+    """The sharded state of each virtual pipeline stage. Nothing of its key is written: layers count over the whole model."""
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks_of(model))}
+
+
 def _of_this_rank(random: dict[str, Any] | None) -> ShardedObject:
     return ShardedObject("random", random, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def load(folder: Path, model: Any, optimizer: Any, state: dict[str, Any], same_layout: bool) -> None:
+def load(folder: Path, model: Model, optimizer: Any, state: dict[str, Any], same_layout: bool) -> None:
     """Loads weights, masters and moments into this rank's part of the model, whatever layout wrote them; collective.
 
     With `same_layout`, random numbers continue where they stood. Layers that adopted an FP8 checkpoint's blocks keep them where the
     loaded master is exactly their values.
     """
-    sharded: dict[str, Any] = {"model": model.sharded_state_dict()}
-    kept = OptimizerState(optimizer, sharded["model"])
-    sharded["optimizer"] = kept.sharded
+    sharded = _weights(model)
+    kept = OptimizerState(optimizer, list(sharded.values()))
+    sharded["optimizer"] = kept.to_load()
     if same_layout:
         sharded["random"] = _of_this_rank(None)
     loaded = dist_checkpointing.load(sharded, str(folder / "mcore"))
-    model.load_state_dict(loaded["model"])
+    for number, chunk in enumerate(chunks_of(model)):
+        chunk.load_state_dict(loaded[f"model{number}"])
     kept.load(loaded["optimizer"], int(state["adam_step"]))
     quantize_model(model)
     if same_layout:

@@ -12,15 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_rl import int8
 from megatron_rl.fp8.backends import make_backend
 from megatron_rl.fp8.backends.emulated import Values
 from megatron_rl.fp8.quantize import Blocks
 from megatron_rl.int8 import Channels
-from megatron_rl.mcore.linear import fp8_layers, gather_sequence
-from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.linear import gather_sequence
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 from parallel.plan import scale_name
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
@@ -28,21 +27,18 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 
 
 @contextmanager
-def with_engine_weights(model: GPTModel, planes: Mapping[str, torch.Tensor], activations: str | None) -> Iterator[int]:
+def with_engine_weights(model: Model, planes: Mapping[str, torch.Tensor], activations: str | None) -> Iterator[int]:
     """Forward passes within multiply with the quantised weights of `planes`, which is what `mcore.weights.planes` gives to the engine.
 
     `activations` (`PrecisionContract.activation_format`): the layers' inputs are quantised as the engine does, `pow2` or `fp32` for FP8,
     `int8`; None: as the trainer does. Yields the number of layers on this rank that are changed: none where the engine is not
     quantised. No gradient. Under tensor parallelism inputs are quantised as a rank of the trainer holds them.
     """
-    fp8 = fp8_layers(model)
+    modules = [(chunk, name, layer) for chunk in chunks_of(model) for name, layer in chunk.named_modules() if hasattr(layer, "weight")]
     with ExitStack() as undo, torch.no_grad():
         changed = 0
-        for name, layer in model.named_modules():
-            if not hasattr(layer, "weight"):
-                continue
-            weight = global_name(model, f"{name}.weight")
-            multiply = _product(layer, name in fp8, planes, weight, activations)
+        for chunk, name, layer in modules:
+            multiply = _product(layer, planes, global_name(chunk, f"{name}.weight"), activations)
             if multiply is not None:
                 layer._forward_impl = partial(_forward, multiply)
                 undo.callback(delattr, layer, "_forward_impl")
@@ -58,13 +54,13 @@ def _forward(
     return y if bias is None else y + bias
 
 
-def _product(layer: Any, fp8: bool, planes: Mapping[str, torch.Tensor], weight: str, activations: str | None) -> Multiply | None:
+def _product(layer: Any, planes: Mapping[str, torch.Tensor], weight: str, activations: str | None) -> Multiply | None:
     """What a layer multiplies with; None for one that the engine does not quantise."""
     if (scale := planes.get(scale_name(weight, "int8"))) is not None:
         return _int8_product(Channels(planes[weight], scale), activations)
     if (scale := planes.get(scale_name(weight, "fp8"))) is not None:
         blocks, order = Blocks(planes[weight], scale), getattr(layer, "row_order", None)
-        if fp8:
+        if hasattr(layer, "blocks"):
             return _fp8_product(layer.config.fp8_backend, activations or layer.scale_format, blocks, order)
         if activations:
             return _fp8_product("emulated", activations, blocks, order)

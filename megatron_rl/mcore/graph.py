@@ -135,7 +135,7 @@ class _Reader:
         """A module that multiplies its weight in high precision."""
         x, weight = x or self.hidden, module.weight
         self.read.add(id(weight))
-        gradients = Gradients(x, plain(weight), x, x, _gradient(weight), plain(getattr(weight, "main_param", weight)))
+        gradients = Gradients(x, plain(weight), x, x, _gradient(weight), _master(weight))
         return Weighted(x, plain(weight), self.bias(module), type(module).__name__, gradients)
 
     def bias(self, module: Any) -> Format | None:
@@ -158,6 +158,11 @@ class _Reader:
 def _gradient(weight: Any) -> Format:
     """Where the weight's gradient is accumulated: Megatron's buffer, or autograd's, which has the weight's dtype."""
     return plain(getattr(weight, "main_grad", weight))
+
+
+def _master(weight: Any) -> Format:
+    """What the optimizer steps: the weight, or the FP32 copy of a 16-bit one, which a distributed optimizer may keep elsewhere."""
+    return Format("fp32") if hasattr(weight, "main_param") else plain(weight)
 
 
 def _known(module: Any, *classes: type) -> Any:

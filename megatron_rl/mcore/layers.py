@@ -45,7 +45,8 @@ class CoreAttention(MegatronModule):
     """Causal attention, grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU the one that an engine
     computes as well.
 
-    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.packed`; returns [t, heads * d].
+    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.packed`; returns [t, heads * d]. Of a
+    row that context parallel ranks share, each gives its own places.
     A batch without: [s, b, heads, d], padding after a sequence's tokens, where a causal mask hides it; returns [s, b, heads * d].
     """
 
@@ -63,11 +64,11 @@ class CoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
-        if self.config.context_parallel_size > 1:
-            raise NotImplementedError("context parallelism is not supported by this core attention")
         packed = how.get("packed_seq_params")
         if packed is not None:
             return attend(query, key, value, packed, self.softmax_scale).flatten(1)
+        if self.config.context_parallel_size > 1:
+            raise NotImplementedError("context parallelism takes packed sequences only")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
         if q.is_cuda:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
@@ -22,7 +21,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.fp8.backends import Backend, Operand, make_backend
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
 from megatron_rl.mcore.latent import ReplicatedLinear
-from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.ranks import raise_together
 
 
@@ -220,22 +219,23 @@ def fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
 
 
-def quantize_model(model: GPTModel) -> None:
+def quantize_model(model: Model) -> None:
     """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
     names a broken weight is raised on every rank."""
     broken = None
     try:
-        for name, layer in fp8_layers(model).items():
-            layer.quantize(global_name(model, f"{name}.weight"))
+        for chunk in chunks_of(model):
+            for name, layer in fp8_layers(chunk).items():
+                layer.quantize(global_name(chunk, f"{name}.weight"))
     except RunError as error:
         broken = error
     raise_together(broken)
 
 
 @contextmanager
-def without_fp8(model: torch.nn.Module) -> Iterator[None]:
+def without_fp8(model: Model) -> Iterator[None]:
     """Forward passes within compute with the masters in `precision.high`, for measuring what quantisation changes. No gradient."""
-    layers = fp8_layers(model).values()
+    layers = [layer for chunk in chunks_of(model) for layer in fp8_layers(chunk).values()]
     for layer in layers:
         layer.quantised = False
     try:

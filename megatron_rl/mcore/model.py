@@ -24,10 +24,11 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.architecture import traits_of
-from megatron_rl.errors import UserError
+from megatron_rl.config import Train
 from megatron_rl.mcore import adam, cpu
 from megatron_rl.mcore.layers import block_spec
-from megatron_rl.mcore.options import attention_options, expert_options
+from megatron_rl.mcore.names import Model, chunks_of
+from megatron_rl.mcore.options import attention_options, expert_options, layout_options, recompute_options
 from megatron_rl.mcore.weights import set_row_orders
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
@@ -36,6 +37,7 @@ from parallel.megatron import padded_vocabulary
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+_DEFAULTS = Train()
 
 
 @dataclass
@@ -84,31 +86,30 @@ def stop_megatron() -> None:
         dist.destroy_process_group()
 
 
-def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract) -> GPTModel:
-    """This rank's part of the model of a Hugging Face config.json, with uninitialised weights (see `weights.load_checkpoint`).
+def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract, train: Train = _DEFAULTS) -> Model:
+    """This rank's part of the model of a Hugging Face config.json, with uninitialised weights (see `weights.load_checkpoint`): a GPTModel,
+    or with vpp the list of its virtual pipeline stages.
 
-    Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype.
-    Raises UserError for a model or a layout that the trainer does not compute.
-    """
-    for name in ("vpp", "cp"):
-        if getattr(layout, name) > 1:
-            raise UserError(f"train.layout.{name}", getattr(layout, name), "is not built in the trainer", "set it to 1")
-    return build_chunks(hf_config, layout, contract)[0]
-
-
-def build_chunks(hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract) -> list[GPTModel]:
-    """This rank's virtual pipeline stages (one where vpp is 1) in any layout, also those that `build_model` refuses to train.
-
-    Enough to load, quantise and give away weights: what `weights` does with a model it does with this list as well.
+    Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype. Of `train` counts
+    how it computes: sequence parallelism and recomputation. Raises UserError for a model that the trainer does not compute.
     """
     geometry = ModelGeometry.from_hf_config(hf_config)
-    config = _megatron_config(hf_config, geometry, layout, contract)
+    config = _megatron_config(hf_config, geometry, layout, contract, train)
     chunks = [_build_chunk(hf_config, geometry, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
     set_row_orders(chunks, geometry, layout)
-    return chunks
+    return chunks if layout.vpp > 1 else chunks[0]
 
 
-def _megatron_config(hf_config: Mapping[str, Any], geometry: ModelGeometry, layout: Layout, contract: PrecisionContract) -> PolicyConfig:
+def frozen(model: Model) -> Model:
+    """The same model, which learns no more."""
+    for chunk in chunks_of(model):
+        chunk.requires_grad_(False)
+    return model
+
+
+def _megatron_config(
+    hf_config: Mapping[str, Any], geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: Train
+) -> PolicyConfig:
     dtype, traits = _DTYPES[contract.high], traits_of(hf_config)
     return (LatentPolicyConfig if geometry.latent else PolicyConfig)(
         num_layers=geometry.layers,
@@ -128,23 +129,18 @@ def _megatron_config(hf_config: Mapping[str, Any], geometry: ModelGeometry, layo
         bias_activation_fusion=False,  # both fusions compile with torch.compile and a C++ compiler
         use_cpu_initialization=not torch.cuda.is_available(),
         perform_initialization=False,
-        tensor_model_parallel_size=layout.tp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        context_parallel_size=layout.cp,
-        expert_model_parallel_size=layout.ep,
-        expert_tensor_parallel_size=layout.etp,
         calculate_per_token_loss=True,  # gradients are sums over replicas, divided by the tokens of all of them
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         gradient_accumulation_fusion=False,  # apex's kernel; the FP8 layers accumulate in place by themselves
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
-        variable_seq_lengths=layout.pp > 1,  # pipeline stages must tell each other the length
         fp8_scale_format=contract.scale_format,
         fp8_backend=contract.backend,
+        **layout_options(layout, train),
+        **recompute_options(train, geometry),
         **attention_options(geometry, traits.rope),
-        **expert_options(geometry, traits.routing, layout),
+        **expert_options(geometry, traits.routing),
     )
 
 
@@ -170,7 +166,8 @@ def _build_chunk(
     _tag_shards(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron puts only its own layers there
-    cpu.compute_in_one_thread(model)
+    for module in (model, *model.decoder.layers):  # a layer by itself where the backward pass recomputes it
+        cpu.compute_in_one_thread(module)
     return model
 
 

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from megatron.core.models.gpt import GPTModel
+
+Model: TypeAlias = GPTModel | list[GPTModel]
+"""A rank's model, or its virtual pipeline stages."""
+
+
+def chunks_of(model: Model) -> list[GPTModel]:
+    """A rank's virtual pipeline stages; one, where it has none."""
+    return model if isinstance(model, list) else [model]
 
 
 def global_name(model: GPTModel, name: str) -> str:

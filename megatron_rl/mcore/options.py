@@ -1,12 +1,38 @@
-"""What a model's experts and latent attention become among the options of Megatron's TransformerConfig."""
+"""What the layout, recomputation, a model's experts and its latent attention become among the options of Megatron's TransformerConfig."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_rl.architecture import Rope, Routing
+from megatron_rl.config import Train
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
+
+
+def layout_options(layout: Layout, train: Train) -> dict[str, Any]:
+    """Sizes of the parallel dimensions, and what they need of the pipeline's messages."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.tp > 1 and train.layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up
+        "batch_p2p_comm": layout.vpp == 1,
+        "variable_seq_lengths": layout.pp > 1,  # pipeline stages must tell each other the length
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def recompute_options(train: Train, geometry: ModelGeometry) -> dict[str, Any]:
+    """Which activations are not kept for the backward pass."""
+    if train.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if train.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"] if geometry.experts else ["mlp"]}
+    return {}
 
 
 def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
@@ -37,7 +63,7 @@ def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
     }
 
 
-def expert_options(geometry: ModelGeometry, routing: Routing | None, layout: Layout) -> dict[str, Any]:
+def expert_options(geometry: ModelGeometry, routing: Routing | None) -> dict[str, Any]:
     """Experts and their router. No load-balancing loss, and a correction bias stays as the checkpoint has it."""
     experts = geometry.experts
     if experts is None or routing is None:
@@ -60,5 +86,4 @@ def expert_options(geometry: ModelGeometry, routing: Routing | None, layout: Lay
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "sequence_parallel": layout.tp > 1,  # Megatron's experts need it beside tensor parallelism
     }

@@ -6,16 +6,15 @@ Both use the geometry of `parallel`; no layer names are known here beyond how Me
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_rl import hf
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.quantize import Blocks
 from megatron_rl.hf_checkpoint import Checkpoint
-from megatron_rl.mcore.names import global_name
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.mcore.rollout_weights import quantised_planes
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.ranks import raise_together
@@ -26,9 +25,6 @@ from parallel.megatron import in_quantised_order, megatron_shards, row_order
 from parallel.pieces import cut_piece
 from parallel.plan import blocks as block_rect
 from parallel.regions import region
-
-Model: TypeAlias = GPTModel | list[GPTModel]
-"""A rank's model, or its virtual pipeline stages."""
 
 
 def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
@@ -106,7 +102,7 @@ def global_parameters(model: Model) -> dict[str, torch.Tensor]:
     """
     return {
         global_name(chunk, name): tensor
-        for chunk in _chunks(model)
+        for chunk in chunks_of(model)
         for name, tensor in (*chunk.named_parameters(), *chunk.named_buffers())
         if isinstance(tensor, torch.nn.Parameter) or name.endswith(".router.expert_bias")
     }
@@ -125,14 +121,10 @@ def _weight_holders(model: Model) -> dict[str, Any]:
     """Global name of a weight -> the module that holds it."""
     return {
         global_name(chunk, f"{name}.weight"): module
-        for chunk in _chunks(model)
+        for chunk in chunks_of(model)
         for name, module in chunk.named_modules()
         if hasattr(module, "weight")
     }
-
-
-def _chunks(model: Model) -> list[GPTModel]:
-    return model if isinstance(model, list) else [model]
 
 
 def planes(model: Model, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:

@@ -21,10 +21,13 @@ def values(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("high", ["fp32", "bf16"])
 def test_recomputed_activations_give_the_same_gradients(two, checkpoint, high):
     """Bit for bit: the same forward pass runs twice on the same blocks."""
-    kept, recomputed = (two.call("support.recompute:gradients", checkpoint, {**FP8, "high": high}, again) for again in (False, True))
-    for rank, (a, b) in enumerate(zip(kept, recomputed, strict=True)):
-        assert a.keys() == b.keys() and all(gradient.any() for gradient in a.values())
-        assert all(torch.equal(a[name], b[name]) for name in a), f"rank {rank}"
+    ways = ("none", "selective", "full")
+    for rank, (kept, *others) in enumerate(
+        zip(*(two.call("support.recompute:gradients", checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
+    ):
+        assert all(gradient.any() for gradient in kept.values())
+        for found in others:
+            assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept), f"rank {rank}"
 
 
 @pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import ARCHITECTURES, FP8, FP32, make_checkpoint, make_model, random_sequences, read_weights
+from support.world import World
 
 from megatron_rl.errors import RunError
 from parallel.layout import Layout
@@ -23,6 +24,18 @@ LAYOUTS = {
     "ep2_pp2": Layout(dp=2, ep=2, pp=2),
     "tp2_ep2_etp1": Layout(tp=2, dp=2, ep=2, etp=1),
     "tp2_ep2_etp2": Layout(tp=2, dp=2, ep=2, etp=2),
+    "cp2": Layout(cp=2),
+    "cp2_dp2": Layout(cp=2, dp=2),
+    "tp2_cp2": Layout(tp=2, cp=2),
+    "cp2_ep2": Layout(cp=2, dp=2, ep=2),
+    "pp2_vpp2": Layout(pp=2, vpp=2),
+    "pp2_vpp2_dp2": Layout(pp=2, vpp=2, dp=2),
+    "pp2_vpp2_ep2": Layout(pp=2, vpp=2, dp=2, ep=2),
+    "tp2_cp2_dp2": Layout(tp=2, cp=2, dp=2),
+    "tp2_pp2_vpp2_dp2": Layout(tp=2, pp=2, vpp=2, dp=2),
+    "pp2_vpp2_cp2_dp2": Layout(pp=2, vpp=2, cp=2, dp=2),
+    "tp2_pp2_vpp2_cp2": Layout(tp=2, pp=2, vpp=2, cp=2),
+    "tp2_ep2_etp1_cp2_dp2": Layout(tp=2, cp=2, dp=2, ep=2, etp=1),
 }
 
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
@@ -51,6 +64,23 @@ def untied(checkpoint):
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("tied2"), num_hidden_layers=2, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    """Four layers, four heads on two key-value heads."""
+    return make_model(tmp_path_factory.mktemp("qwen3"), ARCHITECTURES["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def deep_moe(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("deep_moe"), ARCHITECTURES["qwen3_moe"])
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    with World(8, tmp_path_factory.mktemp("world8")) as world:
+        yield world
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +119,37 @@ def alone(one):
         *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "tp2_ep2_etp2")),
         *((name, "deepseek_v3", "fp32") for name in ("tp2", "ep2_pp2", "tp2_ep2_etp1")),
         ("ep2", "qwen3_moe", "fp8"),
+        *(("cp2", model, "fp32") for model in ("untied", "qwen3_moe", "deepseek_v3")),
+        *((name, "deep", "fp32") for name in ("pp2_vpp2", "tp2_cp2")),
+        *((name, "deep", "fp8") for name in ("pp2_vpp2_dp2", "cp2_dp2", "tp2_cp2")),
+        ("cp2_ep2", "qwen3_moe", "fp32"),
+        ("pp2_vpp2_ep2", "deep_moe", "fp32"),
+        *((name, "deep", "fp32") for name in ("tp2_cp2_dp2", "tp2_pp2_vpp2_dp2", "tp2_pp2_vpp2_cp2")),
+        ("pp2_vpp2_cp2_dp2", "deep", "fp8"),
+        ("tp2_ep2_etp1_cp2_dp2", "deep_moe", "fp32"),
     ],
 )
-def test_training_equals_that_of_one_process(request, two, four, alone, layout, model, precision):
+def test_training_equals_that_of_one_process(request, alone, layout, model, precision):
     folder, tolerance = request.getfixturevalue(model), TOLERANCE[precision]
     how = {"fp32": FP32, "fp8": FP8}[precision]
     expected = alone(folder, how)
-    world = {2: two, 4: four}[LAYOUTS[layout].world_size]
+    world = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[LAYOUTS[layout].world_size])
     found, *others = world.call("support.trainer:train_grpo", folder, how, TRAIN, batches(), LAYOUTS[layout])
     for other in others:
         assert torch.equal(other["before"], found["before"]) and other["steps"] == found["steps"]  # every rank is told the same
+    if precision == "fp8" and LAYOUTS[layout].tp == 1:
+        assert torch.equal(found["before"], expected["before"])
+    assert_same_training(folder, expected, found, tolerance)
+
+
+def test_without_what_is_on_unless_turned_off(four, alone, untied):
+    """No sequence parallelism, no distributed optimizer, no activation kept."""
+    how = {"layout": {"sequence_parallel": False}, "distributed_optimizer": False, "recompute": "full"}
+    found = four.call("support.trainer:train_grpo", untied, FP32, {**TRAIN, **how}, batches(), LAYOUTS["tp2_dp2"])[0]
+    assert_same_training(untied, alone(untied, FP32), found, TOLERANCE["fp32"])
+
+
+def assert_same_training(folder, expected: dict, found: dict, tolerance: float) -> None:
     spread = expected["before"].std()
     assert spread > 0.1  # the batch tells policies apart
     assert (found["before"] - expected["before"]).abs().max() < tolerance * spread

@@ -24,6 +24,11 @@ def qwen3_moe(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("deep"), ARCHITECTURES["qwen3"])
+
+
+@pytest.fixture(scope="module")
 def fp8_checkpoint(tmp_path_factory):
     return make_fp8_checkpoint(tmp_path_factory.mktemp("fp8"), num_hidden_layers=2)
 
@@ -45,6 +50,15 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
     assert [folder.name for folder in newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
 
 
+def assert_same_state(held: dict, found: dict) -> None:
+    """Equal weights, and what the next step makes of them."""
+    assert held["masters"].keys() == found["masters"].keys()
+    assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
+    for name, after in held["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
+        moved = (after - held["masters"][name]).norm()
+        assert (found["after"][name] - after).norm() < 0.1 * moved, name
+
+
 @pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
 def test_a_run_of_one_rank_goes_on_bit_for_bit(one, checkpoint, tmp_path, precision):
     assert_goes_on(one, checkpoint, tmp_path, precision)
@@ -56,12 +70,33 @@ def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(one, two
     held = two.call("support.resumed:load_in", checkpoint, run, FP8, Layout(tp=2))[0]
     for world, layout in ((one, Layout()), (two, Layout(pp=2)), (two, Layout(dp=2))):
         found = world.call("support.resumed:load_in", checkpoint, run, FP8, layout)[0]
-        assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
-        for name, after in held["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
-            moved = (after - held["masters"][name]).norm()
-            assert (found["after"][name] - after).norm() < 0.1 * moved, name
+        assert_same_state(held, found)
         assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
     assert not [line for line in held["remarks"] if line.startswith("another")]
+
+
+@pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
+def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_loads_it(one, two, checkpoint, tmp_path, precision):
+    """BF16: 16-bit weights with FP32 masters, and FP8 layers that are their own, in one optimizer."""
+    layout = Layout(dp=2)
+    assert_goes_on(two, checkpoint, tmp_path, precision, layout)
+    run = tmp_path / "run"
+    first, second = two.call("support.resumed:load_in", checkpoint, run, precision, layout)
+    assert first["state"] and second["state"] and not first["state"].keys() & second["state"].keys(), "each rank has its turns"
+    whole = first["state"] | second["state"]
+    assert {name.split(".")[0] for name in whole} == {"exp_avg", "exp_avg_sq"} | ({"master"} if precision is BF16 else set())
+    for world, how in ((one, {}), (two, {"distributed_optimizer": False})):
+        found = world.call("support.resumed:load_in", checkpoint, run, precision, Layout() if world is one else layout, how)[0]
+        assert found["state"].keys() == whole.keys()
+        assert [name for name in whole if not torch.equal(found["state"][name], whole[name])] == []
+        assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
+
+
+def test_virtual_stages_and_context_ranks_go_on_bit_for_bit_and_one_process_loads_it(one, four, deep, tmp_path):
+    for name, layout in (("stages", Layout(pp=2, vpp=2, dp=2)), ("context", Layout(tp=2, cp=2))):
+        assert_goes_on(four, deep, tmp_path / name, FP8, layout)
+        held = four.call("support.resumed:load_in", deep, tmp_path / name / "run", FP8, layout)[0]
+        assert_same_state(held, one.call("support.resumed:load_in", deep, tmp_path / name / "run", FP8, Layout())[0])
 
 
 def test_experts_load_into_another_layout(two, four, qwen3_moe, tmp_path):

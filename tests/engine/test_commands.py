@@ -184,7 +184,7 @@ def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
     done = finish(train(tmp_path, train__layout__tp=2), 30)
     assert done.code == 2
     assert done.err.splitlines() == [
-        "megatron-rl: train.layout: needs 2 ranks (tp * pp * dp), this launch has 1; "
+        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
         "start with torchrun --nproc-per-node 2, or change train.layout"
     ]
     assert not (tmp_path / "runs").exists() and not (tmp_path / "model").exists()

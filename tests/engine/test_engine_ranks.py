@@ -15,10 +15,10 @@ pytestmark = pytest.mark.slow
 
 PROMPTS = [sequence.prompt_ids for sequence in random_sequences(6, seed=31)]
 ENGINES = {  # trainer's layout, engine's tp and ep
-    "qwen3": (Layout(pp=2), 2, 1),
+    "qwen3": (Layout(pp=2, vpp=2), 2, 1),
     "qwen3_moe": (Layout(ep=2, dp=2), 2, 2),
     "deepseek_v3": (Layout(tp=2, ep=2, etp=1), 2, 1),
-    "llama": (Layout(), 1, 1),
+    "llama": (Layout(cp=2), 1, 1),
 }
 LEAST = 3 + 2 + 4 * 2  # embedding, last norm, lm_head; a layer's norms, and its FP8 weights with their scales
 

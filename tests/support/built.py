@@ -16,7 +16,8 @@ from megatron_rl.export import gather_tensors
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.linear import fp8_layers, quantize_model
-from megatron_rl.mcore.model import build_chunks, build_model, start_megatron
+from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.names import chunks_of
 from megatron_rl.mcore.weights import load_checkpoint, piece_rect, planes, rank_shards
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
@@ -59,7 +60,7 @@ def compare_planes(folder: Path, layout: Layout, precision: dict[str, Any]) -> d
     """
     start(layout)
     hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(**precision))
-    chunks = build_chunks(hf_config, layout, contract)
+    chunks = chunks_of(build_model(hf_config, layout, contract))
     load_checkpoint(chunks, folder, rank_shards(hf_config, layout, dist.get_rank()))
     for chunk in chunks:
         quantize_model(chunk)

@@ -14,7 +14,7 @@ from megatron_rl.config import Config
 from megatron_rl.loop import Loop
 from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.model import build_model
+from megatron_rl.mcore.model import build_model, frozen
 from megatron_rl.mcore.weights import load_checkpoint
 from megatron_rl.rollout import Rollout
 from megatron_rl.types import Completion, Problem, Reward
@@ -120,7 +120,7 @@ def run_loop(
     )  # fmt: skip
     reference = None
     if config.algorithm.kl_coef:
-        model = build_model(trainer.hf_config, trainer.layout, trainer.contract).requires_grad_(False)
+        model = frozen(build_model(trainer.hf_config, trainer.layout, trainer.contract))
         load_checkpoint(model, folder, trainer.shards)
         reference = Policy(model, 1.0, 4)
     log = Recorded()

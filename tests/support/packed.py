@@ -23,13 +23,13 @@ def packed_and_alone(folder: Path, precision: dict[str, Any], batch: list[Sequen
 
 
 def _packed(trainer: Trainer, batch: list[Sequence], bound: int) -> Found:
-    def loss(logits: torch.Tensor, row: MicroBatch) -> torch.Tensor:
+    def loss(logits: torch.Tensor, row: MicroBatch, _: Any) -> torch.Tensor:
         return negative_log_likelihood(token_logprobs(logits, row.targets, 1.0), row)[0]
 
     actor = trainer.actor
     actor.micro_batch_tokens = bound
     logprobs, _ = actor.logprobs(batch)
-    actor._forward_model.zero_grad_buffer()
+    actor._forward_chunks[0].zero_grad_buffer()
     actor._run(batch, loss, forward_only=False)
     return torch.cat(logprobs), {name: parameter.main_grad.clone() for name, parameter in trainer.model.named_parameters()}
 

@@ -49,7 +49,7 @@ _now: list[Resharded] = []
 def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int) -> int:
     """Brings up the trainer, with weights of seed 0, and an engine that loaded them. Returns the server's pid."""
     start_trainer(layout)
-    model = _written(kind, folder / "model", precision, seed=0)
+    model = _written(kind, folder / "model", precision, layout, seed=0)
     rollout = {**_SMALL, "tp": tp, "ep": ep}
     config = Config.model_validate({"model": {"path": model}, "precision": precision, "rollout": rollout})
     trainer = Trainer(model, precision, layout=layout)
@@ -62,10 +62,10 @@ def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp
     return on_rank0(start_engine)
 
 
-def _written(kind: str, folder: Path, precision: dict[str, Any], seed: int) -> Path:
-    """A checkpoint with random weights, written by rank 0."""
+def _written(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, seed: int) -> Path:
+    """A checkpoint with random weights, written by rank 0; as many layers as virtual stages need."""
     if is_rank0():
-        write_model(folder, kind, precision, seed)
+        write_model(folder, kind, precision, seed, **({"num_hidden_layers": layout.pp * layout.vpp} if layout.vpp > 1 else {}))
     dist.barrier()
     return folder
 
@@ -80,7 +80,7 @@ def change(seed: int) -> None:
     """Other weights in the trainer; the engine is not told."""
     now = _now[0]
     trainer = now.trainer
-    folder = _written(now.kind, now.folder / f"model{seed}", trainer.precision.model_dump(), seed)
+    folder = _written(now.kind, now.folder / f"model{seed}", trainer.precision.model_dump(), trainer.layout, seed)
     load_checkpoint(trainer.model, folder, trainer.shards)
     quantize_model(trainer.model)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import resource
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,12 @@ from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint_writer import load
 from megatron_rl.mcore.linear import fp8_layers
-from megatron_rl.mcore.model import build_model
+from megatron_rl.mcore.model import build_model, frozen
+from megatron_rl.mcore.names import chunks_of
 from megatron_rl.mcore.optimizer_state import OptimizerState
 from megatron_rl.mcore.weights import load_checkpoint
 from megatron_rl.ranks import is_rank0
-from megatron_rl.resume import choose
+from megatron_rl.resume import arrangement, choose
 from megatron_rl.rollout import Rollout
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
@@ -90,9 +90,9 @@ def train_to(
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     if go_on:
         found = choose(run, steps)
-        said += found.remarks(asdict(layout))
+        said += found.remarks(arrangement(layout, trainer.train))
         mark = Mark.of_state(found.state)
-        load(found.folder, trainer.model, actor.optimizer, found.state, found.same_layout(asdict(layout)))
+        load(found.folder, trainer.model, actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
         actor.steps_done = mark.optimizer_steps
         worker.stream.load_state_dict(mark.data)
     log = Recorded()
@@ -123,7 +123,7 @@ def break_optimizer(actor: Actor, number: int) -> None:
 
     def half() -> Any:
         if actor.steps_done == number:
-            next(actor.model.parameters()).data.zero_()
+            next(actor.chunks[0].parameters()).data.zero_()
             raise RunError("stopped in an optimizer step")
         return step()
 
@@ -139,26 +139,39 @@ def last_checkpoint(loop: Loop) -> list[str]:
 
 
 def reference(trainer: Trainer) -> Policy:
-    model = build_model(trainer.hf_config, trainer.layout, trainer.contract).requires_grad_(False)
+    model = frozen(build_model(trainer.hf_config, trainer.layout, trainer.contract, trainer.train))
     load_checkpoint(model, trainer.folder, trainer.shards)
     return Policy(model, 1.0, 64)
 
 
 def moments(actor: Actor) -> dict[str, bytes]:
-    """Adam's moments and the 16-bit weights' masters, raw."""
-    kept = OptimizerState(actor.optimizer, actor.model.sharded_state_dict())
-    return {name: tensor.numpy().tobytes() for name, tensor in kept._live.items()}
+    """Adam's moments and the 16-bit weights' masters, as this rank holds them, raw."""
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in kept(actor).live().items()}
 
 
-def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) -> dict[str, Any]:
+def whole_state(actor: Actor) -> dict[str, torch.Tensor]:
+    """The same as this rank puts them into a checkpoint."""
+    return {name: sharded.data.detach().clone() for name, sharded in kept(actor).to_save().items()}
+
+
+def kept(actor: Actor) -> OptimizerState:
+    return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in chunks_of(actor.model)])
+
+
+def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, how: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a layout holds after loading a run's newest checkpoint: masters, and how the next optimizer step goes."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(how or {})}, layout=layout)
     found = choose(run, 99)
-    load(found.folder, trainer.model, trainer.actor.optimizer, found.state, found.same_layout(asdict(layout)))
-    masters = trainer.tensors(fp8=False)
+    load(found.folder, trainer.model, trainer.actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
+    masters, state = trainer.tensors(fp8=False), whole_state(trainer.actor)
     trainer.actor.steps_done = found.state["optimizer_steps"]
     trainer.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
-    return {"masters": masters, "after": trainer.tensors(fp8=False), "remarks": found.remarks(asdict(layout))}
+    return {
+        "masters": masters,
+        "state": state,
+        "after": trainer.tensors(fp8=False),
+        "remarks": found.remarks(arrangement(layout, trainer.train)),
+    }
 
 
 def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], trained: bool) -> dict[str, Any]:

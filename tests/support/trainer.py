@@ -46,9 +46,10 @@ class Trainer:
         self.hf_config = hf.read_config(folder)
         self.contract = PrecisionContract.of(self.precision)
         self.shards = this_rank_shards(self.hf_config, self.layout)
-        self.model = build_model(self.hf_config, self.layout, self.contract)
+        self.train = Train(**{**TRAIN, **(train or {})})
+        self.model = build_model(self.hf_config, self.layout, self.contract, self.train)
         load_checkpoint(self.model, folder, self.shards)
-        self.actor = Actor(self.model, Train(**{**TRAIN, **(train or {})}), temperature)
+        self.actor = Actor(self.model, self.train, temperature)
 
     def planes(self) -> dict[str, torch.Tensor]:
         return planes(self.model, self.shards, self.contract)
@@ -65,7 +66,8 @@ class Trainer:
     def bytes_held(self) -> dict[str, bytes]:
         """Every parameter and every FP8 block of this rank, raw."""
         return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.planes().items()} | {
-            f"master {name}": parameter.detach().view(torch.uint8).numpy().tobytes() for name, parameter in self.model.named_parameters()
+            f"master {name}": parameter.detach().view(torch.uint8).numpy().tobytes()
+            for name, parameter in global_parameters(self.model).items()
         }
 
 
@@ -91,7 +93,9 @@ def leave_layout() -> None:
 
 
 def _runs(layout: Layout) -> bool:
-    return parallel_state.is_initialized() and all(
+    if not parallel_state.is_initialized() or layout.vpp != (parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1):
+        return False
+    return all(
         size == group.size()
         for size, group in (
             (layout.tp, parallel_state.get_tensor_model_parallel_group()),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.batch import Sequence, micro_batches
-from megatron_rl.packing import pack
+from megatron_rl.packing import context_places, pack
 from megatron_rl.row_invariant import FEWEST_ROWS
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -98,6 +98,29 @@ def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(found
     for batch in (batch for batches in dealt for batch in batches):
         assert batch.tokens.numel() > 0
         assert batch.mask.sum() == sum(len(found[row].answer_ids) for row in batch.rows)
+
+
+@quick
+@given(sequences(), BOUND, st.integers(1, 3), st.integers(2, 4), st.integers(1, 3))
+def test_context_ranks_get_equal_parts_of_every_sequence(found, most, multiple, context, rounds):
+    batches = micro_batches(found, most, multiple=multiple, context=context, rounds=rounds)
+    assert len(batches) % rounds == 0
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(found)))
+    for batch in batches:
+        width = batch.tokens.numel()
+        assert width == sum(batch.lengths) >= FEWEST_ROWS * context and width % (context * multiple) == 0
+        assert all(length % (2 * context) == 0 for length in batch.lengths)
+        assert width - batch.padding == sum(found[index].length - 1 for index in batch.rows)
+        for index, answer in batch.answers(batch.targets, found):
+            assert answer.tolist() == found[index].answer_ids
+        parts = [context_places(batch.lengths, rank, context) for rank in range(context)]
+        assert sorted(place for part in parts for place in part) == list(range(width))
+        assert {len(part) for part in parts} == {width // context}
+
+
+def test_a_context_rank_has_a_chunk_from_the_front_and_one_from_the_back():
+    assert context_places([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
+    assert context_places([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
 
 
 @quick

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import make_fp8_checkpoint
 from support.hollow import tensors_of, write_hollow
+from support.models import ARCHITECTURES
 from typer.testing import CliRunner
 
 from megatron_rl import hf
@@ -70,7 +71,8 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
         ),
         (
             ["--train.layout.tp=2"],
-            "train.layout: needs 2 ranks (tp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2, or change train.layout",
+            "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
+            "start with torchrun --nproc-per-node 2, or change train.layout",
         ),
         (
             ["--model.path=nowhere"],
@@ -97,7 +99,12 @@ def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
 
 @pytest.mark.parametrize(
     "ranks, sizes, layout",
-    [("2", ["pp=2"], Layout(pp=2)), ("2", ["dp=2"], Layout(dp=2)), ("8", ["tp=2", "pp=2", "dp=2"], Layout(tp=2, pp=2, dp=2))],
+    [
+        ("2", ["pp=2"], Layout(pp=2)),
+        ("2", ["dp=2"], Layout(dp=2)),
+        ("2", ["cp=2"], Layout(cp=2)),
+        ("8", ["tp=2", "pp=2", "dp=2", "sequence_parallel=false"], Layout(tp=2, pp=2, dp=2)),
+    ],
 )
 def test_layouts_that_pass(workplace, monkeypatch, ranks, sizes, layout):
     monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -111,19 +118,28 @@ def test_layouts_that_pass(workplace, monkeypatch, ranks, sizes, layout):
         ("2", ["dp=2", "ep=2"], "train.layout.ep = 2: needs a model with experts, qwen3 has none; "),
         ("2", ["tp=2", "etp=1"], "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out"),
         ("2", ["dp=2", "ep=3"], "train.layout.ep = 3: ep * etp = 3 * 1 must divide tp * cp * dp = 1 * 1 * 2; "),
-        ("1", ["vpp=2"], "train.layout.vpp = 2: unknown key; did you mean train.layout.pp?"),
-        ("1", ["cp=2"], "train.layout.cp = 2: unknown key; known keys of train.layout: tp, pp, ep, etp, dp"),
+        ("1", ["vpp=2"], "train.layout.vpp = 2: needs more than one pipeline stage; set layout.pp above 1, or layout.vpp = 1"),
+        ("2", ["pp=2", "vpp=2"], "train.layout.vpp = 2: must divide the layers of a pipeline stage (1); use a divisor of 1"),
+        ("4", ["tp=2", "cp=2"], "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one"),
+        ("4", ["cp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 4; "),
     ],
 )
-def test_layouts_that_do_not_fit_the_model_or_are_not_built(workplace, monkeypatch, ranks, sizes, line):
+def test_layouts_that_do_not_fit_the_model_or_the_launch(workplace, monkeypatch, ranks, sizes, line):
     monkeypatch.setenv("WORLD_SIZE", ranks)
     assert refused(*(f"--train.layout.{size}" for size in sizes)).startswith(line)
+
+
+def test_experts_need_sequence_parallelism(workplace, monkeypatch):
+    (workplace / "model" / "config.json").write_text(json.dumps(ARCHITECTURES["qwen3_moe"]))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    line = refused("--train.layout.tp=2", "--train.layout.sequence_parallel=false")
+    assert line == "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out"
 
 
 def test_more_ranks_than_the_layout_needs(workplace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert refused().startswith(
-        "train.layout: needs 1 ranks (tp * pp * dp), this launch has 4; start with torchrun --nproc-per-node 1, or change"
+        "train.layout: needs 1 ranks (tp * cp * pp * dp), this launch has 4; start with torchrun --nproc-per-node 1, or change"
     )
 
 

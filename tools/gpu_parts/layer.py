@@ -59,7 +59,7 @@ def computed(backend: str, scale_format: str, architecture: Architecture, tokens
     batch = batch_of(tokens, length=min(tokens, 256))
     found = {"log-probs": torch.cat(trained.logprobs(batch)[0])}
     trained.update(batch, loss)
-    return found | {name: parameter.main_grad.float().clone() for name, parameter in trained.model.named_parameters()}
+    return found | {name: parameter.main_grad.float().clone() for name, parameter in trained.chunks[0].named_parameters()}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from megatron_rl.batch import Sequence
 from megatron_rl.config import Architecture, Precision, Train
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model
+from megatron_rl.mcore.names import chunks_of
 from megatron_rl.precision import PrecisionContract
 from parallel.layout import Layout
 
@@ -27,7 +28,7 @@ for every shape, in seconds each: `small` has few shapes, and the others are tho
 
 def actor(architecture: Architecture, precision: Precision) -> Actor:
     """With the same random weights for the same widths and precision.mode. Megatron must be started."""
-    model = build_model(hf.new_config(architecture, 0, precision.high), Layout(), PrecisionContract.of(precision))
+    (model,) = chunks_of(build_model(hf.new_config(architecture, 0, precision.high), Layout(), PrecisionContract.of(precision)))
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             if parameter.dim() == 1:
