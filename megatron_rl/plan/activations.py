@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.plan.candidate import Candidate, Job
+from megatron_rl.plan.memory import layer_kinds
 from parallel.layout import Layout
 
 _QUANTISED = 1 + 4 / 128
@@ -45,12 +46,11 @@ class Widths:
 
 
 def widths(job: Job, layout: Layout, tokens: float, cpu: bool = False) -> Widths:
-    """`tokens`: of a micro-batch, over all context-parallel ranks."""
-    on_rank = tokens / layout.cp
-    parallel = job.model.experts is not None and layout.tp > 1  # as in mcore.options
+    """`tokens`: of a micro-batch on one rank."""
+    parallel = job.sequence_parallel(layout.tp)
     quantised = job.contract.train_fp8 and job.config.precision.backend != "emulated"
     linear = _QUANTISED if quantised else job.high_bytes
-    return Widths(on_rank, on_rank / layout.tp if parallel else on_rank, job.high_bytes, linear, not quantised, parallel, cpu)
+    return Widths(tokens, tokens / layout.tp if parallel else tokens, job.high_bytes, linear, not quantised, parallel, cpu)
 
 
 def layer_bytes(job: Job, layout: Layout, w: Widths, experts: bool) -> float:
@@ -112,7 +112,7 @@ def _experts(job: Job, layout: Layout, w: Widths) -> float:
 def logits(job: Job, layout: Layout, tokens: float, training: bool) -> float:
     """The most that the last stage needs for a micro-batch's logits [T, V / tp], of b bytes at first: in training they, two FP32 copies
     and the gradient (`mcore.logprobs`), for log-probs and entropy they and four FP32 copies."""
-    values = tokens / layout.cp * job.model.vocab / layout.tp
+    values = tokens * job.model.vocab / layout.tp
     return values * (2 * job.high_bytes + 8 if training else job.high_bytes + 16)
 
 
@@ -135,29 +135,22 @@ class Activations:
 
 def training(job: Job, candidate: Candidate, stage: int) -> Activations:
     """Of the training pass on a rank of a pipeline stage."""
-    layout, w = candidate.train, widths(job, candidate.train, job.places)
-    plain, sparse = _kinds(job, layout, stage)
+    layout = candidate.train
+    w = widths(job, layout, job.places(layout.cp))
+    plain, sparse = layer_kinds(job.model, layout.pp, layout.vpp, stage)
     each = {kind: layer_bytes(job, layout, w, kind) for kind, count in ((False, plain), (True, sparse)) if count}
     whole = sum(each[kind] * count for kind, count in ((False, plain), (True, sparse)) if count)
     boundary = w.rows * job.model.hidden * w.high
-    kept = (plain + sparse) * boundary if candidate.recompute else whole
+    kept = (plain + sparse) * boundary if job.recompute else whole
     last = stage == layout.pp - 1
-    working = max(each.values()) * (2 if candidate.recompute else 1) + (logits(job, layout, job.places, True) if last else 0)
+    working = max(each.values()) * (2 if job.recompute else 1) + (logits(job, layout, job.places(layout.cp), True) if last else 0)
     return Activations(kept * in_flight(layout, stage, candidate.micro_batches(job)) + (2 * boundary if last else 0), working)
 
 
 def scoring(job: Job, candidate: Candidate, stage: int) -> Activations:
     """Of a pass without gradient: one layer at a time, then the logits."""
-    layout, w = candidate.train, widths(job, candidate.train, job.places)
-    plain, sparse = _kinds(job, layout, stage)
+    layout = candidate.train
+    w = widths(job, layout, job.places(layout.cp))
+    plain, sparse = layer_kinds(job.model, layout.pp, layout.vpp, stage)
     layer = max(layer_bytes(job, layout, w, kind) for kind, count in ((False, plain), (True, sparse)) if count)
-    return Activations(0, max(layer, logits(job, layout, job.places, False) if stage == layout.pp - 1 else 0))
-
-
-def _kinds(job: Job, layout: Layout, stage: int) -> tuple[int, int]:
-    """(layers with one MLP, layers with experts) of a stage."""
-    from parallel.megatron import stage_layers
-
-    layers = stage_layers(job.model.layers, layout, stage)
-    sparse = sum(map(job.model.has_experts, layers))
-    return len(layers) - sparse, sparse
+    return Activations(0, max(layer, logits(job, layout, job.places(layout.cp), False) if stage == layout.pp - 1 else 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -28,8 +29,8 @@ class Row:
     shape: tuple[int, ...]
     """On one rank."""
     kind: str
-    blocks: tuple[int, ...]
-    """Of scales; empty where it is not quantised."""
+    scales: tuple[int, ...]
+    """Empty where it is not quantised."""
     cut: str
     """The first piece that cuts an FP8 block; "" where all are whole."""
 
@@ -68,29 +69,35 @@ def _cut(shard: Shard) -> str:
     return f"rows {row}..{row + height}, columns {col}..{col + width} of {piece.tensor.name}"
 
 
-def problem(job: Job, candidate: Candidate) -> UserError | None:
-    """Why these layouts cannot work, as `train` would say it: the field, the rule, and the nearest layouts that work. None where they can."""
-    roles, layout = job.contract.fp8_roles(), candidate.train
-    quantised, rollout = bool(roles), (candidate.rollout_tp, candidate.rollout_ep)
-    if job.contract.rollout_int8 and job.model.experts is not None:
-        return UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
+Refusal = GeometryError | UserError
+
+
+def trainer_refusal(job: Job, layout: Layout) -> Refusal | None:
+    """Why the trainer's layout cannot work, as `train` would say it; None where it can."""
     if job.model.vocab % layout.tp:
         return UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({job.model.vocab})", "use a divisor of it")
-    error = _undivided(job, layout) or trainer_problem(job.model, layout, roles, quantised) or engine_problem(job.model, *rollout, roles)
-    if error is not None:
-        told = explained(error, job.model, layout, rollout, roles, quantised)
-        field = f"train.{told.field}" if told.field.startswith("layout.") else told.field
-        return UserError(field, told.value, told.rule, told.fix)
-    try:
-        needs.check_model(job.config.precision, one_of_each_layer(job.model), replace(layout, pp=1, vpp=1))
-    except UserError as refused:
-        return refused
-    return None
-
-
-def _undivided(job: Job, layout: Layout) -> GeometryError | None:
+    once = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
+    roles = job.contract.fp8_roles()
     try:
         check_layout(job.model, layout)
-    except GeometryError as error:
+        needs.check_model(job.config.precision, one_of_each_layer(job.model), once)
+    except (GeometryError, UserError) as error:
         return error
-    return None
+    return trainer_problem(job.model, once, roles, bool(roles))
+
+
+def engine_refusal(job: Job, tp: int, ep: int) -> Refusal | None:
+    """The same for an engine."""
+    if job.contract.rollout_int8 and job.model.experts is not None:
+        return UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
+    return engine_problem(job.model, tp, ep, job.contract.fp8_roles())
+
+
+def told(error: Refusal, job: Job, candidate: Candidate) -> UserError:
+    """The refusal as the user's line, with the nearest layouts that work."""
+    if isinstance(error, UserError):
+        return error
+    roles = job.contract.fp8_roles()
+    error = explained(error, job.model, candidate.train, (candidate.rollout_tp, candidate.rollout_ep), roles, bool(roles))
+    field = f"train.{error.field}" if error.field.startswith("layout.") else error.field
+    return UserError(field, error.value, error.rule, error.fix)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from megatron_rl.architecture import Routing, traits_of
@@ -28,13 +30,16 @@ class Job:
     config: Config
     positions: int
     """Longest sequence that the model takes."""
+    recompute: bool = False
+    """Every layer's forward pass is run again in the backward pass, and only its input is kept: asked by --recompute."""
 
     @classmethod
-    def of(cls, config: Config, hf_config: dict[str, Any]) -> Job:
+    def of(cls, config: Config, hf_config: dict[str, Any], recompute: bool = False) -> Job:
+        """Raises UserError or GeometryError for a model that the trainer does not build."""
         geometry = ModelGeometry.from_hf_config(hf_config)
-        return cls(geometry, traits_of(hf_config).routing, config, int(hf_config.get("max_position_embeddings", 0)))
+        return cls(geometry, traits_of(hf_config).routing, config, int(hf_config.get("max_position_embeddings", 0)), recompute)
 
-    @property
+    @cached_property
     def contract(self) -> PrecisionContract:
         return PrecisionContract.of(self.config.precision)
 
@@ -64,29 +69,46 @@ class Job:
     def mean_sequence(self) -> float:
         return MEAN_SHARE * self.longest
 
-    @property
-    def places(self) -> int:
-        """Tokens of the largest micro-batch: the bound, or one sequence that is longer than it."""
-        return max(self.config.train.micro_batch_tokens, self.longest)
+    def places(self, cp: int) -> float:
+        """Tokens of a rank in the largest micro-batch: the bound, or its part of one sequence that is longer than it."""
+        return max(self.config.train.micro_batch_tokens, self.longest / cp)
 
     @property
     def top_k(self) -> int:
         return self.routing.top_k if self.routing else 0
 
+    def sequence_parallel(self, tp: int) -> bool:
+        """Tensor parallel ranks share the tokens where each is computed by itself; Megatron's experts need it."""
+        return tp > 1 and (self.model.experts is not None or bool(setting(self.config, "train.layout.sequence_parallel", False)))
+
+    @property
+    def sharded_optimizer(self) -> bool:
+        """Replicas share masters and moments (Megatron's distributed optimizer)."""
+        return bool(setting(self.config, "train.distributed_optimizer", False))
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layouts of trainer and engines. Colocated, trainer rank g and engine rank g share GPU g; else the engines' GPUs follow the trainer's."""
+    """Layouts of trainer and engines. Colocated, trainer rank g and engine rank g share GPU g; disaggregated, the engines' GPUs follow
+    the trainer's."""
 
     train: Layout
     rollout_tp: int = 1
     rollout_ep: int = 1
     engines: int = 1
     placement: Placement = "colocated"
-    sharded_optimizer: bool = False
-    """Megatron's distributed optimizer: masters and moments are cut over the replicas."""
-    recompute: bool = False
-    """Every layer's forward pass is run again in the backward pass; only its input is kept."""
+
+    @classmethod
+    def of_config(cls, config: Config, cluster: Cluster) -> Candidate:
+        """What the configuration says. Where it has no field for them, placement and number of engines are those that fill the cluster.
+        Raises GeometryError for sizes that are no layout."""
+        sizes = config.train.layout
+        vpp, cp = (int(setting(config, f"train.layout.{name}", 1)) for name in ("vpp", "cp"))
+        layout = Layout(tp=sizes.tp, pp=sizes.pp, vpp=vpp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp, cp=cp)
+        placement = setting(config, "placement.kind", "colocated" if layout.world_size >= cluster.gpus else "disaggregated")
+        left = cluster.gpus - (0 if placement == "colocated" else layout.world_size)
+        engines = setting(config, "rollout.engines", max(1, left // config.rollout.tp))
+        return cls(layout, config.rollout.tp, config.rollout.ep, engines, placement)
 
     @property
     def colocated(self) -> bool:
@@ -113,29 +135,42 @@ class Candidate:
     def micro_batches(self, job: Job) -> int:
         """Of each replica in one optimizer step."""
         tokens = job.sequences * job.mean_sequence / job.config.algorithm.updates_per_step
-        return max(1, -(-int(tokens) // (self.train.dp * job.places)))
+        return max(1, math.ceil(tokens / (self.train.dp * self.train.cp * job.places(self.train.cp))))
 
     def overrides(self) -> list[str]:
         """What to put behind a command to run this: only fields that the configuration has."""
         layout = self.train
-        wanted = {f"train.layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
+        wanted: dict[str, object] = {f"train.layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
         if layout.ep > 1 or layout.etp != layout.tp:
             wanted |= {"train.layout.ep": layout.ep, "train.layout.etp": layout.etp}
-        wanted |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep}
+        wanted |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
+        wanted["placement.kind"] = self.placement
+        if not self.colocated:
+            wanted["placement.max_staleness"] = 1  # generation goes on while the trainer trains
         return [f"--{field}={value}" for field, value in wanted.items() if is_field(field)]
 
     def words(self) -> str:
         """`tp 4 pp 2 dp 4`, sizes of 1 left out."""
         layout = self.train
-        sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp}
+        sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep}
         shown = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         if layout.etp != layout.tp:
             shown.append(f"etp {layout.etp}")
-        extras = ["sharded optimizer"] * self.sharded_optimizer + ["recompute"] * self.recompute
-        return " ".join(shown or ["one rank"]) + "".join(f", {extra}" for extra in extras)
+        return " ".join(shown or ["one rank"])
 
     def engine_words(self) -> str:
+        """`4 x tp 8 ep 8`."""
         return f"{self.engines} x tp {self.rollout_tp}" + (f" ep {self.rollout_ep}" if self.rollout_ep > 1 else "")
+
+
+def setting(config: Config, path: str, default: Any) -> Any:
+    """The value of a field, or `default` where the configuration has no such field."""
+    if not is_field(path):
+        return default
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def is_field(path: str) -> bool:

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from megatron_rl.plan.candidate import Candidate, Job
 from parallel.blocks import SCHEMES, blocks_in
@@ -31,11 +31,11 @@ from parallel.plan import kind_of
 from parallel.sglang import sglang_shards
 
 _SCALE = 4
+_EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes on one trainer rank."""
 
     weights: int = 0
@@ -49,11 +49,8 @@ class Held:
     """FP32 copies of parameters that are not FP32 themselves."""
     moments: int = 0
 
-    def __add__(self, other: Held) -> Held:
-        return Held(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(Held)))
-
     def times(self, count: int) -> Held:
-        return Held(*(getattr(self, field.name) * count for field in fields(Held)))
+        return Held(*(count * size for size in self))
 
     @property
     def optimizer(self) -> int:
@@ -67,15 +64,13 @@ class Held:
 
 def trainer_held(job: Job, candidate: Candidate, stage: int) -> Held:
     """What a trainer rank of pipeline stage `stage` holds of the actor; ranks of one stage hold equally much."""
-    return _trainer_held(job, candidate.train, candidate.sharded_optimizer, stage)
+    return _trainer_held(job, candidate.train, stage)
 
 
 @lru_cache(maxsize=4096)
-def _trainer_held(job: Job, layout: Layout, sharded_optimizer: bool, stage: int) -> Held:
-    found = Held()
-    for shard, count in rank_shards(job.model, layout, stage):
-        found += _shard_held(job, layout, sharded_optimizer, shard).times(count)
-    return found
+def _trainer_held(job: Job, layout: Layout, stage: int) -> Held:
+    found = [_shard_held(job, layout, shard).times(count) for shard, count in rank_shards(job.model, layout, stage)]
+    return Held(*(sum(parts) for parts in zip(*found, strict=True)))
 
 
 def reference_held(job: Job, candidate: Candidate, stage: int) -> int:
@@ -87,37 +82,48 @@ def rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tu
     """(parameter, how often) of a rank of pipeline stage `stage`. Raises GeometryError as `megatron_shards` does."""
     counts = layer_counts(model, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
-    for shard in _one_of_each(model, replace(layout, pp=1, vpp=1)):
+    for shard, alike in _one_of_each(model, layout.tp, layout.ep, layout.etp):
         if shard.name == _EMBEDDING:
             yield shard, first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied embedding
         elif shard.name in (_OUTPUT, _FINAL_NORM):
             yield shard, int(last)
         else:
-            yield shard, counts[int(shard.name.split(".")[2])]
+            yield shard, counts[int(shard.name.split(".")[2])] * alike
 
 
 @lru_cache(maxsize=256)
-def _one_of_each(model: ModelGeometry, layout: Layout) -> tuple[Shard, ...]:
-    return tuple(megatron_shards(one_of_each_layer(model), layout, Coordinates()))
+def _one_of_each(model: ModelGeometry, tp: int, ep: int, etp: int) -> tuple[tuple[Shard, int], ...]:
+    """Parameters of one layer of each kind and of what surrounds them, with one expert for all of a rank."""
+    layout = Layout(tp=tp, ep=ep, etp=etp, dp=math.lcm(tp, ep * etp) // tp)
+    per_rank = model.experts.count // ep if model.experts else 1
+    shards = megatron_shards(one_of_each_layer(model), layout, Coordinates())
+    kept = (shard for shard in shards if _EXPERT not in shard.name or f"{_EXPERT}0." in shard.name)
+    return tuple((shard, per_rank if _EXPERT in shard.name else 1) for shard in kept)
 
 
 def layer_counts(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
     """How many layers of a stage are like each layer of `one_of_each_layer`."""
-    layers = stage_layers(model.layers, layout, stage)
-    with_experts = sum(map(model.has_experts, layers))
-    plain = len(layers) - with_experts
+    plain, sparse = layer_kinds(model, layout.pp, layout.vpp, stage)
     if model.experts is None:
         return [plain]
-    return [plain, with_experts] if model.experts.dense_layers else [with_experts]
+    return [plain, sparse] if model.experts.dense_layers else [sparse]
 
 
-def _shard_held(job: Job, layout: Layout, sharded_optimizer: bool, shard: Shard) -> Held:
+@lru_cache(maxsize=1024)
+def layer_kinds(model: ModelGeometry, pp: int, vpp: int, stage: int) -> tuple[int, int]:
+    """(layers with one MLP, layers with experts) of a stage."""
+    layers = stage_layers(model.layers, Layout(pp=pp, vpp=vpp), stage)
+    sparse = sum(map(model.has_experts, layers))
+    return len(layers) - sparse, sparse
+
+
+def _shard_held(job: Job, layout: Layout, shard: Shard) -> Held:
     size = shard.rows * shard.cols
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert beside it
         return Held(weights=8 * size)
     replicas = 1
-    if sharded_optimizer:
-        replicas = layout.edp if ".local_experts." in shard.name else layout.dp * layout.cp
+    if job.sharded_optimizer:
+        replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
     is_fp8 = job.contract.train_fp8 and kind_of(shard.role, job.contract.fp8_roles()) == "fp8"
     own_master = is_fp8 or job.high_bytes == 4
     return Held(

@@ -1,8 +1,8 @@
 """Memory of each kind of GPU in each phase of an RL step.
 
-Colocated, trainer and engine take turns: while the engine generates, the trainer's gradients, masters and moments lie in host memory;
-while the trainer works, the engine's weights and KV cache are given back; at a sync the engine has its weights again, without the
-cache. Disaggregated, each side keeps all that it has. A phase's largest GPU decides: pipeline stages differ.
+Colocated, trainer and engine take turns: while the engine generates and at a sync, masters and moments lie in host memory and the
+gradients' memory is given back; while the trainer works, the engine's weights and KV cache are. Disaggregated, each side keeps all
+that it has. A phase's largest GPU decides: pipeline stages differ.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _together(trainer: dict[str, float], engine: dict[str, float]) -> dict[str, 
 def _trainer(job: Job, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
     held = memory.trainer_held(job, candidate, stage)
     parts: dict[str, float] = {"weights": held.weights, "FP8 blocks": held.blocks + held.operands}
-    if phase == "train" or not candidate.colocated:
+    if phase in ("logprobs", "train") or not candidate.colocated:
         parts |= {"gradients": held.gradients, "optimizer": held.optimizer}
     parts["reference"] = memory.reference_held(job, candidate, stage)
     if phase in ("logprobs", "train"):
@@ -82,17 +82,15 @@ def _engine(job: Job, candidate: Candidate, phase: str) -> dict[str, float]:
     parts["engine weights"] = weights
     if phase == "sync":
         parts["sync"] = (weights if job.config.sync.staged else 0) + (job.config.sync.bucket_mb << 20)
-    if phase != "sync" or not candidate.colocated:
-        parts |= {"KV cache": memory.kv_cache(job, candidate), "workspace": engine_workspace(candidate.rollout_tp)}
-    return parts
+    return parts | {"KV cache": memory.kv_cache(job, candidate), "workspace": engine_workspace(candidate.rollout_tp)}
 
 
 def offloaded(job: Job, candidate: Candidate) -> int:
-    """Host bytes of one trainer rank's gradients, masters and moments while the engine generates; 0 where it keeps them."""
+    """Host bytes of one trainer rank's masters and moments while the engine generates; 0 where the device keeps them."""
     if not candidate.colocated:
         return 0
     held = (memory.trainer_held(job, candidate, stage) for stage in candidate.stages)
-    return max(one.gradients + one.optimizer for one in held)
+    return max(one.optimizer for one in held)
 
 
 def usable(cluster: Cluster) -> float:

@@ -11,17 +11,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.errors import UserError
 from megatron_rl.plan import alignment
-from megatron_rl.plan.candidate import Candidate, Job, Placement
-from megatron_rl.plan.hardware import Cluster
+from megatron_rl.plan.candidate import Candidate, Job, Placement, is_field
+from megatron_rl.plan.hardware import GIB, Cluster
 from megatron_rl.plan.phases import Side, phases, spare
 from megatron_rl.plan.sync_load import SyncLoad, sync_load
 from megatron_rl.plan.timing import Seconds, seconds
+from parallel.geometry import GeometryError
 from parallel.layout import Layout
 
-_SYNCED = 12
-"""Candidates whose sync is planned as well: the fastest without it."""
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
 
@@ -41,6 +39,12 @@ class Verdict:
         return self.spare >= 0
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of a step by phase."""
+        found = self.seconds
+        return {"generate": found.generate, "logprobs": found.logprobs, "train": found.train, "sync": found.sync}
+
+    @property
     def fullest(self) -> Side:
         return max(self.memory, key=lambda side: side.total)
 
@@ -57,12 +61,11 @@ class Found:
 
 
 class Planner:
-    """Judges candidates of one job on one cluster; what several have in common is computed once."""
+    """Judges candidates of one job on one cluster; layouts that cut alike are checked once."""
 
-    def __init__(self, job: Job, cluster: Cluster, sharded_optimizer: bool = False, recompute: bool = False) -> None:
+    def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
-        self._sharded, self._recompute = sharded_optimizer, recompute
-        self._problems: dict[tuple[int, ...], UserError | None] = {}
+        self._cuts: dict[tuple[int, ...], bool] = {}
 
     def judge(self, candidate: Candidate) -> Verdict:
         """Memory and seconds, the sync's left out. The layouts must be without `problem`."""
@@ -73,40 +76,39 @@ class Planner:
         load = sync_load(self.job, verdict.candidate, self.cluster)
         return replace(verdict, sync=load, seconds=replace(verdict.seconds, sync=load.seconds))
 
-    def problem(self, candidate: Candidate) -> UserError | None:
-        """See `alignment.problem`; asked once for layouts that cut alike."""
-        layout = candidate.train
-        key = (layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, candidate.rollout_tp, candidate.rollout_ep)
-        if key not in self._problems:
-            self._problems[key] = alignment.problem(self.job, candidate)
-        return self._problems[key]
-
     def search(self, placements: tuple[Placement, ...], count: int) -> Found:
-        """The `count` fastest, each training layout once, with its best engines."""
+        """The `count` fastest, each training layout once, with its best engines. The sync, a second beside minutes, is planned for those
+        alone."""
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], Verdict] = {}
         closest: Verdict | None = None
         for candidate in self._candidates(placements):
             tried += 1
-            if self._problem_apart(candidate):
-                dropped["cut FP8 blocks, or do not divide the model"] += 1
+            try:
+                verdict = self.judge(candidate)
+            except GeometryError:
+                dropped["do not divide the model"] += 1
                 continue
-            verdict = self.judge(candidate)
-            if verdict.fits:
+            if not verdict.fits:
+                dropped[f"are too large in phase {verdict.fullest.phase}"] += 1
+                if (closest is None or verdict.spare > closest.spare) and not self._cuts_blocks(candidate):
+                    closest = verdict
+            elif self._cuts_blocks(candidate):
+                dropped["cut FP8 blocks"] += 1
+            else:
                 key = candidate.train, candidate.placement
                 fitting[key] = min(verdict, fitting.get(key, verdict), key=_order)
-                continue
-            dropped[f"are too large in phase {verdict.fullest.phase}"] += 1
-            if closest is None or verdict.spare > closest.spare:
-                closest = verdict
-        fastest = sorted(fitting.values(), key=_order)[:_SYNCED]
-        return Found(sorted(map(self.with_sync, fastest), key=_order)[:count], tried, dropped, closest)
+        fastest = sorted(fitting.values(), key=_order)[:count]
+        return Found(sorted(map(self.with_sync, fastest), key=_order), tried, dropped, closest)
 
-    def _problem_apart(self, candidate: Candidate) -> bool:
-        """`problem`, asked of trainer and engine apart: there are far fewer of either than pairs."""
-        trainer = replace(candidate, rollout_tp=1, rollout_ep=1)
-        engine = replace(candidate, train=Layout())
-        return self.problem(trainer) is not None or self.problem(engine) is not None
+    def _cuts_blocks(self, candidate: Candidate) -> bool:
+        layout, rollout = candidate.train, (candidate.rollout_tp, candidate.rollout_ep)
+        trainer, engine = (layout.tp, layout.ep, layout.etp), rollout
+        if trainer not in self._cuts:
+            self._cuts[trainer] = alignment.trainer_refusal(self.job, layout) is not None
+        if engine not in self._cuts:
+            self._cuts[engine] = alignment.engine_refusal(self.job, *rollout) is not None
+        return self._cuts[trainer] or self._cuts[engine]
 
     def _candidates(self, placements: tuple[Placement, ...]) -> Iterator[Candidate]:
         total = self.cluster.gpus
@@ -116,7 +118,7 @@ class Planner:
                 trainer_gpus = total if placement == "colocated" else total - engine_gpus
                 for rollout in self._rollouts(engine_gpus):
                     for layout in self._layouts(trainer_gpus):
-                        yield Candidate(layout, *rollout, placement, self._sharded, self._recompute)
+                        yield Candidate(layout, *rollout, placement)
 
     def _rollouts(self, gpus: int) -> Iterator[tuple[int, int, int]]:
         """(tp, ep, engines) that use these GPUs, no engine over two nodes."""
@@ -127,17 +129,30 @@ class Planner:
                     yield tp, tp, gpus // tp
 
     def _layouts(self, gpus: int) -> Iterator[Layout]:
-        experts = self.job.model.experts
+        model = self.job.model
         for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
-            for pp in _divisors(self.job.model.layers):
-                if gpus % (tp * pp):
-                    continue
-                dp = gpus // (tp * pp)
-                eps = _divisors(experts.count) if experts else [1]
-                for ep in eps:
-                    for etp in {1, tp} if experts else {tp}:
-                        if (tp * dp) % (ep * etp) == 0:
-                            yield Layout(tp=tp, pp=pp, ep=ep, etp=etp, dp=dp)
+            for pp in _divisors(model.layers):
+                for cp in _powers(gpus) if is_field("train.layout.cp") else [1]:
+                    if gpus % (tp * pp * cp) == 0 and (cp == 1 or model.heads % (tp * cp) == 0):
+                        for layout in self._expert_layouts(Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))):
+                            yield from self._interleaved(layout)
+
+    def _expert_layouts(self, layout: Layout) -> Iterator[Layout]:
+        experts = self.job.model.experts
+        if experts is None:
+            yield layout
+            return
+        for ep in _divisors(experts.count):
+            for etp in sorted({1, layout.tp}):
+                if layout.tp * layout.cp * layout.dp % (ep * etp) == 0:
+                    yield replace(layout, ep=ep, etp=etp)
+
+    def _interleaved(self, layout: Layout) -> Iterator[Layout]:
+        """With one, two and four virtual stages: a smaller bubble for more activations."""
+        per_stage = self.job.model.layers // layout.pp
+        for vpp in (1, 2, 4) if layout.pp > 1 and is_field("train.layout.vpp") else (1,):
+            if per_stage % vpp == 0:
+                yield replace(layout, vpp=vpp)
 
 
 def _order(verdict: Verdict) -> tuple[float, float]:
@@ -150,3 +165,26 @@ def _powers(limit: int) -> list[int]:
 
 def _divisors(length: int) -> list[int]:
     return [size for size in range(1, length + 1) if length % size == 0]
+
+
+def reason(verdict: Verdict, best: Verdict) -> str:
+    """Why a candidate stands where it does: what its seconds go to, or where it loses against the best and what it gains."""
+    seconds = verdict.seconds
+    if verdict is best:
+        phase, longest = max(verdict.phases.items(), key=lambda item: item[1])
+        return f"the fastest that fits; {longest / sum(verdict.phases.values()):.0%} of its work is {phase}"
+    told = []
+    if verdict.candidate.placement != best.candidate.placement:
+        trainer = seconds.logprobs + seconds.train
+        how = "one after the other" if verdict.candidate.colocated else "side by side"
+        told.append(f"{seconds.generate:.3g} s of generation and {trainer:.3g} s of training, {how}")
+    else:
+        apart = {phase: mine - best.phases[phase] for phase, mine in verdict.phases.items()}
+        largest = sorted(apart.items(), key=lambda item: -abs(item[1]))[:2]
+        told += [f"{phase} {change:+.3g} s" for phase, change in largest if abs(change) > 0.05]
+    if seconds.bubble - best.seconds.bubble > 0.01:
+        told.append(f"the pipeline waits {seconds.bubble:.0%} of its time")
+    spared = (verdict.spare - best.spare) / GIB
+    if abs(spared) >= 1:
+        told.append(f"{abs(spared):.0f} GiB {'more' if spared > 0 else 'less'} free")
+    return f"{seconds.step / best.seconds.step - 1:+.1%}: {', '.join(told) or 'as good as the best'}"

@@ -51,7 +51,7 @@ def seconds(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
     updates, m = job.config.algorithm.updates_per_step, candidate.micro_batches(job)
     layout = candidate.train
     forward = _pass(job, candidate, cluster, products=1)
-    both = _pass(job, candidate, cluster, products=4 if candidate.recompute else 3)
+    both = _pass(job, candidate, cluster, products=4 if job.recompute else 3)
     train = updates * (both * m / (1 - bubble(layout.pp, layout.vpp, m)) + _gradients(job, candidate, cluster))
     scored = updates * m  # micro-batches of the whole step
     logprobs = (2 if job.reference else 1) * forward * (scored + layout.pp - 1)
@@ -63,10 +63,10 @@ def _pass(job: Job, candidate: Candidate, cluster: Cluster, products: int) -> fl
     """Seconds of one micro-batch in one stage; `products`: forward passes that the work is worth (backward: two)."""
     layout, model = candidate.train, job.model
     linear, rest = flops_per_token(job)
-    ranks = layout.tp * layout.cp * layout.pp
     rate = cluster.gpu.fp8 if job.contract.train_fp8 and job.config.precision.backend != "emulated" else cluster.gpu.bf16
-    compute = products * job.places / ranks * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_SHARE
-    layers, tokens = model.layers / layout.pp, job.places / layout.cp
+    tokens = job.places(layout.cp)
+    compute = products * tokens / (layout.tp * layout.pp) * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_SHARE
+    layers = model.layers / layout.pp
     activation = tokens * model.hidden * job.high_bytes
     # two all-reduces, or pairs of all-gather and reduce-scatter, in every layer and direction; a recomputed pass does its own again
     directions = {1: 1, 3: 2, 4: 3}[products]
@@ -75,7 +75,12 @@ def _pass(job: Job, candidate: Candidate, cluster: Cluster, products: int) -> fl
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = activation / (layout.tp if layout.tp > 1 else 1) * job.top_k * (layout.ep - 1) / layout.ep
         sent = directions * layers * 2 * rows / _bandwidth(layout.ep * layout.etp, cluster)
-    return compute + reduced + sent
+    exchanged = 0.0
+    if layout.cp > 1:  # places for heads and back (q, k, v and the result), as mcore.context
+        heads = 2 * model.heads + 2 * model.kv_heads
+        width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp
+        exchanged = directions * layers * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
+    return compute + reduced + sent + exchanged
 
 
 @lru_cache(maxsize=16)
