@@ -92,7 +92,6 @@ def plan(
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
     gpu: Annotated[str, typer.Option(help="h100, h200, h800 or h20.")] = "h100",
     top: Annotated[int, typer.Option(help="Layouts to rank.")] = 5,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Count activations as if every layer were computed again.")] = False,
     json: Annotated[Path | None, typer.Option(help="Also write the plan into this file.")] = None,
     sbatch: Annotated[Path | None, typer.Option(help="Also write a batch file for SLURM that starts the plan.")] = None,
 ) -> None:
@@ -105,7 +104,7 @@ def plan(
         from megatron_rl.plan.command import Request, run_plan
 
         given = tuple(overrides or [])
-        run_plan(cfg, Request(config, given, nodes, gpus_per_node, gpu, top, recompute, json, sbatch))
+        run_plan(cfg, Request(config, given, nodes, gpus_per_node, gpu, top, json, sbatch))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -1,22 +1,22 @@
-"""Bytes that a forward pass keeps for the backward pass, and what it needs on the way. Counted from the operators of `mcore.layers`,
-tensor by tensor; storages that two operators keep are counted once. Attention is fused, so no scores are kept; dropout is off.
+"""Bytes that a forward pass keeps for the backward pass. Counted from the operators of `mcore.layers`, tensor by tensor; what two
+operators keep is counted once. Attention is fused, so no scores are kept; dropout is off; nothing is fused with the rotation or SwiGLU.
 
-T tokens of a micro-batch on a rank (S = T / tp of them between the linear layers under sequence parallelism), h the hidden width,
-q and kv the widths of all query and of all key heads, f the MLP's width, b the bytes of the high dtype:
+T tokens of a micro-batch on a rank (S = T / tp of them between the linear layers under sequence parallelism, else S = T), h the hidden
+width, q and kv the widths of a rank's query and key heads of d, f its part of the MLP's width, b the bytes of the high dtype:
 
-    two norms       S h b and 4 S each                    (their inputs are the residual stream)
-    linear inputs   what WGrad takes: S h (or T h) and T q/tp, T f/tp: 1 + 4/128 bytes each where a GPU back end quantised it, else b
-    attention       T b (q + 2 kv)/tp, the output of linear_qkv that v is a part of; q and k again after rotation; the result; 4 T heads/tp
-    q and k norm    T b q/tp, q in order of its heads; FP32 statistics
-    SwiGLU          T b 3 f/tp: gate, up and silu(gate)
-    experts         the same for R = S top_k etp rows of a balanced router, and 4 R h for the weights' gradient
+    two norms       S (h b + 4) each: their inputs, the residual stream, and FP32 statistics
+    linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantised it
+    attention       T b (q + 2 kv) of linear_qkv, which v is a part of; T b (q + kv) rotated, by 4 T d b cosines and sines;
+                    T b q, the result; 4 T heads of statistics
+    q and k norm    T b q where q had to be copied out of its groups; statistics
+    SwiGLU          T b 4 f: gate and up, silu(gate), and up once more
+    experts         as an MLP for S top_k etp rows, as a balanced router gives them, and 4 h each for the weights' gradient
     logits          see `logits`: on the last stage
-
-`cpu`: norms keep FP32 copies and attention no statistics, as on the CPU tier, where the test measures real layers.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_rl.plan.candidate import Candidate, Job
@@ -25,8 +25,6 @@ from parallel.layout import Layout
 
 _QUANTISED = 1 + 4 / 128
 """Bytes per element of an operand quantised along the tokens: E4M3 and an FP32 scale for 128 of them."""
-_ROUTER_COPIES = 3
-"""FP32 values per token and expert that routing keeps: logits, scores, weights."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Widths:
     """A linear layer keeps its input itself, which its maker may keep too."""
     sequence_parallel: bool
     cpu: bool
+    """The CPU tier's operators: norms keep FP32 copies, attention no statistics."""
 
 
 def widths(job: Job, layout: Layout, tokens: float, cpu: bool = False) -> Widths:
@@ -55,58 +54,64 @@ def widths(job: Job, layout: Layout, tokens: float, cpu: bool = False) -> Widths
 
 def layer_bytes(job: Job, layout: Layout, w: Widths, experts: bool) -> float:
     """Of one layer on one rank; `experts`: it has experts instead of one MLP."""
-    mlp = _experts(job, layout, w) if experts else _mlp(job.model.ffn / layout.tp, w)
-    attention = _attention(job, layout, w) if job.model.latent is None else _latent_attention(job, layout, w)
-    return 2 * _norm(w, w.rows, job.model.hidden) + attention + _column_input(w, job.model.hidden) + mlp
+    attention = (_attention if job.model.latent is None else _latent_attention)(job, layout, w)
+    mlp = _experts(job, layout, w) if experts else _column_input(w, job.model.hidden) + _swiglu(w, w.tokens, job.model.ffn / layout.tp)
+    return 2 * _norm(w, w.rows, job.model.hidden) + attention + mlp
 
 
-def _norm(w: Widths, rows: float, width: float) -> float:
-    if w.cpu:  # x as FP32, which is x itself where high is FP32, and its normalised value
-        return rows * width * (w.high if w.high == 4 else w.high + 4) + 4 * rows
-    return rows * width * w.high + 4 * rows
+def _norm(w: Widths, rows: float, width: float, own_input: bool = True) -> float:
+    """`own_input`: what is normalised is kept by nobody else."""
+    if w.cpu:  # FP32 input, the input itself where it is FP32, and the normalised value
+        return rows * (width * (4 + (4 if own_input or w.high < 4 else 0)) + 4)
+    return rows * ((width * w.high if own_input else 0) + 4)
 
 
-def _column_input(w: Widths, width: int) -> float:
+def _column_input(w: Widths, width: float) -> float:
     """What a column-parallel layer keeps: under sequence parallelism this rank's part of x itself."""
     return w.rows * width * (w.high if w.sequence_parallel else w.linear)
 
 
+def _row_input(w: Widths, width: float) -> float:
+    """What a row-parallel layer keeps beside what its maker keeps."""
+    return 0 if w.shares_input else w.tokens * width * w.linear
+
+
 def _attention(job: Job, layout: Layout, w: Widths) -> float:
-    model = job.model
-    heads = model.heads / layout.tp
-    q, kv = heads * model.head_dim, model.kv_heads * model.head_dim / layout.tp
-    found = w.tokens * w.high * (q + 2 * kv)  # linear_qkv's output
-    found += w.tokens * w.high * (q + kv)  # rotated
-    found += w.tokens * (q * w.high + (0 if w.cpu else 4 * heads))  # the result, and its log-sum-exp
-    found += 0 if w.shares_input else w.tokens * q * w.linear  # linear_proj's input
+    model, t, b = job.model, w.tokens, w.high
+    heads, groups = model.heads / layout.tp, max(1.0, model.kv_heads / layout.tp)
+    q, kv = heads * model.head_dim, groups * model.head_dim
+    found = _column_input(w, model.hidden) + _row_input(w, q)
+    found += t * b * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim + q)
+    found += 0 if w.cpu else 4 * t * heads
     if model.qk_norm:
-        found += w.tokens * q * w.high + 4 * w.tokens * (heads + model.kv_heads / layout.tp)
+        found += _norm(w, t * heads, model.head_dim, own_input=1 < groups < heads) + _norm(w, t * groups, model.head_dim, own_input=False)
     return found
 
 
 def _latent_attention(job: Job, layout: Layout, w: Widths) -> float:
+    """MLA's down projections are whole on every rank; the weight of kv_b is made from its blocks in each pass, and kept."""
     assert job.model.latent is not None
-    a, heads = job.model.latent, job.model.heads / layout.tp
-    q, k, v = heads * (a.nope_dim + a.rope_dim), heads * (a.nope_dim + a.rope_dim), heads * a.v_dim
-    down = w.rows * w.high * (a.q_rank + a.kv_rank + a.rope_dim)
-    normed = w.rows * (a.q_rank + a.kv_rank) * (w.high if w.sequence_parallel else w.linear)
-    up = w.tokens * w.high * (2 * q + heads * (a.nope_dim + a.v_dim) + k)  # before and after rotation
-    result = w.tokens * (v * w.high + (0 if w.cpu else 4 * heads)) + (0 if w.shares_input else w.tokens * v * w.linear)
-    return down + normed + up + result
+    a, heads, b = job.model.latent, job.model.heads / layout.tp, w.high
+    found = w.rows * job.model.hidden * w.linear * (1 if w.shares_input or not a.q_rank else 2)
+    found += sum(_norm(w, w.rows, rank) for rank in (a.q_rank, a.kv_rank) if rank)
+    found += _column_input(w, a.q_rank) + w.rows * a.kv_rank * b
+    found += w.tokens * b * (heads * 2 * (a.nope_dim + a.rope_dim + a.v_dim) + 4 * a.rope_dim) + _row_input(w, heads * a.v_dim)
+    found += heads * (a.nope_dim + a.v_dim) * a.kv_rank * b if job.contract.train_fp8 else 0
+    return found + (0 if w.cpu else 4 * w.tokens * heads)
 
 
-def _mlp(ffn: float, w: Widths, tokens: float | None = None) -> float:
-    tokens = w.tokens if tokens is None else tokens
-    return tokens * ffn * (3 * w.high + w.linear)
+def _swiglu(w: Widths, tokens: float, ffn: float) -> float:
+    """With the input of the layer behind it."""
+    return tokens * ffn * (4 * w.high + w.linear)
 
 
 def _experts(job: Job, layout: Layout, w: Widths) -> float:
-    experts = job.model.experts
+    experts, hidden = job.model.experts, job.model.hidden
     assert experts is not None
     rows = w.rows * job.top_k * layout.etp
-    found = _ROUTER_COPIES * 4 * w.rows * experts.count
-    found += rows * job.model.hidden * (w.linear + 4) + _mlp(experts.ffn / layout.etp, w, rows)
-    return found + (_mlp(experts.shared_ffn / layout.tp, w) + _column_input(w, job.model.hidden) if experts.shared_ffn else 0)
+    found = w.rows * (hidden * w.high + 5 * experts.count + 12 * job.top_k)  # the router's input, weights and choice
+    found += rows * (hidden * (w.linear + 4) + 12) + _swiglu(w, rows, experts.ffn / layout.etp)
+    return found + (_swiglu(w, w.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
 
 
 def logits(job: Job, layout: Layout, tokens: float, training: bool) -> float:
@@ -135,22 +140,34 @@ class Activations:
 
 def training(job: Job, candidate: Candidate, stage: int) -> Activations:
     """Of the training pass on a rank of a pipeline stage."""
-    layout = candidate.train
+    layout, last = candidate.train, stage == candidate.train.pp - 1
     w = widths(job, layout, job.places(layout.cp))
-    plain, sparse = layer_kinds(job.model, layout.pp, layout.vpp, stage)
-    each = {kind: layer_bytes(job, layout, w, kind) for kind, count in ((False, plain), (True, sparse)) if count}
-    whole = sum(each[kind] * count for kind, count in ((False, plain), (True, sparse)) if count)
-    boundary = w.rows * job.model.hidden * w.high
-    kept = (plain + sparse) * boundary if job.recompute else whole
-    last = stage == layout.pp - 1
-    working = max(each.values()) * (2 if job.recompute else 1) + (logits(job, layout, job.places(layout.cp), True) if last else 0)
-    return Activations(kept * in_flight(layout, stage, candidate.micro_batches(job)) + (2 * boundary if last else 0), working)
+    kinds = zip((False, True), layer_kinds(job.model, layout.pp, layout.vpp, stage), strict=True)
+    counts = {experts: count for experts, count in kinds if count}
+    whole = {experts: layer_bytes(job, layout, w, experts) for experts in counts}
+    kept = {experts: min(whole[experts], _kept(job, candidate, w)) for experts in counts}
+    in_turn = max(whole[experts] - kept[experts] for experts in counts)  # of the layer that is computed anew
+    boundary = 2 * w.rows * job.model.hidden * w.high if last else 0  # final norm, output layer
+    working = max(whole.values()) + in_turn + (logits(job, layout, job.places(layout.cp), True) if last else 0)
+    stage_bytes = sum(count * kept[experts] for experts, count in counts.items())
+    return Activations(stage_bytes * in_flight(layout, stage, candidate.micro_batches(job)) + boundary, working)
+
+
+def _kept(job: Job, candidate: Candidate, w: Widths) -> float:
+    """Bytes of a layer that are not computed anew: at most this many."""
+    hidden = w.rows * job.model.hidden * w.high
+    if candidate.recompute == "none":
+        return math.inf
+    if candidate.recompute == "full":
+        return hidden
+    attention = (_attention if job.model.latent is None else _latent_attention)(job, candidate.train, w)
+    return 2 * _norm(w, w.rows, job.model.hidden) + attention + hidden
 
 
 def scoring(job: Job, candidate: Candidate, stage: int) -> Activations:
     """Of a pass without gradient: one layer at a time, then the logits."""
     layout = candidate.train
     w = widths(job, layout, job.places(layout.cp))
-    plain, sparse = layer_kinds(job.model, layout.pp, layout.vpp, stage)
-    layer = max(layer_bytes(job, layout, w, kind) for kind, count in ((False, plain), (True, sparse)) if count)
+    kinds = zip((False, True), layer_kinds(job.model, layout.pp, layout.vpp, stage), strict=True)
+    layer = max(layer_bytes(job, layout, w, experts) for experts, count in kinds if count)
     return Activations(0, max(layer, logits(job, layout, job.places(layout.cp), False) if stage == layout.pp - 1 else 0))

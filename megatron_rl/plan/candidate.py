@@ -15,6 +15,7 @@ from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
 Placement = Literal["colocated", "disaggregated"]
+Recompute = Literal["none", "selective", "full"]
 
 MEAN_SHARE = 0.5
 """Mean length of prompts and answers, as a share of the longest ones: an assumption, as nothing was sampled yet."""
@@ -30,14 +31,22 @@ class Job:
     config: Config
     positions: int
     """Longest sequence that the model takes."""
-    recompute: bool = False
-    """Every layer's forward pass is run again in the backward pass, and only its input is kept: asked by --recompute."""
+    sharded_optimizer: bool = False
+    """Replicas share masters and moments (Megatron's distributed optimizer)."""
+    shares_tokens: bool = False
+    """Tensor parallel ranks of a dense model share the tokens where each is computed by itself (sequence parallelism)."""
 
     @classmethod
-    def of(cls, config: Config, hf_config: dict[str, Any], recompute: bool = False) -> Job:
+    def of(cls, config: Config, hf_config: dict[str, Any]) -> Job:
         """Raises UserError or GeometryError for a model that the trainer does not build."""
-        geometry = ModelGeometry.from_hf_config(hf_config)
-        return cls(geometry, traits_of(hf_config).routing, config, int(hf_config.get("max_position_embeddings", 0)), recompute)
+        return cls(
+            ModelGeometry.from_hf_config(hf_config),
+            traits_of(hf_config).routing,
+            config,
+            positions=int(hf_config.get("max_position_embeddings", 0)),
+            sharded_optimizer=setting(config, "train.distributed_optimizer", False),
+            shares_tokens=setting(config, "train.layout.sequence_parallel", False),
+        )
 
     @cached_property
     def contract(self) -> PrecisionContract:
@@ -78,13 +87,8 @@ class Job:
         return self.routing.top_k if self.routing else 0
 
     def sequence_parallel(self, tp: int) -> bool:
-        """Tensor parallel ranks share the tokens where each is computed by itself; Megatron's experts need it."""
-        return tp > 1 and (self.model.experts is not None or bool(setting(self.config, "train.layout.sequence_parallel", False)))
-
-    @property
-    def sharded_optimizer(self) -> bool:
-        """Replicas share masters and moments (Megatron's distributed optimizer)."""
-        return bool(setting(self.config, "train.distributed_optimizer", False))
+        """Megatron's experts need it beside tensor parallelism."""
+        return tp > 1 and (self.model.experts is not None or self.shares_tokens)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Candidate:
     rollout_ep: int = 1
     engines: int = 1
     placement: Placement = "colocated"
+    recompute: Recompute = "none"
+    """What the backward pass computes anew instead of keeping it: MLPs and experts (`selective`), or all within a layer (`full`)."""
 
     @classmethod
     def of_config(cls, config: Config, cluster: Cluster) -> Candidate:
@@ -108,7 +114,7 @@ class Candidate:
         placement = setting(config, "placement.kind", "colocated" if layout.world_size >= cluster.gpus else "disaggregated")
         left = cluster.gpus - (0 if placement == "colocated" else layout.world_size)
         engines = setting(config, "rollout.engines", max(1, left // config.rollout.tp))
-        return cls(layout, config.rollout.tp, config.rollout.ep, engines, placement)
+        return cls(layout, config.rollout.tp, config.rollout.ep, engines, placement, setting(config, "train.recompute", "none"))
 
     @property
     def colocated(self) -> bool:
@@ -117,6 +123,10 @@ class Candidate:
     @property
     def engine_gpus(self) -> int:
         return self.engines * self.rollout_tp
+
+    def engine_nodes(self, cluster: Cluster) -> int:
+        """Nodes that have a GPU of an engine."""
+        return len({cluster.node_of(self.engine_gpu(rank)) for rank in range(self.engine_gpus)})
 
     @property
     def gpus(self) -> int:
@@ -143,6 +153,7 @@ class Candidate:
         wanted: dict[str, object] = {f"train.layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
         if layout.ep > 1 or layout.etp != layout.tp:
             wanted |= {"train.layout.ep": layout.ep, "train.layout.etp": layout.etp}
+        wanted["train.recompute"] = self.recompute
         wanted |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
         wanted["placement.kind"] = self.placement
         if not self.colocated:
@@ -156,6 +167,8 @@ class Candidate:
         shown = [f"{name} {size}" for name, size in sizes.items() if size > 1]
         if layout.etp != layout.tp:
             shown.append(f"etp {layout.etp}")
+        if self.recompute != "none":
+            shown.append(f"recompute {self.recompute}")
         return " ".join(shown or ["one rank"])
 
     def engine_words(self) -> str:
@@ -182,12 +195,3 @@ def is_field(path: str) -> bool:
             return False
         section = field.annotation
     return True
-
-
-def check_cluster(candidate: Candidate, cluster: Cluster) -> str:
-    """Why the candidate does not go into the cluster; "" where it does."""
-    if candidate.gpus > cluster.gpus:
-        return f"needs {candidate.gpus} GPUs, the cluster has {cluster.gpus}"
-    if candidate.rollout_tp > cluster.gpus_per_node:
-        return f"an engine of {candidate.rollout_tp} ranks is larger than a node"
-    return ""

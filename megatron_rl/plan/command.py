@@ -32,7 +32,6 @@ class Request:
     gpu: str
     top: int
     """Layouts to show."""
-    recompute: bool
     json: Path | None
     sbatch: Path | None
 
@@ -72,7 +71,7 @@ def run_plan(config: Config, request: Request) -> None:
 
 def make_plan(config: Config, request: Request) -> Plan:
     """See `run_plan`. No process, no torch, no weights: config.json is all that is read."""
-    job = _job(config, request.recompute)
+    job = _job(config)
     needed = _configured_ranks(config)
     nodes = request.nodes if request.nodes is not None else -(-needed // max(request.gpus_per_node, 1))
     cluster = Cluster.of(nodes, request.gpus_per_node, request.gpu)
@@ -90,14 +89,14 @@ def make_plan(config: Config, request: Request) -> Plan:
     return Plan(job, cluster, chosen, refusal, found)
 
 
-def _job(config: Config, recompute: bool) -> Job:
+def _job(config: Config) -> Job:
     folder, create = config.model.path, config.model.create
     if create is None or (folder / "config.json").is_file():
         hf_config = read_config(folder)
     else:
         hf_config = new_config(create, 0, config.precision.high)
     try:
-        job = Job.of(config, hf_config, recompute)
+        job = Job.of(config, hf_config)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
     if job.positions and job.longest > job.positions:

@@ -129,14 +129,14 @@ def _shard_held(job: Job, layout: Layout, shard: Shard) -> Held:
     return Held(
         weights=size * (4 if own_master else 2),
         blocks=_quantised(shard, "fp8") if is_fp8 else 0,
-        operands=_operand(job.config.precision.backend, shard.rows, shard.cols) if is_fp8 else 0,
+        operands=operand_bytes(job.config.precision.backend, shard.rows, shard.cols) if is_fp8 else 0,
         gradients=4 * size,
         masters=0 if own_master else -(-4 * size // replicas),
         moments=-(-8 * size // replicas),
     )
 
 
-def _operand(backend: str, rows: int, cols: int) -> int:
+def operand_bytes(backend: str, rows: int, cols: int) -> int:
     """What `fp8.backends` keeps of a weight beside its blocks: dequantised values, or the bytes a second time, transposed, with scales."""
     if backend == "emulated":
         return 4 * rows * cols

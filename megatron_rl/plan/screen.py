@@ -33,6 +33,8 @@ def print_plan(plan: Plan) -> None:
     console.print(_memory(chosen, plan.cluster))
     if host := offloaded(job, chosen.candidate):
         console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
+    if (nodes := chosen.candidate.engine_nodes(plan.cluster)) > 1:
+        console.print(f"Planned, not launched yet: engines on {nodes} nodes. A run starts those of one node.")
     console.print()
     console.print(_alignment(plan))
     console.print(_sync(chosen, plan.cluster))
@@ -72,10 +74,12 @@ def _memory(verdict: Verdict, cluster: Cluster) -> Table:
 
 def _alignment(plan: Plan) -> Table:
     rows = alignment.rows(plan.job, plan.chosen.candidate)
-    table = _table("Every kind of parameter on one rank", ["side", "parameter", "shape", "precision", "scales", "FP8 blocks"], text=True)
+    heads = ["side", "parameter, of each layer", "on one rank", "precision", "scales", "FP8 blocks"]
+    table = _table("Every kind of parameter in both layouts", heads, text=True)
     for row in rows:
+        name = row.name.removeprefix("decoder.").removeprefix("model.").replace("layers.*.", "")
         blocks = row.cut or "whole" if row.kind == "fp8" else ""
-        table.add_row(row.side, row.name, _shape(row.shape), row.kind, _shape(row.scales), blocks)
+        table.add_row(row.side, name, _shape(row.shape), row.kind, _shape(row.scales), blocks)
     return table
 
 
@@ -91,11 +95,11 @@ def _sync(verdict: Verdict, cluster: Cluster) -> Table:
 
 
 def _ranked(found: Found) -> Table:
-    heads = ["", "placement", "train", "engines", "free GiB", "step s", "generate", "logprobs", "train s", "sync", "bubble"]
+    heads = ["", "placement", "train", "engines", "free GiB", "step s", "generate s", "train s", "sync s", "bubble"]
     table = _table("Layouts that fit, the fastest first", heads)
     for number, verdict in enumerate(found.ranked, 1):
         candidate, seconds = verdict.candidate, verdict.seconds
-        times = [f"{value:.3g}" for value in (seconds.step, seconds.generate, seconds.logprobs, seconds.train, seconds.sync)]
+        times = [f"{value:.3g}" for value in (seconds.step, seconds.generate, seconds.trainer, seconds.sync)]
         names = [candidate.placement, candidate.words(), candidate.engine_words()]
         table.add_row(str(number), *names, _gib(verdict.spare), *times, f"{seconds.bubble:.1%}")
     return table

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_rl.plan import alignment
-from megatron_rl.plan.candidate import Candidate, Job, Placement, is_field
+from megatron_rl.plan.candidate import Candidate, Job, Placement, Recompute, is_field
 from megatron_rl.plan.hardware import GIB, Cluster
 from megatron_rl.plan.phases import Side, phases, spare
 from megatron_rl.plan.sync_load import SyncLoad, sync_load
@@ -65,6 +65,7 @@ class Planner:
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
+        self._recomputes: tuple[Recompute, ...] = ("none", "full") if is_field("train.recompute") else ("none",)
         self._cuts: dict[tuple[int, ...], bool] = {}
 
     def judge(self, candidate: Candidate) -> Verdict:
@@ -118,7 +119,8 @@ class Planner:
                 trainer_gpus = total if placement == "colocated" else total - engine_gpus
                 for rollout in self._rollouts(engine_gpus):
                     for layout in self._layouts(trainer_gpus):
-                        yield Candidate(layout, *rollout, placement)
+                        for recompute in self._recomputes:
+                            yield Candidate(layout, *rollout, placement, recompute)
 
     def _rollouts(self, gpus: int) -> Iterator[tuple[int, int, int]]:
         """(tp, ep, engines) that use these GPUs, no engine over two nodes."""
@@ -175,9 +177,8 @@ def reason(verdict: Verdict, best: Verdict) -> str:
         return f"the fastest that fits; {longest / sum(verdict.phases.values()):.0%} of its work is {phase}"
     told = []
     if verdict.candidate.placement != best.candidate.placement:
-        trainer = seconds.logprobs + seconds.train
         how = "one after the other" if verdict.candidate.colocated else "side by side"
-        told.append(f"{seconds.generate:.3g} s of generation and {trainer:.3g} s of training, {how}")
+        told.append(f"{seconds.generate:.3g} s of generation and {seconds.trainer:.3g} s of training, {how}")
     else:
         apart = {phase: mine - best.phases[phase] for phase, mine in verdict.phases.items()}
         largest = sorted(apart.items(), key=lambda item: -abs(item[1]))[:2]

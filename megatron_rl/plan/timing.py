@@ -40,10 +40,14 @@ class Seconds:
     colocated: bool = True
 
     @property
+    def trainer(self) -> float:
+        """Log-probs and training."""
+        return self.logprobs + self.train
+
+    @property
     def step(self) -> float:
         """Colocated, one after the other; disaggregated, the engines generate while the trainer trains on what came before."""
-        trainer = self.logprobs + self.train
-        return (self.generate + trainer if self.colocated else max(self.generate, trainer)) + self.sync
+        return (self.generate + self.trainer if self.colocated else max(self.generate, self.trainer)) + self.sync
 
 
 def seconds(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
@@ -51,7 +55,7 @@ def seconds(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
     updates, m = job.config.algorithm.updates_per_step, candidate.micro_batches(job)
     layout = candidate.train
     forward = _pass(job, candidate, cluster, products=1)
-    both = _pass(job, candidate, cluster, products=4 if job.recompute else 3)
+    both = _pass(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
     train = updates * (both * m / (1 - bubble(layout.pp, layout.vpp, m)) + _gradients(job, candidate, cluster))
     scored = updates * m  # micro-batches of the whole step
     logprobs = (2 if job.reference else 1) * forward * (scored + layout.pp - 1)
