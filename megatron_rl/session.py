@@ -19,7 +19,7 @@ from megatron_rl.checkpoints import set_aside
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.engine import Engine, find_launcher
+from megatron_rl.engines import Engines, start_engines
 from megatron_rl.errors import MegatronRLError, RunError
 from megatron_rl.export import save_hf
 from megatron_rl.graph_check import check_graph
@@ -37,6 +37,7 @@ from megatron_rl.resume import Start, choose
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
+from megatron_rl.steady import SteadySync
 from megatron_rl.stop import listen
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
@@ -117,17 +118,18 @@ class Session:
             return planes(model, shards, self.contract)
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
-        engine, worker = self._on_rank0_only(mark)
-        sync = WeightSync(plan, engine, live, self.config.sync)
+        engines, worker = self._on_rank0_only(mark)
+        sync = WeightSync(plan, engines, live, self.config.sync)
         self._resources.callback(sync.close)
-        on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
-        check_graph(model, engine, self.contract, self.folder)
+        on_rank0(lambda: check_live_engine(plan, cast(Engines, engines)))
+        check_graph(model, engines, self.contract, self.folder)
         sync.prove()
-        self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
+        self.say(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
         saved = -1 if mark is None else mark.version
         checkpoints = Checkpoints(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
         causes = MismatchCauses(actor, live, self.contract.activation_format)
-        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, checkpoints, causes, mark)
+        steady = SteadySync(sync, engines, self.say)
+        return Loop(self.config, actor, self._reference(hf_config), steady, worker, self.log, checkpoints, causes, mark)
 
     def _go_on(self, actor: Actor) -> Mark | None:
         """Loads the checkpoint that the run goes on from; None in a new run."""
@@ -138,8 +140,8 @@ class Session:
         actor.steps_done = mark.optimizer_steps
         return mark
 
-    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engine | None, RolloutWorker | None]:
-        """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
+    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engines | None, RolloutWorker | None]:
+        """Engines, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
         found: list[Any] = [None, None]
 
         def start() -> None:
@@ -151,8 +153,8 @@ class Session:
             scorer = self._resources.enter_context(Scorer(config.reward, self.say))
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
-            self.say("starting the engine")
-            found[0] = find_launcher(config.rollout.engine)(config, self.folder / "engine_model", self.folder)
+            self.say(f"starting the engines: {config.rollout.engines}")
+            found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.say)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
 
