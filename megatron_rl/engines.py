@@ -84,7 +84,7 @@ class Engines:
         count, engines = len(prompts_B), len(self._places)
         size = count if engines == 1 else max(-(-count // (_PIECES * engines)), 1)
         pieces = [slice(start, start + size) for start in range(0, count, max(size, 1))]
-        if len(pieces) == 1:
+        if len(pieces) <= 1:
             return self._generate(prompts_B, samplings)
         threads = ThreadPoolExecutor(len(pieces), thread_name_prefix="megatron-rl-generate")
         try:

@@ -15,7 +15,8 @@ def one_interface(host: str) -> str:
         found = {entry[4][0] for entry in socket.getaddrinfo(host or "0", None, flags=socket.AI_NUMERICHOST)}
     except OSError:  # a name: what it stands for is known where it is bound
         return host
-    if any(ipaddress.ip_address(str(address)).is_unspecified for address in found):
+    addresses = [ipaddress.ip_address(str(address)) for address in found]
+    if any((getattr(address, "ipv4_mapped", None) or address).is_unspecified for address in addresses):
         raise ValueError("stands for every interface of the machine; name one, loopback or of a private network")
     return host
 

@@ -31,7 +31,7 @@ from megatron_rl.mcore.checkpoint_writer import load
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.ranks import is_rank0, lost_rank, on_rank0
 from megatron_rl.report import headline, write_report
 from megatron_rl.resume import Start, choose
 from megatron_rl.rewards.scorer import Scorer
@@ -73,7 +73,11 @@ class Session:
         except BaseException as error:
             if loop is not None and (isinstance(error, RunError) or self.layout.world_size == 1):
                 self._try_checkpoint(loop)  # every rank is here: RunErrors are raised on all of them
-            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
+            lost = lost_rank(error)
+            told = lost or error
+            self._close_log("broken", str(told) if isinstance(told, MegatronRLError) else f"{type(told).__name__}: {told}")
+            if lost is not None:
+                raise lost from error
             raise
         if is_rank0():
             self.say(headline(read_metrics(self.folder)))

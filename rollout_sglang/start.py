@@ -62,7 +62,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     if torch.cuda.is_available():
         options["base-gpu-id"] = number * rollout.tp
     else:
-        options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.1}
+        # the cache's size is max-total-tokens; SGLang compares the machine's free memory before and after loading, which others use too
+        options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}
         flags.append("disable-overlap-schedule")
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
