@@ -18,9 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 from megatron_rl.config import Config
 from megatron_rl.engine import Engine, LiveTensor, find_launcher
-from megatron_rl.errors import LostError, RunError
+from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.graph import Graph
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
@@ -37,6 +39,14 @@ def start_engines(config: Config, model_path: Path, log_dir: Path, say: Callable
     """Starts the engines of a configuration side by side, and returns when all are ready. Raises RunError where one is not."""
     launch = find_launcher(config.rollout.engine)
     return Engines(config, lambda number: launch(config, model_path, log_dir, number), say)
+
+
+def check_devices(config: Config) -> None:
+    """Raises UserError where this machine has fewer GPUs than its engines need."""
+    rollout, found = config.rollout, torch.cuda.device_count()
+    if torch.cuda.is_available() and rollout.engines * rollout.tp > found:
+        rule = f"needs {rollout.engines} * {rollout.tp} GPUs (rollout.engines * rollout.tp), this machine has {found}"
+        raise UserError("rollout.engines", rollout.engines, rule, "lower one of them")
 
 
 @dataclass(eq=False)
@@ -245,9 +255,11 @@ class Engines:
             for place in self._places:
                 place.serving = False
             self._changed.notify_all()
-        coming = [place.coming.result(self._settings.start_timeout) for place in self._places if place.coming is not None]
-        for engine in [*(place.engine for place in self._places), *coming]:
-            engine.stop(at_once)
+        for place in self._places:
+            place.engine.stop(at_once)
+            with contextlib.suppress(Exception):  # one that was not started
+                if place.coming is not None:
+                    place.coming.result(self._settings.start_timeout).stop(at_once)
         for threads in (self._starter, self._side_by_side):
             threads.shutdown(wait=False)
 

@@ -175,6 +175,7 @@ class SGLangEngine(LiveRequests):
 
     def stop(self, at_once: bool = False) -> None:
         self._http.close()
+        self._gate.open()  # who waits at it is told
         self.process.kill() if at_once else self.process.stop()
 
     def _ask(self) -> None:
