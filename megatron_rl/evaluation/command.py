@@ -180,7 +180,7 @@ def _sample(
                 check_live_engine(side.plan, engine)
                 screen.now(name)
                 start, turns = time.perf_counter(), Turns(engine, load_tokenizer(side.tokenizer), environments)
-                sampling, chunk = _sampling(config, request), config.rollout.max_running_requests
+                sampling, chunk = _sampling(config, request), config.rollout.max_running_requests * config.rollout.engines
                 tallies = sample(turns, scorer, problems, request.samples, sampling, config.train.seed, chunk, partial(record, name))
                 found[name] = tallies, time.perf_counter() - start
                 screen.line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")

@@ -53,19 +53,15 @@ class Several(Served):
         sync.prove()
         self.steady = SteadySync(sync, self.engines, self.said.append)
 
-    def process(self, number: int) -> psutil.Process:
-        return psutil.Process(self.engines._places[number].engine.process.pid)
-
 
 _now: list[Several] = []
 
 
-def start(checkpoint: Path, folder: Path, precision: dict[str, Any], count: int, health_timeout: float) -> list[int]:
-    """Brings up trainer and engines; the pids of the servers."""
+def start(checkpoint: Path, folder: Path, precision: dict[str, Any], count: int, health_timeout: float) -> None:
+    """Brings up trainer and engines."""
     several = Several(checkpoint, folder, precision)
     several.bring_up(count, health_timeout)
     _now[:] = [several]
-    return [several.process(number).pid for number in range(count)]
 
 
 def train(batch: list[Sequence]) -> None:
@@ -91,28 +87,33 @@ def generate(prompts: list[list[int]], tokens: int, alone: int | None = None) ->
     return [(one.output_ids_T, one.logprobs_T, one.policy_version) for one in asked.generate(prompts, samplings)]
 
 
-def generate_through(fault: str, number: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """`generate` with a fault in engine `number` once it is at work; and whether processes of that engine are left."""
+def generate_through(faults: dict[int, str], version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """`generate`, done as the loop does it, with faults in these engines once they are at work; and processes that are left of them."""
     several = _now[0]
-    below = [several.process(number), *several.process(number).children(recursive=True)]
-    place = several.engines._places[number]
-    strike = threading.Thread(target=lambda: (_until(lambda: place.outstanding > 0), _FAULTS[fault](several, number)))
-    strike.start()
-    found = generate(prompts, tokens)
-    strike.join(30)
-    assert place.lost is not None, f"it was done before the fault: {several.said}"
-    place.coming.result(60)  # the lost one is ended before another one starts
+    below = [process for number in faults for process in _family(several, number)]
+    places = [several.engines._places[number] for number in faults]
+
+    def strike() -> None:
+        _until(lambda: all(place.outstanding for place in places))
+        for number, fault in faults.items():
+            _FAULTS[fault](several, number)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    found = several.steady.serving(version, lambda: generate(prompts, tokens))
+    striking.join(30)
     return {"said": found, "left": [process.pid for process in below if process.is_running()]}
 
 
-def sync_through(fault: str, number: int, version: int) -> dict[str, Any]:
-    """`sync` with a fault while the third chunk is packed."""
+def sync_through(faults: dict[int, str], version: int) -> dict[str, Any]:
+    """`sync` with faults in these engines while the third chunk is packed."""
     several, pack, calls = _now[0], Memory.pack, []
 
     def packed(memory: Memory, *args: Any) -> str:
         calls.append(1)
         if len(calls) == 3:
-            _FAULTS[fault](several, number)
+            for number, fault in faults.items():
+                _FAULTS[fault](several, number)
         return pack(memory, *args)
 
     Memory.pack = packed
@@ -122,13 +123,18 @@ def sync_through(fault: str, number: int, version: int) -> dict[str, Any]:
         Memory.pack = pack
 
 
+def _family(several: Several, number: int) -> list[psutil.Process]:
+    server = psutil.Process(several.engines._places[number].engine.process.pid)
+    return [server, *server.children(recursive=True)]
+
+
 def _kill(several: Several, number: int) -> None:
-    several.process(number).kill()
+    _family(several, number)[0].kill()
 
 
 def _stop(several: Several, number: int) -> None:
     """Every process of the engine stands still, as if it hung."""
-    for process in [several.process(number), *several.process(number).children(recursive=True)]:
+    for process in _family(several, number):
         process.suspend()
 
 
@@ -193,8 +199,7 @@ def exposed() -> dict[str, Any]:
     for place in _now[0].engines._places:
         key = place.engine._http.headers["authorization"].removeprefix("Bearer ")
         assert len(key) == 48
-        server = psutil.Process(place.engine.process.pid)
-        for process in (server, *server.children(recursive=True)):
+        for process in _family(_now[0], place.number):
             if any(key in word for word in process.cmdline()):
                 readable.append(f"command line of {process.pid}")
             addresses |= {entry.laddr.ip for entry in process.net_connections("tcp") if entry.status == psutil.CONN_LISTEN}
