@@ -28,11 +28,11 @@ def _own_environment() -> dict[str, str]:
 class EngineProcess:
     """One server process in a session of its own; its output goes to `log`."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_sglang.server", "--parent", str(os.getpid()), *arguments],
+                [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +18,10 @@ from megatron_rl.engines import Engines, start_engines
 from megatron_rl.steady import SteadySync
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
-from megatron_rl.transport.chunks import Memory
 from megatron_rl.types import Sampling
 from parallel.geometry import ModelGeometry
+from support.faults import Faults, family_of, strike_while
+from support.faults import sync_through as strike_in_sync
 from support.served import Served
 
 _BUCKET = 64 << 10
@@ -87,93 +83,15 @@ def generate(prompts: list[list[int]], tokens: int, alone: int | None = None) ->
     return [(one.output_ids_T, one.logprobs_T, one.policy_version) for one in asked.generate(prompts, samplings)]
 
 
-def generate_through(faults: dict[int, str], version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """`generate`, done as the loop does it, with faults in these engines once they are at work; and processes that are left of them."""
+def generate_through(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """`generate` with faults; see `support.faults.strike_while`."""
     several = _now[0]
-    below = [process for number in faults for process in _family(several, number)]
-    places = [several.engines._places[number] for number in faults]
-
-    def strike() -> None:
-        _until(lambda: all(place.outstanding for place in places))
-        for number, fault in faults.items():
-            _FAULTS[fault](several, number)
-
-    striking = threading.Thread(target=strike)
-    striking.start()
-    found = several.steady.serving(version, lambda: generate(prompts, tokens))
-    striking.join(30)
-    return {"said": found, "left": [process.pid for process in below if process.is_running()]}
+    return strike_while(lambda: generate(prompts, tokens), several.engines, several.steady, version, faults)
 
 
-def sync_through(faults: dict[int, str], version: int) -> dict[str, Any]:
-    """`sync` with faults in these engines while the third chunk is packed."""
-    several, pack, calls = _now[0], Memory.pack, []
-
-    def packed(memory: Memory, *args: Any) -> str:
-        calls.append(1)
-        if len(calls) == 3:
-            for number, fault in faults.items():
-                _FAULTS[fault](several, number)
-        return pack(memory, *args)
-
-    Memory.pack = packed
-    try:
-        return sync(version)
-    finally:
-        Memory.pack = pack
-
-
-def _family(several: Several, number: int) -> list[psutil.Process]:
-    server = psutil.Process(several.engines._places[number].engine.process.pid)
-    return [server, *server.children(recursive=True)]
-
-
-def _kill(several: Several, number: int) -> None:
-    _family(several, number)[0].kill()
-
-
-def _stop(several: Several, number: int) -> None:
-    """Every process of the engine stands still, as if it hung."""
-    for process in _family(several, number):
-        process.suspend()
-
-
-def _cut_requests(several: Several, number: int) -> None:
-    """The connections over which engine `number` is asked end under way."""
-    port = httpx.URL(several.engines._places[number].engine._http.base_url).port
-    for connection in psutil.Process().net_connections("tcp"):
-        if connection.raddr and connection.raddr.port == port:
-            with _descriptor(connection.fd) as found:
-                found.shutdown(socket.SHUT_RDWR)
-
-
-def _cut_ring(several: Several, number: int) -> None:
-    """The connection over which weights go to engine `number` ends under way."""
-    several.steady._sync._outbox._peers[number].shutdown(socket.SHUT_RDWR)
-
-
-_FAULTS: dict[str, Callable[[Several, int], None]] = {
-    "kill": _kill,
-    "hang": _stop,
-    "cut requests": _cut_requests,
-    "cut ring": _cut_ring,
-}
-
-
-@contextmanager
-def _descriptor(number: int) -> Iterator[socket.socket]:
-    with socket.socket(fileno=os.dup(number)) as found:
-        yield found
-
-
-def _until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    pause = threading.Event()
-    for _ in range(int(seconds * 100)):
-        if condition():
-            pause.wait(0.3)  # it has begun
-            return
-        pause.wait(0.01)
-    raise AssertionError("it never came")
+def sync_through(faults: Faults, version: int) -> dict[str, Any]:
+    """`sync` with faults; see `support.faults.sync_through`."""
+    return strike_in_sync(_now[0].engines, _now[0].steady, version, faults)
 
 
 def without_key() -> dict[str, list[int]]:
@@ -199,7 +117,7 @@ def exposed() -> dict[str, Any]:
     for place in _now[0].engines._places:
         key = place.engine._http.headers["authorization"].removeprefix("Bearer ")
         assert len(key) == 48
-        for process in _family(_now[0], place.number):
+        for process in family_of(_now[0].engines, place.number):
             if any(key in word for word in process.cmdline()):
                 readable.append(f"command line of {process.pid}")
             addresses |= {entry.laddr.ip for entry in process.net_connections("tcp") if entry.status == psutil.CONN_LISTEN}
