@@ -1,8 +1,8 @@
 """Engines without SGLang, which start in seconds: a process with the same HTTP face around the project's own code for an engine's weights.
 
-The trainer's side is the real one (client, restarts, sync, transports, proof), over random planes instead of a model. An answer's tokens are
-a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.light` is the engine;
-the functions below `--- the trainer's side` run in the ranks of a `World`.
+The trainer's side is the real one (client, restarts, sync, transports, proof), over random planes instead of a model. An answer's tokens
+are a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.light` is the
+engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 import threading
+import zlib
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,8 +33,6 @@ from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.types import Sampling
 from parallel.layout import Layout
 from parallel.megatron import trainer_shards
-from parallel.pieces import Rect
-from parallel.regions import digest
 from parallel.sglang import engine_shards
 from rollout_sglang import live
 from rollout_sglang.engine import SGLangEngine
@@ -74,7 +73,7 @@ class LightEngine:
 
     def generate(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
         version, held = self.version, live.live_tensors(self.model)
-        weights = sum(int(digest(tensor, Rect(0, 0, *tensor.reshape(-1, tensor.shape[-1]).shape)), 16) for tensor in held.values())
+        weights = sum(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for tensor in held.values())
         threading.Event().wait(_TOKEN_SECONDS * parameters[0]["max_new_tokens"])
         return [
             {
@@ -158,7 +157,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout, said = Layout(tp=dist.get_world_size()), list[str]()
     settings = Sync.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
-    config = Config.model_validate({"model": {"path": "none"}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
+    config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
     several = Engines(config, lambda number: SGLangEngine(LightStart(config, folder, number)), said.append) if is_rank0() else None
     plan = SyncPlan.make(MODEL, layout, (1, 1), contract(True), settings.chunk_bytes, engines)
     shards = trainer_shards(MODEL, layout, quantised=True)[dist.get_rank()]

@@ -7,10 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from megatron_rl.config import Config
-from megatron_rl.engines import Engines
-from megatron_rl.errors import LostError, RunError
+from megatron_rl.engines import Engines, check_devices
+from megatron_rl.errors import LostError, RunError, UserError
+from megatron_rl.ranks import lost_rank
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from megatron_rl.types import Generation, Sampling
@@ -229,3 +231,21 @@ def test_ranks_are_numbered_through(fleet):
         _, link, mine, _ = engine.calls[-1]
         assert (link.first, [chunk.target for chunk in mine]) == (2 * number, [0, 1])
     assert two.engines.activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
+
+
+def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}}, strict=False))
+    with pytest.raises(UserError) as error:
+        check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 3, "tp": 2}}, strict=False))
+    line = "rollout.engines = 3: needs 3 * 2 GPUs (rollout.engines * rollout.tp), this machine has 4; lower one of them"
+    assert str(error.value) == line
+
+
+def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31289\nmore"
+    line = "another trainer rank is gone ([/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    assert str(lost_rank(RuntimeError(gloo))).startswith(line) and "\n" not in str(lost_rank(RuntimeError(gloo)))
+    assert lost_rank(torch.distributed.DistBackendError("NCCL error"))
+    assert lost_rank(RuntimeError("shape mismatch")) is None and lost_rank(LostError("an engine")) is None
