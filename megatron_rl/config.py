@@ -24,6 +24,7 @@ from megatron_rl.config_reward import RewardConfig
 from megatron_rl.config_section import Section as _Section
 from megatron_rl.config_sync import Sync
 from megatron_rl.errors import UserError
+from megatron_rl.hosts import Host
 
 
 class Architecture(_Section):
@@ -142,8 +143,10 @@ class Rollout(_Section):
 
     engine: str = "sglang"
     """Name of the engine's entry point in the group `megatron_rl.rollout`."""
+    engines: int = Field(1, ge=1)
+    """Engines, side by side on this machine, each on `tp` devices of its own; a request goes to the one with the least to do."""
     tp: int = Field(1, ge=1)
-    """Tensor parallel ranks of the engine."""
+    """Tensor parallel ranks of each engine."""
     ep: int = Field(1, ge=1)
     """Ranks among them that share the experts of a mixture-of-experts model; divides `tp`."""
     prompts_per_step: int = Field(32, ge=1)
@@ -152,15 +155,19 @@ class Rollout(_Section):
     temperature: float = Field(1.0, gt=0)
     max_new_tokens: int = Field(512, ge=1)
     max_running_requests: int = Field(256, ge=1)
-    """Sequences that the engine decodes at once."""
+    """Sequences that an engine decodes at once."""
     max_total_tokens: int = Field(65536, ge=256)
-    """Tokens that the engine's KV cache holds."""
-    host: str = "127.0.0.1"
-    """Address the engine's HTTP server binds to."""
+    """Tokens that an engine's KV cache holds."""
+    host: Host = "127.0.0.1"
+    """Address of the one interface that engines listen on: this machine's own, or one of a private network. See docs/security.md."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds an engine may take to become healthy."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds one generate call or one sync call may take."""
+    health_timeout: float = Field(60.0, gt=0)
+    """Seconds an engine at work may leave a question unanswered; it then counts as hung and is ended."""
+    max_restarts: int = Field(3, ge=0)
+    """How often, between one policy version and the next, engines that were lost are started anew; 0: the first loss ends the run."""
 
 
 class Checkpoint(_Section):

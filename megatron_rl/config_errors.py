@@ -91,7 +91,7 @@ def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
         return f"did you mean {close[0]!r}?" if close else _default(path, root)
     if kind == "string_type" or kind == "path_type":
         return "put it in quotes"
-    if isinstance(value, str) and _NUMBER_OR_BOOL.fullmatch(value):
+    if kind != "value_error" and isinstance(value, str) and _NUMBER_OR_BOOL.fullmatch(value):
         return "write it without quotes"
     return _default(path, root)
 

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_rl.config_section import Section
+from megatron_rl.hosts import Host
 
 IN_FLIGHT = 2
 """Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
@@ -29,7 +30,7 @@ class Sync(Section):
     """Completions that run when the weights switch: wait until they are finished, or throw them away and sample them anew."""
     proof: Literal["streamed", "reread"] = "reread"
     """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
-    host: str = "127.0.0.1"
+    host: Host = "127.0.0.1"
     """process_group: address of the first trainer rank's host, where all ranks meet."""
     dir: Path | None = None
     """disk: the folder."""

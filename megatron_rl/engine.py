@@ -26,7 +26,12 @@ class LiveTensor:
 
 
 class Engine(Protocol):
-    """A running engine. Every call is bounded in time and raises RunError, with the engine's log tail, when the engine fails."""
+    """An engine. Every call is bounded in time and raises RunError, with the engine's log tail, when the engine fails: LostError where
+    another one can take its place."""
+
+    def wait_until_ready(self) -> None:
+        """Returns when the engine serves the weights it was started with, as version 0. Raises RunError where it does not come up, and
+        has ended it then."""
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
         """One completion per prompt (token ids), in order; one sampling for all, or one for each."""
@@ -71,14 +76,14 @@ class Engine(Protocol):
     def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
         """Per rank, the digests (`parallel.regions.digest`) of rectangles of live tensors, in the order asked."""
 
-    def stop(self) -> None:
-        """Ends the engine's processes; safe to call twice."""
+    def stop(self, at_once: bool = False) -> None:
+        """Ends the engine's processes, politely first or at once; safe to call twice."""
 
 
 class Launcher(Protocol):
-    """The entry point's callable."""
+    """The entry point's callable: starts engine `number` of a run, without waiting for it."""
 
-    def __call__(self, config: Config, model_path: Path, log_dir: Path) -> Engine: ...
+    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine: ...
 
 
 def find_launcher(name: str) -> Launcher:

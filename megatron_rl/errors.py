@@ -1,6 +1,7 @@
 """The project's exceptions: one family, two exit codes.
 
-`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3).
+`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3), and `LostError` one
+that may still be mended.
 Both print as one line without a traceback; every other exception is a bug and keeps its traceback.
 """
 
@@ -39,3 +40,7 @@ class RunError(MegatronRLError):
     def __init__(self, message: str, log_tail: str = "") -> None:
         self.log_tail = log_tail
         super().__init__(message)
+
+
+class LostError(RunError):
+    """An engine, or the connection to one, was lost. What was under way can be done anew with an engine that takes its place."""

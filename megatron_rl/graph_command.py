@@ -64,6 +64,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Comparison | 
     def rollout() -> list[Graph]:
         engine = find_launcher(config.rollout.engine)(config, folder / "engine", folder)
         try:
+            engine.wait_until_ready()
             return engine.graph()
         finally:
             engine.stop()

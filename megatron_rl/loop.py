@@ -3,7 +3,7 @@
     prompts -> engine generates groups -> rewards -> actor and reference log-probs -> advantages, corrections -> policy loss
             -> optimizer steps -> blocks quantised once -> sync + proof -> next policy version
 
-Every rank runs it; what only rank 0 can do (engine, rewards, log) happens inside `on_rank0`.
+Every rank runs it; what only rank 0 can do (engines, rewards, log) happens inside `sync.serving` and after `is_rank0`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megatron_rl.errors import RunError
 from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.linear import without_fp8
-from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.ranks import is_rank0
 from megatron_rl.rollout import Rollout, RolloutWorker, rollout_metrics, sample_rows
 from megatron_rl.runlog import RunLog
+from megatron_rl.steady import SteadySync
 from megatron_rl.stop import check_stop
-from megatron_rl.sync import WeightSync
 
 
 class Loop:
@@ -46,7 +46,7 @@ class Loop:
         config: Config,
         actor: Actor,
         reference: Policy | None,
-        sync: WeightSync,
+        sync: SteadySync,
         worker: RolloutWorker | None,
         log: RunLog | None,
         checkpoints: Checkpoints,
@@ -55,7 +55,7 @@ class Loop:
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
         self._checkpoints = checkpoints
-        self._worker = cast(RolloutWorker, worker)  # these two are used inside on_rank0 and after is_rank0 only
+        self._worker = cast(RolloutWorker, worker)  # these two are used on rank 0 only
         self._log = cast(RunLog, log)
         self._causes = cast(MismatchCauses, causes)
         self._clip = ClipCalibration(config.algorithm, self._logprobs_of_now)
@@ -94,7 +94,7 @@ class Loop:
 
     def _step(self, step: int) -> dict[str, float]:
         with self._phase("generate"):
-            rollout = on_rank0(lambda: self._worker.collect(self.version))
+            rollout = self.sync.serving(self.version, lambda: self._worker.collect(self.version))
         metrics = rollout_metrics(rollout)
         sequences = to_sequences(rollout)
         with self._phase("logprobs", metrics):
@@ -164,7 +164,7 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self.config.data.eval_every and step != self.config.train.steps:
             return {}
-        return on_rank0(lambda: self._worker.evaluate(self.version))
+        return self.sync.serving(self.version, lambda: self._worker.evaluate(self.version))
 
     @contextmanager
     def _phase(self, name: str, metrics: dict[str, float] | None = None) -> Iterator[None]:

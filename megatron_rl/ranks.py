@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 import torch.distributed as dist
 
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import MegatronRLError, RunError
 
 T = TypeVar("T")
 
@@ -46,3 +46,11 @@ def raise_together(error: MegatronRLError | None) -> None:
     for told in gathered(error):
         if told is not None:
             raise told
+
+
+def lost_rank(error: BaseException) -> RunError | None:
+    """The line to show for an error by which torch says that another rank is gone; None for any other error."""
+    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return None
+    line = str(error).strip().partition("\n")[0]
+    return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto goes on from the last checkpoint")

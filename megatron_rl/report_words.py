@@ -51,6 +51,8 @@ _MEANING = {
     "sync/tensors": ("tensors moved", "count"),
     "sync/blocks": ("FP8 blocks or INT8 channels moved", "count"),
     "sync/proved": ("tensors whose hashes were equal on both sides", "count"),
+    "engine/restarts": ("engines that took the place of lost ones", "count"),
+    "time/recovery": ("from the loss of an engine to the next proved sync", "seconds"),
     "time/step": ("the whole step", "seconds"),
 }
 CAUSES = {

@@ -12,6 +12,7 @@ from megatron_rl.algorithm.overlong import overlong_reward
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.engine import Engine
+from megatron_rl.errors import LostError
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.turns import EnvironmentPool, Turns
 from megatron_rl.types import Completion, Problem, Sampling
@@ -51,11 +52,20 @@ class RolloutWorker:
         return self._stream.state_dict()
 
     def collect(self, version: int) -> Rollout:
-        """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version.
+        """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version, LostError
+        where the engine was lost: the problems then stand where they stood.
 
         Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earn the same teaches nothing, and is drawn anew from the
         next problem; after the last round such groups fill what is missing, so that the batch keeps its size.
         """
+        before = self._stream.state_dict()
+        try:
+            return self._collect(version)
+        except LostError:
+            self._stream.load_state_dict(before)
+            raise
+
+    def _collect(self, version: int) -> Rollout:
         wanted, rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         rollout = self._groups(wanted, version, 0)
         if not rounds:

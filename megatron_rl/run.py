@@ -10,6 +10,7 @@ from megatron_rl import hf
 from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import check_data
+from megatron_rl.engines import check_devices
 from megatron_rl.environment import load_environment
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
@@ -50,6 +51,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
+    check_devices(config)
     check_environment(config)
     _check_model(config, layout)
     if data:

@@ -18,7 +18,7 @@ from megatron_rl.checkpoints import set_aside
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.engine import Engine, find_launcher
+from megatron_rl.engines import Engines, start_engines
 from megatron_rl.errors import MegatronRLError, RunError
 from megatron_rl.export import save_hf
 from megatron_rl.graph_check import check_graph
@@ -30,12 +30,13 @@ from megatron_rl.mcore.checkpoint_writer import load
 from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.ranks import is_rank0, lost_rank, on_rank0
 from megatron_rl.report import headline, write_report
 from megatron_rl.resume import Start, arrangement, choose
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
+from megatron_rl.steady import SteadySync
 from megatron_rl.stop import listen
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
@@ -71,7 +72,11 @@ class Session:
         except BaseException as error:
             if loop is not None and (isinstance(error, RunError) or self.layout.world_size == 1):
                 self._try_checkpoint(loop)  # every rank is here: RunErrors are raised on all of them
-            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
+            lost = lost_rank(error)
+            told = lost or error
+            self._close_log("broken", str(told) if isinstance(told, MegatronRLError) else f"{type(told).__name__}: {told}")
+            if lost is not None:
+                raise lost from error
             raise
         if is_rank0():
             self.say(headline(read_metrics(self.folder)))
@@ -116,17 +121,18 @@ class Session:
             return planes(model, shards, self.contract)
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
-        engine, worker = self._on_rank0_only(mark)
-        sync = WeightSync(plan, engine, live, self.config.sync)
+        engines, worker = self._on_rank0_only(mark)
+        sync = WeightSync(plan, engines, live, self.config.sync)
         self._resources.callback(sync.close)
-        on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
-        check_graph(model, engine, self.contract, self.folder)
+        on_rank0(lambda: check_live_engine(plan, cast(Engines, engines)))
+        check_graph(model, engines, self.contract, self.folder)
         sync.prove()
-        self.say("engine is up; the weights it loaded equal the trainer's, byte for byte")
+        self.say(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
         saved = -1 if mark is None else mark.version
         checkpoints = Checkpoints(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
         causes = MismatchCauses(actor, live, self.contract.activation_format)
-        return Loop(self.config, actor, self._reference(hf_config), sync, worker, self.log, checkpoints, causes, mark)
+        steady = SteadySync(sync, engines, self.say)
+        return Loop(self.config, actor, self._reference(hf_config), steady, worker, self.log, checkpoints, causes, mark)
 
     def _go_on(self, actor: Actor) -> Mark | None:
         """Loads the checkpoint that the run goes on from; None in a new run."""
@@ -138,8 +144,8 @@ class Session:
         actor.steps_done = mark.optimizer_steps
         return mark
 
-    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engine | None, RolloutWorker | None]:
-        """Engine, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
+    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engines | None, RolloutWorker | None]:
+        """Engines, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
         found: list[Any] = [None, None]
 
         def start() -> None:
@@ -151,8 +157,8 @@ class Session:
             scorer = self._resources.enter_context(Scorer(config.reward, self.say))
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
-            self.say("starting the engine")
-            found[0] = find_launcher(config.rollout.engine)(config, self.folder / "engine_model", self.folder)
+            self.say(f"starting the engines: {config.rollout.engines}")
+            found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.say)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
 

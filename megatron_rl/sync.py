@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_rl.config_sync import Sync
 from megatron_rl.engine import Engine
-from megatron_rl.errors import RunError
+from megatron_rl.errors import LostError, RunError
 from megatron_rl.ranks import gathered, on_rank0
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import Link, Outbox, check_hosts, make_outbox
@@ -49,6 +49,9 @@ class SyncReport:
     proved: int
     seconds: float
     proof_seconds: float
+    restarts: int = 0
+    """Engines that took the place of lost ones since the sync before; `recovery_seconds` is what that and repeated syncs took."""
+    recovery_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """By the names of the run log."""
@@ -56,6 +59,8 @@ class SyncReport:
         return {name: float(value) for name, value in counts.items()} | {
             "time/sync": self.seconds - self.proof_seconds,
             "time/proof": self.proof_seconds,
+            "time/recovery": self.recovery_seconds,
+            "engine/restarts": float(self.restarts),
         }
 
 
@@ -99,7 +104,8 @@ class WeightSync:
         """Moves the trainer's weights into the engine as policy version `version`, and proves it before the engine serves them.
 
         `hashing` is turned off to measure what the proof costs, only. Raises RunError naming parameter, rank and first block when a
-        byte differs, or when the engine fails; the engine then serves nothing any more.
+        byte differs, or when the engine fails; the engine then serves nothing any more. LostError where an engine or the
+        connection was lost; after `close` the same sync may be run again.
         """
         start = time.perf_counter()
         planes = self._read_planes()
@@ -172,27 +178,29 @@ class WeightSync:
 
     def _together(self, part: Callable[[], T]) -> list[T]:
         """Every rank does its part and is told all results; where one fails, all raise RunError, with the engine's side of it."""
-        result, failure = None, ""
+        result, failure, lost = None, "", False
         try:
             result = part()
         except (OSError, RuntimeError) as error:
             failure = f"trainer rank {self._rank}: {error}"
+            lost = isinstance(error, OSError) or self._settings.transport == "process_group"  # whose errors are all RuntimeErrors
             if self._outbox is not None:
                 self._outbox.close()  # the engine's ranks that wait for this one are told
-        told = gathered((result, failure))
-        failures = [text for _, text in told if text]
+        told = gathered((result, failure, lost))
+        failures = [text for _, text, _ in told if text]
         if failures:
-            reason = on_rank0(self._engine_failure)
-            raise RunError(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
-        return [cast(T, value) for value, _ in told]
+            reason, gone = on_rank0(self._engine_failure)
+            kind = LostError if gone or any(lost for *_, lost in told) else RunError
+            raise kind(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
+        return [cast(T, value) for value, *_ in told]
 
-    def _engine_failure(self) -> str:
-        """What the engine's ranks say of a sync that broke."""
+    def _engine_failure(self) -> tuple[str, bool]:
+        """What the engine's ranks say of a sync that broke, and whether an engine is lost."""
         try:
             self._engine.finish_receiving(False)
         except RunError as error:
-            return str(error)
-        return ""
+            return str(error), isinstance(error, LostError)
+        return "", False
 
     def _compare(self, planes: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
         """Raises RunError where a chunk's digests differ."""

@@ -32,15 +32,21 @@ class SyncPlan:
 
     @classmethod
     def make(
-        cls, model: ModelGeometry, train: Layout, rollout: tuple[int, int], contract: PrecisionContract, bucket_bytes: int
+        cls,
+        model: ModelGeometry,
+        train: Layout,
+        rollout: tuple[int, int],
+        contract: PrecisionContract,
+        bucket_bytes: int,
+        engines: int = 1,
     ) -> SyncPlan:
-        """Plans trainer -> engine of `rollout` (tp, ep). Raises UserError where the layouts do not fit the model or cut FP8 blocks, and
-        for INT8 experts."""
+        """Plans trainer -> equal engines of `rollout` (tp, ep), whose ranks are numbered through. Raises UserError where the layouts do not
+        fit the model or cut FP8 blocks, and for INT8 experts."""
         if contract.rollout_int8 and model.experts is not None:
             raise UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
         roles, int8_roles = contract.fp8_roles(), contract.int8_roles()
         try:
-            targets = engine_shards(model, *rollout)
+            targets = engine_shards(model, *rollout, engines)
             planned = moves(reshard(trainer_shards(model, train, quantised=bool(roles)), targets, roles, int8_roles=int8_roles))
             cut = buckets(planes_of(targets, roles, _ITEMSIZE[contract.high], int8_roles), bucket_bytes)
         except GeometryError as error:
@@ -54,9 +60,8 @@ class SyncPlan:
     @classmethod
     def of_config(cls, model: ModelGeometry, train: Layout, config: Config) -> SyncPlan:
         """`make` with the configuration's rollout, precision and chunk size."""
-        return cls.make(
-            model, train, (config.rollout.tp, config.rollout.ep), PrecisionContract.of(config.precision), config.sync.chunk_bytes
-        )
+        sizes = config.rollout.tp, config.rollout.ep
+        return cls.make(model, train, sizes, PrecisionContract.of(config.precision), config.sync.chunk_bytes, config.rollout.engines)
 
     def bytes_of(self, move: Move) -> int:
         itemsize = {"fp8": 1, "int8": 1, "scale": 4, "fp32": 4, "high": _ITEMSIZE[self.contract.high]}[move.kind]

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from megatron_rl.engine import Engine
 
 
-def launch(config: Config, model_path: Path, log_dir: Path) -> Engine:
-    """Entry point `sglang` of the group `megatron_rl.rollout`; see `rollout_sglang.engine.launch`.
+def launch(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine:
+    """Entry point `sglang` of the group `megatron_rl.rollout`; see `rollout_sglang.engine.begin`.
 
     Imported late, because SGLang imports this package at start-up, before its stand-ins are in place.
     """
-    from rollout_sglang.engine import launch as launch_engine
+    from rollout_sglang.engine import begin
 
-    return launch_engine(config, model_path, log_dir)
+    return begin(config, model_path, log_dir, number)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -12,113 +10,77 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import torch
 
 from megatron_rl.config import Config
 from megatron_rl.engine import LiveTensor
-from megatron_rl.errors import RunError, UserError
+from megatron_rl.errors import LostError, RunError
 from megatron_rl.graph import Graph
-from megatron_rl.precision import PrecisionContract
 from megatron_rl.types import Generation, Sampling
-from rollout_sglang import activations
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
-from rollout_sglang.platform import NAME as CPU_PLATFORM
-from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.requests import LiveRequests
+from rollout_sglang.start import Start
+from rollout_sglang.watch import Watch
 
-_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
+_ENDING_SECONDS = 2.0
+_KEEP_ALIVE_SECONDS = 2.0
+"""An idle connection is given up before SGLang does so, after 5 s, perhaps while a request is on its way."""
+
+
+def begin(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> SGLangEngine:
+    """Starts engine `number` of a run on `model_path`, and does not wait for it: see `SGLangEngine.wait_until_ready`."""
+    return SGLangEngine(Start(config, model_path, log_dir, number))
 
 
 def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
-    """Entry point of the group `megatron_rl.rollout`: starts an engine on `model_path` and waits until it is healthy.
-
-    A port that another program took in the meantime is tried once more with others. Raises RunError, with the log's tail, when the
-    engine dies or is not healthy within `rollout.start_timeout` seconds.
-    """
-    try:
-        return _launch_once(config, model_path, log_dir)
-    except RunError as error:
-        if "address already in use" not in error.log_tail.lower():
-            raise
-        print("megatron-rl: a port of the engine was taken by another program; starting it once more", file=sys.stderr)
-        return _launch_once(config, model_path, log_dir)
-
-
-def _launch_once(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
-    rollout, contract = config.rollout, PrecisionContract.of(config.precision)
-    port, key = _free_port(rollout.host), secrets.token_hex(24)
-    arguments = _server_arguments(config, contract, model_path, port)
-    process = EngineProcess(arguments, {API_KEY_VARIABLE: key, **_environment(rollout.tp, contract)}, log_dir / "engine.log")
-    engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout)
-    try:
-        engine.wait_until_healthy(rollout.start_timeout)
-    except BaseException:
-        engine.stop()
-        raise
+    """`begin`, and waits until the engine is ready."""
+    engine = begin(config, model_path, log_dir)
+    engine.wait_until_ready()
     return engine
 
 
-def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int) -> list[str]:
-    rollout = config.rollout
-    options: dict[str, Any] = {
-        "model-path": model_path,
-        "host": rollout.host,
-        "port": port,
-        "dtype": _DTYPE[contract.high],
-        "tp-size": rollout.tp,
-        "ep-size": rollout.ep,
-        "max-running-requests": rollout.max_running_requests,
-        "max-total-tokens": rollout.max_total_tokens,
-        "random-seed": config.train.seed,
-        "weight-version": "0",
-        "log-level": "warning",
-    }
-    flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
-    flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
-    if contract.engine_quantization:
-        options["quantization"] = contract.engine_quantization
-    if not torch.cuda.is_available():
-        options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.1}
-        flags.append("disable-overlap-schedule")
-    return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
-
-
-def _environment(tp: int, contract: PrecisionContract) -> dict[str, str]:
-    if torch.cuda.is_available():
-        return {activations.VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
-    return {
-        "SGLANG_PLATFORM": CPU_PLATFORM,
-        "OMP_NUM_THREADS": "1",  # by far the fastest for small models
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(rank) for rank in range(tp)),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards choke on the stand-in for Triton
-    }
-
-
-def _free_port(host: str) -> int:
-    try:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return probe.getsockname()[1]
-    except OSError as error:
-        raise UserError("rollout.host", host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine") from None
-
-
 class SGLangEngine(LiveRequests):
-    """Client and owner of one engine process. All calls are bounded by `timeout` seconds."""
+    """Client and owner of one engine process. All calls are bounded by `rollout.request_timeout`.
 
-    def __init__(self, process: EngineProcess, url: str, key: str, timeout: float) -> None:
-        self.process = process
-        self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
-        self._gate = Gate(timeout)
+    An engine that ended, that is silent, or whose connection broke is lost: `LostError`. It is of no use from then on.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self._start, self._rollout = start, start.config.rollout
+        self._gate = Gate(self._rollout.request_timeout)
+        self._watch = Watch(self._ask, self._give_up, self._rollout.health_timeout)
         self._changing = False  # SGLang's weight update is open
+        self._receiving = self._hung = False
+        self._begin()
 
-    def wait_until_healthy(self, seconds: float) -> None:
-        """Returns when `/health` answers; see `launch`."""
+    def _begin(self) -> None:
+        self.process, url, key = self._start()
+        headers, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
+
+    def wait_until_ready(self) -> None:
+        """A port that another program took in the meantime is tried once more with others. Raises RunError, with the log's tail, when the
+        engine dies or is not healthy within `rollout.start_timeout` seconds, and has ended it then."""
+        try:
+            try:
+                self._wait_until_healthy()
+            except RunError as error:
+                if "address already in use" not in error.log_tail.lower():
+                    raise
+                print("megatron-rl: a port of the engine was taken by another program; starting it once more", file=sys.stderr)
+                self.stop()
+                self._begin()
+                self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_healthy(self) -> None:
+        """Returns when `/health` answers, which asks no key."""
+        seconds = self._rollout.start_timeout
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.exit_code() is not None:
@@ -142,7 +104,7 @@ class SGLangEngine(LiveRequests):
         parameters = [_parameters(one) for one in samplings]
         found: dict[int, Generation] = {}
         while missing := [index for index in range(len(prompts_B)) if index not in found]:
-            with self._gate.passing():
+            with self._gate.passing(), self._watch.working():
                 body = {
                     "input_ids": [prompts_B[index] for index in missing],
                     "sampling_params": [parameters[index] for index in missing],
@@ -153,6 +115,24 @@ class SGLangEngine(LiveRequests):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
                     found[index] = _generation(answer)
         return [found[index] for index in range(len(prompts_B))]
+
+    def start_receiving(self, hashing: bool) -> None:
+        super().start_receiving(hashing)
+        self._receiving = True
+        self._watch.begin()  # it receives in the background, and answers meanwhile
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        self._end_receiving()  # its answer may take as long as what is left to receive
+        return super().finish_receiving(hashing)
+
+    def disconnect(self) -> None:
+        self._end_receiving()
+        super().disconnect()
+
+    def _end_receiving(self) -> None:
+        if self._receiving:
+            self._watch.end()
+        self._receiving = False
 
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
         return [{name: _live_tensor(text) for name, text in rank.items()} for rank in self._live({"verb": "describe"})]
@@ -193,13 +173,23 @@ class SGLangEngine(LiveRequests):
                 raise self._refused("/flush_cache", response)
             time.sleep(_IDLE_POLL_SECONDS)
 
-    def stop(self) -> None:
+    def stop(self, at_once: bool = False) -> None:
         self._http.close()
-        self.process.stop()
+        self._gate.open()  # who waits at it is told
+        self.process.kill() if at_once else self.process.stop()
 
-    def _live(self, request: dict[str, Any]) -> list[dict[str, str]]:
+    def _ask(self) -> None:
+        """Returns when every rank has answered; a rank answers between two batches. Raises LostError when one does not in time."""
+        self._live({"verb": "ping"}, self._rollout.health_timeout)
+
+    def _give_up(self) -> None:
+        """Whoever waits for an answer of the engine is told when it ends."""
+        self._hung = True
+        self.process.kill()
+
+    def _live(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
         """Asks the hook in every scheduler process (`rollout_sglang.live`); one mapping per engine rank."""
-        answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)})
+        answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)}, seconds)
         ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         for number, rank in enumerate(ranks):
             if FAILED in rank["checksums"]:
@@ -207,31 +197,39 @@ class SGLangEngine(LiveRequests):
                 raise RunError(f"engine rank {number} could not {request['verb']}: {failure}", self.process.log_tail())
         return [rank["checksums"] for rank in ranks]
 
-    def _post(self, path: str, body: dict[str, Any] | None) -> Any:
-        """One bounded request. Raises RunError when the engine is gone, too slow, or answers with an error."""
-        response = self._answer(path, body)
+    def _post(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> Any:
+        """One bounded request. Raises LostError when the engine is gone or too slow, RunError when it answers with an error."""
+        response = self._answer(path, body, seconds)
         if response.status_code != httpx.codes.OK:
             raise self._refused(path, response)
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
-    def _answer(self, path: str, body: dict[str, Any] | None) -> httpx.Response:
-        """Whatever the engine answers. Raises RunError when it is gone or too slow."""
+    def _answer(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
+        """Whatever the engine answers. Raises LostError when it is gone or too slow."""
+        seconds = seconds or self._rollout.request_timeout
         try:
-            return self._http.post(path, json=body)
+            return self._http.post(path, json=body, timeout=seconds)
         except httpx.TimeoutException:
-            raise RunError(
-                f"the engine did not answer {path} within {self._http.timeout.read:g} s (rollout.request_timeout)", self.process.log_tail()
-            ) from None
-        except httpx.TransportError as error:
-            code = self.process.exit_code()
-            state = "is still running" if code is None else f"ended with exit code {code}"
-            raise RunError(
-                f"the engine does not answer {path} ({type(error).__name__}); its process {state}; log: {self.process.log}",
+            raise LostError(
+                f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout); log: {self.process.log}",
                 self.process.log_tail(),
             ) from None
+        except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`
+            line = f"the engine does not answer {path} ({self._state(error)}); log: {self.process.log}"
+            raise LostError(line, self.process.log_tail()) from None
+
+    def _state(self, error: Exception) -> str:
+        if self._hung:
+            return f"it was silent for {self._rollout.health_timeout:g} s, rollout.health_timeout, and was ended"
+        if self.process.ends_within(_ENDING_SECONDS):
+            return f"its process ended with exit code {self.process.exit_code()}"
+        return f"{type(error).__name__}; its process still runs"
 
     def _refused(self, path: str, response: httpx.Response) -> RunError:
-        return RunError(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
+        """What to raise for an answer that is none; an engine that ends may still say so with a status of 500 or more."""
+        gone = response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and self.process.ends_within(_ENDING_SECONDS)
+        kind = LostError if gone else RunError
+        return kind(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
 
 
 def _parameters(sampling: Sampling) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_sglang.plugin` wraps: an `action` that starts with
 `PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. No pickles, no code in requests.
 
+    {"verb": "ping"}
     {"verb": "describe"}                                       name -> "dtype rows cols"
     {"verb": "scale_formats"}                                  module -> format of its activation scales, FP8 modules only
     {"verb": "graph"}                                          "graph" -> the precision graph of this rank, JSON
@@ -57,7 +58,10 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
 def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
     """This rank's answer to one of our requests. Raises ValueError for a request that does not fit, or what the transport raises."""
     global _receiver
-    verb, tensors = request["verb"], live_tensors(model)
+    verb = request["verb"]
+    if verb == "ping":
+        return {}
+    tensors = live_tensors(model)
     mine = request.get("ranks", {}).get(str(rank), [])
     if verb == "describe":
         return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors.items()}

@@ -28,11 +28,11 @@ def _own_environment() -> dict[str, str]:
 class EngineProcess:
     """One server process in a session of its own; its output goes to `log`."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "rollout_sglang.server", "--parent", str(os.getpid()), *arguments],
+                [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -60,18 +60,43 @@ class EngineProcess:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return ""
 
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the process has ended, or does so in that time."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=seconds)
+        return self.exit_code() is not None
+
     def stop(self) -> None:
         """Ends the server and every process below it: politely first, then by force."""
-        self.remember_children() if self.exit_code() is None else None
-        processes = list(self._below)
-        with contextlib.suppress(psutil.Error):
-            processes.append(psutil.Process(self.pid))
+        processes = self._all()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        _, alive = psutil.wait_procs(processes, timeout=_GRACE)
-        for process in alive:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(alive, timeout=_GRACE)
+        _kill(psutil.wait_procs(processes, timeout=_GRACE)[1])
         self._process.wait(timeout=_GRACE)
+
+    def kill(self) -> None:
+        """As `stop`, at once: for processes that may be stopped or stuck. Python's resource trackers end by themselves, when they have
+        cleaned up /dev/shm."""
+        processes = self._all()
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                    process.kill()
+        _kill(psutil.wait_procs(processes, timeout=_GRACE)[1])
+        self._process.wait(timeout=_GRACE)
+
+    def _all(self) -> list[psutil.Process]:
+        if self.exit_code() is None:
+            self.remember_children()
+        processes = list(self._below)
+        with contextlib.suppress(psutil.Error):
+            processes.append(psutil.Process(self.pid))
+        return processes
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=_GRACE)

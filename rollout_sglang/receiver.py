@@ -30,7 +30,7 @@ class Receiver:
         staging = {name: torch.empty_like(live[name]) for name in names}
         self._staging = target_memory(staging, chunks) if staged else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
-        self._inbox: Future[Inbox] = self._thread.submit(make_inbox, link, rank, chunks)
+        self._inbox: Future[Inbox] = self._thread.submit(make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
 
     def start(self, live: Tensors, hashing: bool) -> None:

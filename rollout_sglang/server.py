@@ -1,4 +1,4 @@
-"""The engine's process: `python -m rollout_sglang.server --model-path ... --port ...`, SGLang's HTTP server with our hooks verified.
+"""The engine's process: `python -m rollout_sglang.server --parent ... --host ... --port ...`, SGLang's HTTP server with our hooks verified.
 
 SGLang ends its parent process when a scheduler crashes, so the server runs in a process of its own, never inside the trainer.
 Importing this module installs the stand-ins; the spawned scheduler and detokenizer import it first, because the two functions
@@ -16,6 +16,8 @@ from typing import Any
 from rollout_sglang import process, standins
 
 standins.install()
+
+_RENDEZVOUS_SECONDS = 600.0
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -36,23 +38,30 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks Linux to end this process when the trainer ends, however it ends, so that no engine is orphaned."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    """Asks Linux to end this process when the thread of the trainer that started it ends, however it ends, so that no engine is orphaned.
+
+    SIGKILL, as a stopped process takes no other signal. SGLang's own processes below ask for the same.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it was gone before the call
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until it is ended. `--parent PID` first, then SGLang's own arguments."""
+    """Serves until it is ended. `--parent PID` and `--host ADDRESS` first, then SGLang's own other arguments."""
     die_with_parent(int(arguments[1]))
+    os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
+    from megatron_rl.transport.store import listening_store
     from rollout_sglang import plugin
 
     plugin.verify()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
+    store = listening_store(arguments[3], _RENDEZVOUS_SECONDS)
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks find each other there; a store of their own would listen everywhere
     launch_server(
-        prepare_server_args([*arguments[2:], "--api-key", os.environ.pop(process.API_KEY_VARIABLE)]),
+        prepare_server_args([*arguments[2:], "--nccl-port", str(store.port), "--api-key", os.environ.pop(process.API_KEY_VARIABLE)]),
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=run_detokenizer,
     )

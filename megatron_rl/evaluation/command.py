@@ -23,7 +23,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
-from megatron_rl.engine import find_launcher
+from megatron_rl.engines import start_engines
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import Candidate, check
 from megatron_rl.evaluation.page import write_page
@@ -175,12 +175,12 @@ def _sample(
         for name, side in sides.items():
             screen.now(f"{name}: engine")
             (folder / name).mkdir()
-            engine = find_launcher(config.rollout.engine)(config, models[name], folder / name)
+            engine = start_engines(config, models[name], folder / name, screen.line)
             try:
                 check_live_engine(side.plan, engine)
                 screen.now(name)
                 start, turns = time.perf_counter(), Turns(engine, load_tokenizer(side.tokenizer), environments)
-                sampling, chunk = _sampling(config, request), config.rollout.max_running_requests
+                sampling, chunk = _sampling(config, request), config.rollout.max_running_requests * config.rollout.engines
                 tallies = sample(turns, scorer, problems, request.samples, sampling, config.train.seed, chunk, partial(record, name))
                 found[name] = tallies, time.perf_counter() - start
                 screen.line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")

@@ -73,6 +73,8 @@ class Link:
     """Bytes of the largest chunk."""
     timeout: float
     """Seconds."""
+    first: int = 0
+    """Number of this engine's first rank; `targets` are numbered through all engines."""
 
 
 def make_outbox(settings: Sync, rank: int, chunks: Sequence[Chunk]) -> Outbox:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_rl.config_sync import IN_FLIGHT, Sync
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
+from megatron_rl.transport.store import listening_store
 
 
 class Outbox:
@@ -29,7 +30,7 @@ class Outbox:
         self._size = max(chunk.nbytes for chunk in chunks)
         self._store: Any = None
         if rank == self._sources[0]:
-            self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout))
+            self._store = listening_store(self._host, self._timeout)
         self.address: Any = [self._host, self._store.port] if self._store is not None else None
         self._group: Any = None
         self._buffers: list[torch.Tensor] = []

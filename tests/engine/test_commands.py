@@ -83,8 +83,9 @@ def several_sets(folder: Path) -> dict[str, object]:
 
 
 def run_and_kill_its_engine(folder: Path) -> Done:
-    """Kills the engine's server after two steps. Raises AssertionError when anything of the run is left afterwards."""
-    with train(folder, train__steps=500) as command:
+    """Kills the engine's server after two steps, with no restart allowed. Raises AssertionError when anything of the run is left
+    afterwards."""
+    with train(folder, train__steps=500, rollout__max_restarts=0) as command:
         metrics = folder / "runs" / "latest" / "metrics.jsonl"
         until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3), 150, "two steps")
         everything = family(command.pid)

@@ -1,4 +1,5 @@
-"""A run that is stopped and started again by the same command ends as the run that was never stopped: same rows, same bytes."""
+"""A run that is stopped and started again by the same command, and one whose engine is killed, end as the run that nothing happened to:
+same rows, same bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import psutil
 import pytest
 import torch
 from support.models import read_weights
-from support.processes import ROOT, Command, Done, alive_after, command_lines, family, until
+from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # three starts of an engine, two at a time
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # five starts of an engine, two at a time
 
 SMALL = {  # over configs/quickstart.toml
     "model.warm_start.steps": 80,  # so that some answers earn something, and the weights move
@@ -56,9 +57,28 @@ def stop_and_start_again(folder: Path) -> tuple[Done, Done]:
     return stopped, finish(train(folder))
 
 
+def kill_the_engine(folder: Path) -> Done:
+    """Kills the engine's server after one step."""
+    with train(folder) as command:
+        metrics = folder / "runs" / "latest" / "metrics.jsonl"
+        until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2), 250, "a step")
+        end(process for process, words in command_lines(family(command.pid)).items() if "rollout_sglang.server" in words)
+        return command.wait(300)
+
+
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, Path, Done, tuple[Done, Done]]:
-    straight, broken = tmp_path_factory.mktemp("straight"), tmp_path_factory.mktemp("broken")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name) for name in ("straight", "broken", "killed")}
+
+
+@pytest.fixture(scope="module")
+def killed(folders) -> tuple[Path, Done]:
+    return folders["killed"] / "runs" / "latest", kill_the_engine(folders["killed"])
+
+
+@pytest.fixture(scope="module")
+def runs(folders) -> tuple[Path, Path, Done, tuple[Done, Done]]:
+    straight, broken = folders["straight"], folders["broken"]
     with ThreadPoolExecutor(2) as pool:
         one, two = pool.submit(lambda: finish(train(straight))), pool.submit(stop_and_start_again, broken)
         return straight / "runs" / "latest", broken / "runs" / "latest", one.result(), two.result()
@@ -67,7 +87,7 @@ def runs(tmp_path_factory) -> tuple[Path, Path, Done, tuple[Done, Done]]:
 def rows(run: Path) -> list[dict]:
     """What is no time."""
     found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if not any(word in key for word in ("time", "second"))} for row in found]
+    return [{key: value for key, value in row.items() if not any(word in key for word in ("time", "second", "restarts"))} for row in found]
 
 
 def test_the_rows_are_those_of_the_run_that_was_not_stopped(runs):
@@ -91,6 +111,19 @@ def test_the_engines_bytes_are_those_of_the_run_that_was_not_stopped(runs, tmp_p
     straight, broken = (read_weights(tmp_path / str(number)) for number in range(2))
     assert len(straight) == 21 and straight.keys() == broken.keys()
     assert [name for name in straight if not torch.equal(straight[name].view(torch.uint8), broken[name].view(torch.uint8))] == []
+
+
+def test_a_run_whose_engine_is_killed_ends_with_the_same_bytes(runs, killed):
+    """And says what it lost, for how long; nothing is left of it."""
+    straight, (run, done) = runs[0], killed
+    assert done.code == 0, done.err
+    assert rows(run) == rows(straight)
+    digests = [json.loads((one / "checkpoints" / "step_00004" / "state.json").read_text())["files"] for one in (straight, run)]
+    assert digests[0] == digests[1] and any(name.startswith("megatron") for name in digests[0]), digests
+    told = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum(row["engine/restarts"] for row in told) == 1 and sum(row["time/recovery"] for row in told) > 1
+    log = (run / "run.log").read_text()
+    assert "engine 0 is lost: " in log and "again, proved, " in log
 
 
 def test_the_run_tells_how_it_went_on(runs):

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from rollout_sglang import engine
+from rollout_sglang import engine, start
 
 _SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0}
 
@@ -25,13 +25,13 @@ def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[
     """
     config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 240.0))
     if "port" in fault:
-        engine._free_port = lambda host: fault["port"]
+        start._free_port = lambda host: fault["port"]
     if "argument" in fault:
-        arguments = engine._server_arguments
-        engine._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
-    start = time.perf_counter()
+        arguments = start._server_arguments
+        start._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
+    began = time.perf_counter()
     try:
         engine.launch(config, checkpoint, folder).stop()
     except RunError as error:
-        return str(error), error.log_tail, time.perf_counter() - start
+        return str(error), error.log_tail, time.perf_counter() - began
     raise AssertionError("the engine started")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,9 +17,12 @@ from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.model import build_model, frozen
 from megatron_rl.mcore.weights import load_checkpoint
+from megatron_rl.ranks import on_rank0
 from megatron_rl.rollout import Rollout
 from megatron_rl.types import Completion, Problem, Reward
 from support.trainer import Trainer
+
+T = TypeVar("T")
 
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
@@ -71,6 +75,9 @@ class ScriptedWorker:
 class NoSync:
     def run(self, version: int) -> NoSync:
         return self
+
+    def serving(self, version: int, work: Callable[[], T]) -> T:
+        return on_rank0(work)
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -11,6 +11,8 @@ from megatron_rl.config import Config, Model, apply_overrides, load_config
 from megatron_rl.config_reward import RewardConfig, RewardPart
 from megatron_rl.errors import UserError
 
+ROOT = Path(__file__).parents[2]
+
 MODEL = '[model]\npath = "models/tiny"\n'
 
 
@@ -218,3 +220,19 @@ def test_several_reward_functions_are_read_back():
     reward = RewardConfig(functions=(RewardPart(name="math"), RewardPart(name="exact")))
     config = Config(model=Model(path=Path("m")), reward=reward)
     assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+@pytest.mark.parametrize("field", ["rollout.host", "sync.host"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "0x0", "", "::ffff:0.0.0.0"])
+def test_a_host_that_stands_for_every_interface_is_refused(field, host):
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs" / "quickstart.toml", [f"--{field}={host}"])
+    assert str(error.value) == (
+        f"{field} = {host!r}: stands for every interface of the machine; name one, loopback or of a private network; "
+        'the default is "127.0.0.1"'
+    )
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.3.7", "node17", "::1", "localhost"])
+def test_a_host_of_one_interface_is_taken(host):
+    assert load_config(ROOT / "configs" / "quickstart.toml", [f"--rollout.host={host}"]).rollout.host == host

@@ -53,7 +53,7 @@ def no_engine(monkeypatch):
     def launched(*_: object):
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr(command, "find_launcher", launched)
+    monkeypatch.setattr(command, "start_engines", launched)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,25 @@
+"""Addresses that something listens on. Imports without torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+
+def one_interface(host: str) -> str:
+    """`host` as it is. Raises ValueError where it stands for every interface of the machine: "0.0.0.0", "::", however written."""
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(host or "0", None, flags=socket.AI_NUMERICHOST)}
+    except OSError:  # a name: what it stands for is known where it is bound
+        return host
+    addresses = [ipaddress.ip_address(str(address)) for address in found]
+    if any((getattr(address, "ipv4_mapped", None) or address).is_unspecified for address in addresses):
+        raise ValueError("stands for every interface of the machine; name one, loopback or of a private network")
+    return host
+
+
+Host = Annotated[str, AfterValidator(one_interface)]
+"""A name or address of one interface."""

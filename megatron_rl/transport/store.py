@@ -1,0 +1,23 @@
+"""torch's key-value store, where the members of a process group find each other, listening on one interface only.
+
+torch's own `TCPStore` listens on every interface of the machine, whatever host it is given. It answers anybody, so that is for
+those only who may reach `host`.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def listening_store(host: str, seconds: float) -> dist.TCPStore:
+    """The store's server on a free port (`.port`) of `host`; `seconds` bounds its waits. Raises OSError where `host` cannot be bound."""
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind(address)
+        listener.listen()
+        port, descriptor = listener.getsockname()[1], listener.detach()  # the store's from here on
+    wait = timedelta(seconds=seconds)
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=descriptor)

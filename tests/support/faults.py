@@ -1,0 +1,104 @@
+"""What may go wrong with engines, struck at the right moment while the trainer's process works with them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import psutil
+
+from megatron_rl.engines import Engines
+from megatron_rl.steady import SteadySync
+from megatron_rl.transport.chunks import Memory
+
+Faults = dict[int, str]
+"""Number of an engine -> what happens to it."""
+
+
+def family_of(engines: Engines, number: int) -> list[psutil.Process]:
+    """An engine's server and what runs below it."""
+    server = psutil.Process(engines._places[number].engine.process.pid)
+    return [server, *server.children(recursive=True)]
+
+
+def strike_while(work: Callable[[], Any], engines: Engines, sync: SteadySync, version: int, faults: Faults) -> dict[str, Any]:
+    """Rank 0's `work`, done as the loop does it, with faults in engines once they are at work: {"said": its result, "left": pids of the
+    lost engines' processes that still run}."""
+    below = [process for number in faults for process in family_of(engines, number)]
+    places = [engines._places[number] for number in faults]
+
+    def strike() -> None:
+        _until(lambda: all(place.outstanding for place in places))
+        for number, fault in faults.items():
+            _FAULTS[fault](engines, sync, number)
+
+    striking = threading.Thread(target=strike)
+    striking.start()
+    found = sync.serving(version, work)
+    striking.join(30)
+    return {"said": found, "left": [process.pid for process in below if process.is_running()]}
+
+
+def sync_through(engines: Engines | None, sync: SteadySync, version: int, faults: Faults) -> dict[str, Any]:
+    """A sync with faults in engines while the third chunk of rank 0 is packed; collective."""
+    pack, calls = Memory.pack, []
+
+    def packed(memory: Memory, *args: Any) -> str:
+        calls.append(1)
+        if len(calls) == 3 and engines is not None:
+            for number, fault in faults.items():
+                _FAULTS[fault](engines, sync, number)
+        return pack(memory, *args)
+
+    Memory.pack = packed
+    try:
+        return asdict(sync.run(version))
+    finally:
+        Memory.pack = pack
+
+
+def _kill(engines: Engines, _: SteadySync, number: int) -> None:
+    family_of(engines, number)[0].kill()
+
+
+def _hang(engines: Engines, _: SteadySync, number: int) -> None:
+    """Every process of the engine stands still."""
+    for process in family_of(engines, number):
+        process.suspend()
+
+
+def _cut_requests(engines: Engines, _: SteadySync, number: int) -> None:
+    """The connections over which the engine is asked end under way."""
+    port = httpx.URL(engines._places[number].engine._http.base_url).port
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.raddr and connection.raddr.port == port:
+            with socket.socket(fileno=os.dup(connection.fd)) as found:
+                found.shutdown(socket.SHUT_RDWR)
+
+
+def _cut_ring(_: Engines, sync: SteadySync, number: int) -> None:
+    """The connection over which weights go to the engine ends under way."""
+    sync._sync._outbox._peers[number].shutdown(socket.SHUT_RDWR)
+
+
+_FAULTS: dict[str, Callable[[Engines, SteadySync, int], None]] = {
+    "kill": _kill,
+    "hang": _hang,
+    "cut requests": _cut_requests,
+    "cut ring": _cut_ring,
+}
+
+
+def _until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    pause = threading.Event()
+    for _ in range(int(seconds * 100)):
+        if condition():
+            pause.wait(0.3)  # it has begun
+            return
+        pause.wait(0.01)
+    raise AssertionError("it never came")

@@ -1,0 +1,251 @@
+"""Several engines behind one face: who is asked, what a loss costs, how often engines are started anew, and when a new one may serve."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_rl.config import Config
+from megatron_rl.engines import Engines, check_devices
+from megatron_rl.errors import LostError, RunError, UserError
+from megatron_rl.ranks import lost_rank
+from megatron_rl.transport import Link
+from megatron_rl.transport.chunks import Chunk
+from megatron_rl.types import Generation, Sampling
+from parallel.pieces import Rect
+
+GREEDY = Sampling(0.0, 8)
+
+
+class Scripted:
+    """Answers a prompt with its first token + 1, and its own number as the policy version."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.asked, self.calls = number, [], []
+        self.stopped, self.dead, self.hold = "", False, threading.Event()
+        self.hold.set()
+        self.graphs = ["graph"]
+
+    def wait_until_ready(self):
+        if self.dead:
+            raise RunError("the engine did not start")
+
+    def generate(self, prompts_B, samplings):
+        self.asked.append(len(prompts_B))
+        self.hold.wait(20)
+        if self.dead:
+            raise LostError(f"engine {self.number} is gone", "its last words")
+        return [Generation([prompt[0] + 1], [0.0], "stop", self.number) for prompt in prompts_B]
+
+    def graph(self):
+        return self.graphs
+
+    def finish_receiving(self, hashing):
+        return {0: [f"engine {self.number} rank 0"], 1: [f"engine {self.number} rank 1"]}
+
+    def activation_scale_formats(self):
+        return {"layer": "pow2"}
+
+    def stop(self, at_once=False):
+        self.stopped = "at once" if at_once else "politely"
+
+    def __getattr__(self, name):
+        def call(*args):
+            if self.dead:
+                raise LostError(f"engine {self.number} is gone", "its last words")
+            self.calls.append((name, *args))
+            return {rank: [name] * len(rects) for rank, rects in args[0].items()} if name == "digests" else None
+
+        return call
+
+
+class Fleet:
+    """Engines, with all that were ever started, in order; `broken` numbers of starts come up dead."""
+
+    def __init__(self, broken: tuple[int, ...] = (), **rollout: object) -> None:
+        self.started: list[Scripted] = []
+        self.said: list[str] = []
+        self.threads: set[int] = set()
+        self._broken = broken
+        self.engines = Engines(
+            Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False), self.start, self.said.append
+        )
+
+    def start(self, number: int) -> Scripted:
+        self.threads.add(threading.get_ident())
+        self.started.append(Scripted(number))
+        self.started[-1].dead = len(self.started) - 1 in self._broken
+        return self.started[-1]
+
+
+@pytest.fixture
+def fleet():
+    made = []
+
+    def make(**named) -> Fleet:
+        made.append(Fleet(**named))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.engines.stop()
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[number] for number in range(count)]
+
+
+def test_answers_come_in_order_and_the_work_is_shared(fleet):
+    three = fleet(engines=3)
+    for engine in three.started:
+        engine.hold.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(three.engines.generate, prompts(50), [GREEDY] * 50)
+        deadline = time.monotonic() + 10
+        while sum(sum(engine.asked) for engine in three.started) < 50 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert sorted(sum(engine.asked) for engine in three.started) == [15, 15, 20]  # pieces of five
+        for engine in three.started:
+            engine.hold.set()
+        assert [answer.output_ids_T for answer in answers.result(10)] == [[number + 1] for number in range(50)]
+
+
+def test_one_engine_gets_everything_in_one_request(fleet):
+    one = fleet(engines=1, max_running_requests=4)
+    assert len(one.engines.generate(prompts(50), GREEDY)) == 50
+    assert one.started[0].asked == [50]
+    assert one.engines.generate([], GREEDY) == []
+
+
+def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_takes_over(fleet):
+    two = fleet(engines=2, max_running_requests=10)
+    slow, quick = two.started
+    slow.hold.clear()
+    with ThreadPoolExecutor(1) as pool:
+        answers = pool.submit(two.engines.generate, prompts(80), GREEDY)
+        deadline = time.monotonic() + 10
+        while sum(quick.asked) < 70 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (sum(slow.asked), sum(quick.asked)) == (10, 70)
+        slow.hold.set()
+        assert len(answers.result(10)) == 80
+
+
+def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
+    two = fleet(engines=2)
+    lost = two.started[0]
+    lost.dead = True
+    answers = two.engines.generate(prompts(40), GREEDY)
+    assert [answer.output_ids_T[0] for answer in answers] == list(range(1, 41)) and {answer.policy_version for answer in answers} == {1}
+    assert any("engine 0 is lost: engine 0 is gone; another one starts" in line for line in two.said) and len(two.said) == 1
+    with pytest.raises(LostError, match="engine 0 is gone"):
+        two.engines.pause(False)
+    assert two.engines.revive(LostError("")) == 1
+    assert lost.stopped == "at once" and len(two.started) == 3 and len(two.threads) == 1
+    two.engines.generate(prompts(40), GREEDY)
+    assert two.started[2].asked == [], "it holds the weights that the run began with"
+    two.engines.resume()
+    two.engines.generate(prompts(40), GREEDY)
+    assert sum(two.started[2].asked) > 0
+
+
+def test_without_an_engine_left_generating_says_why(fleet):
+    one = fleet()
+    one.started[0].dead = True
+    with pytest.raises(LostError, match="engine 0 is gone") as error:
+        one.engines.generate(prompts(3), GREEDY)
+    assert error.value.log_tail == "its last words"
+    assert one.engines.revive(error.value) == 1
+
+
+def test_restarts_are_counted_between_policy_versions(fleet):
+    one = fleet(max_restarts=2)
+    for _ in range(2):
+        one.started[-1].dead = True
+        with pytest.raises(LostError) as error:
+            one.engines.generate(prompts(1), GREEDY)
+        one.engines.revive(error.value)
+        one.engines.end_sync(0)
+        one.engines.resume()
+    one.engines.end_sync(1)
+    for _ in range(2):
+        one.engines.revive(LostError("a connection broke"))
+    one.started[-1].dead = True
+    with pytest.raises(LostError) as error:
+        one.engines.end_sync(2)
+    with pytest.raises(RunError, match=r"engine 0 is gone; no more restarts in this step \(rollout.max_restarts = 2\)") as last:
+        one.engines.revive(error.value)
+    assert not isinstance(last.value, LostError) and len(one.started) == 3
+
+
+def test_no_restarts_at_all(fleet):
+    one = fleet(max_restarts=0)
+    one.started[0].dead = True
+    with pytest.raises(LostError) as error:
+        one.engines.resume()
+    with pytest.raises(RunError, match="^engine 0 is gone$"):
+        one.engines.revive(error.value)
+
+
+def test_a_successor_that_does_not_start_is_tried_again(fleet):
+    two = fleet(engines=2, broken=(2, 3))
+    two.started[0].dead = True
+    with pytest.raises(LostError) as error:
+        two.engines.resume()
+    assert two.engines.revive(error.value) == 1
+    assert [engine.number for engine in two.started] == [0, 1, 0, 0, 0]
+    assert [bool(engine.stopped) for engine in two.started] == [True, False, True, True, False]
+
+
+def test_a_successor_with_another_precision_graph_is_refused(fleet):
+    one = fleet()
+    one.engines.graph()
+    one.started[0].graphs, one.started[0].dead = ["another"], True
+    one.engines._graphs = [["what it was"]]
+    with pytest.raises(LostError) as error:
+        one.engines.resume()
+    with pytest.raises(RunError, match="engine 0 has another precision graph"):
+        one.engines.revive(error.value)
+
+
+def test_an_engine_that_does_not_come_up_takes_the_others_with_it():
+    with pytest.raises(RunError, match="did not start"):
+        Fleet(engines=2, broken=(1,))
+
+
+def test_ranks_are_numbered_through(fleet):
+    two = fleet(engines=2, tp=2)
+    assert two.engines.finish_receiving(True) == {
+        number * 2 + rank: [f"engine {number} rank {rank}"] for number in range(2) for rank in range(2)
+    }
+    place = ("weight", Rect(0, 0, 1, 1))
+    assert two.engines.digests({1: [place], 2: [place, place]}) == {1: ["digests"], 2: ["digests", "digests"]}
+    assert [engine.calls[-1] for engine in two.started] == [("digests", {1: [place]}), ("digests", {0: [place, place]})]
+    chunks = [Chunk(0, target, 0, 1, (), (place,)) for target in range(4)]
+    two.engines.connect(Link("disk", {}, [0], [0, 1, 2, 3], 1, 1.0), chunks, False)
+    for number, engine in enumerate(two.started):
+        _, link, mine, _ = engine.calls[-1]
+        assert (link.first, [chunk.target for chunk in mine]) == (2 * number, [0, 1])
+    assert two.engines.activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
+
+
+def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}}, strict=False))
+    with pytest.raises(UserError) as error:
+        check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 3, "tp": 2}}, strict=False))
+    line = "rollout.engines = 3: needs 3 * 2 GPUs (rollout.engines * rollout.tp), this machine has 4; lower one of them"
+    assert str(error.value) == line
+
+
+def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31289\nmore"
+    line = "another trainer rank is gone ([/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    assert str(lost_rank(RuntimeError(gloo))).startswith(line) and "\n" not in str(lost_rank(RuntimeError(gloo)))
+    assert lost_rank(torch.distributed.DistBackendError("NCCL error"))
+    assert lost_rank(RuntimeError("shape mismatch")) is None and lost_rank(LostError("an engine")) is None
