@@ -50,6 +50,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
+    _check_waits(config)
     check_environment(config)
     _check_model(config, layout)
     if data:
@@ -72,6 +73,15 @@ def _layout(config: Config) -> Layout:
         fix = f"start with torchrun --nproc-per-node {layout.world_size}, or change train.layout"
         raise UserError("train.layout", None, rule, fix)
     return layout
+
+
+def _check_waits(config: Config) -> None:
+    """Raises UserError where a wait that is allowed would count as a standstill."""
+    waits = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
+    name = max(waits, key=lambda field: waits[field])
+    if 0 < config.log.stuck_after <= waits[name]:
+        rule = f"must be longer than {name} ({waits[name]:g})"
+        raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
 
 
 def _check_model(config: Config, layout: Layout) -> None:
