@@ -1,0 +1,155 @@
+"""launch/slurm against a real SLURM of two nodes on this machine: Debian's packages, unpacked, not installed (support/slurm.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import ROOT, until
+from support.slurm import Cluster, NoSlurmError, unpack_slurm
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+SCRIPT = ROOT / "launch" / "slurm" / "colocated.sbatch"
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60")
+STAND_IN = """#!/usr/bin/env bash
+# Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; `wait` waits for
+# a signal and `stop` ends by the one that comes as the trainer does.
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*" >>"$PWD/started.$RANK"
+code=$(sed -n "$(wc -l <"$PWD/started.$RANK")p" codes)
+echo "rank $RANK was here"
+[ "$code" != stop ] || { trap 'exit 143' USR1 TERM; while :; do sleep 0.1; done; }
+exit "$code"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    try:
+        root = unpack_slurm(folder)
+    except NoSlurmError as error:
+        pytest.skip(f"no SLURM: {error}")
+    with Cluster(root, folder / "cluster", 2) as cluster:
+        yield cluster
+
+
+class Job:
+    """colocated.sbatch submitted from `folder`, which gets all its files."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, python: Path = Path(sys.executable), **variables: str) -> None:
+        self.cluster, self.folder = cluster, folder
+        here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": str(python), "GLOO_SOCKET_IFNAME": "lo"}
+        here |= {"OMP_NUM_THREADS": "1", **variables}
+        self.id = cluster.run("sbatch", "--parsable", f"--chdir={folder}", *TWO_NODES, SCRIPT, *arguments, env=here)
+
+    def state(self) -> dict[str, str]:
+        return self.cluster.job(self.id)
+
+    def wait(self, seconds: float) -> str:
+        """How the job ended: its state and exit code."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        until(lambda: self.state()["JobState"] in ends, seconds, f"the end of the job\n{self.texts()}")
+        return f"{self.state()['JobState']} {self.state()['ExitCode'].partition(':')[0]}"
+
+    def printed(self) -> str:
+        return (self.folder / f"slurm-{self.id}.out").read_text()
+
+    def rank(self, number: int) -> Path:
+        return self.folder / "runs" / "slurm" / self.id / f"rank_0000{number}.log"
+
+    def texts(self) -> str:
+        files = [*self.folder.glob("slurm-*.out"), *self.folder.glob("runs/slurm/*/rank_*.log")]
+        return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+
+@pytest.fixture
+def stand_in(cluster, tmp_path):
+    """Submits a job whose ranks are stand-ins that end as told, start after start."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    (tmp_path / "run.toml").write_text("")
+
+    def submit(*codes: object, **variables: str) -> Job:
+        (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
+        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", python=python, **variables)
+
+    return submit
+
+
+def starts(job: Job, rank: int = 0) -> list[str]:
+    file = job.folder / f"started.{rank}"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_ranks_know_their_place_and_have_files_of_their_own(stand_in):
+    job = stand_in(0)
+    assert job.wait(60) == "COMPLETED 0", job.texts()
+    told = "-m megatron_rl train run.toml --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1 --train.steps=3"
+    assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {told}"] for rank in range(2)]
+    assert [job.rank(rank).read_text() for rank in range(2)] == ["rank 0 was here\n", "rank 1 was here\n"]
+    assert f"ranks on node[1-2], logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
+
+
+def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
+    job = stand_in("stop", 0)
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@300 does
+    assert job.wait(90) == "COMPLETED 0", job.texts()
+    assert [len(starts(job, rank)) for rank in range(2)] == [2, 2]
+    assert "stopped as asked; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
+
+
+def test_a_job_that_slurm_requeues_goes_on(stand_in, cluster):
+    job = stand_in("stop", 0)
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    cluster.run("scontrol", "requeue", job.id)
+    assert job.wait(90) == "COMPLETED 0", job.texts()
+    assert len(starts(job)) == 2 and job.state()["Restarts"] == "1"
+
+
+def test_a_job_that_is_cancelled_stays_so(stand_in, cluster):
+    job = stand_in("stop", 0)
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    cluster.run("scancel", job.id)
+    assert job.wait(60).startswith("CANCELLED"), job.texts()
+    assert len(starts(job)) == 1
+
+
+def test_a_run_that_breaks_is_started_again_so_often(stand_in):
+    job = stand_in(3, 1, 3, RESTARTS="1")
+    assert job.wait(120) == "FAILED 1", job.texts()
+    assert len(starts(job)) == 2
+    assert "broken with exit code 3; starting the job again" in job.printed() and "broken 2 times; RESTARTS = 1" in job.printed()
+    assert "rank 0 was here" in job.printed(), "the last lines of rank 0"
+
+
+def test_a_users_mistake_is_not_tried_again(stand_in):
+    job = stand_in(2)
+    assert job.wait(60) == "FAILED 2" and len(starts(job)) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, variables, line",
+    [
+        ((), {}, "CONFIG is missing"),
+        (("none.toml",), {}, "CONFIG = 'none.toml': no such file in "),
+        (("run.toml",), {"RESTARTS": "often"}, "RESTARTS = 'often': must be a whole number from 0 to 1000"),
+        (("run.toml",), {"MASTER_PORT": "80"}, "MASTER_PORT = '80': must be a whole number from 1024 to 65535"),
+        (("run.toml",), {"PYTHON": "/none"}, "PYTHON = '/none': cannot be run"),
+        (("run.toml",), {"MEGATRON_RL_ROOT": "/none"}, "MEGATRON_RL_ROOT = '/none': is not the repository"),
+    ],
+)
+def test_a_bad_variable_is_one_line(cluster, tmp_path, arguments, variables, line):
+    (tmp_path / "run.toml").write_text("")
+    job = Job(cluster, tmp_path, *arguments, **variables)
+    assert job.wait(60) == "FAILED 2"
+    (told,) = job.printed().splitlines()
+    assert told.startswith(f"megatron-rl slurm: {line}")

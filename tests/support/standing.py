@@ -1,0 +1,27 @@
+"""The real loop over gloo under the watch: run in the ranks of a `World`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_rl import watch
+from megatron_rl.rank_log import rank_log
+from parallel.layout import Layout
+from support.resumed import train_to
+from support.trainer import start
+
+
+def train_watched(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
+    """Trains for ever; what is to be said when the run stands still is written to `run`/said."""
+    start(layout := Layout(tp=2))
+    run.mkdir(exist_ok=True)
+    rank = dist.get_rank()
+    with rank_log(run, rank, 2) as log, watch.watching(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")):
+        train_to(folder, run, 1_000_000, precision, layout=layout)
+
+
+def _say(run: Path, line: str) -> None:
+    (run / "said").write_text(line)
