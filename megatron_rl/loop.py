@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from megatron_rl import watch
+from megatron_rl import phases
 from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.aggregate import weigh
 from megatron_rl.algorithm.calibrated import ClipCalibration
@@ -68,11 +68,12 @@ class Loop:
 
     def run(self) -> None:
         """All steps that are left, after a first sync that hands the engine the starting policy under its version, 0 in a new run."""
+        phases.enter("sync", self.version)
         found, started = self.sync.run(self.version).metrics(), self._mark.unrecorded
         if started is not None:
             self._record({**started, **found, **self._evaluate(self.version)})
         for step in range(self.version + 1, self.config.train.steps + 1):
-            watch.enter("the start", step)
+            phases.enter("the start", step)
             check_stop()
             start = time.perf_counter()
             metrics = self._step(step)
@@ -168,7 +169,7 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self.config.data.eval_every and step != self.config.train.steps:
             return {}
-        watch.enter("eval")
+        phases.enter("eval")
         return on_rank0(lambda: self._worker.evaluate(self.version))
 
     @contextmanager
@@ -176,7 +177,7 @@ class Loop:
         """Says on the progress bar what is being done; stores its seconds as `time/NAME` where `metrics` is given."""
         if is_rank0():
             self._log.now(name)
-        watch.enter(name)
+        phases.enter(name)
         start = time.perf_counter()
         yield
         if metrics is not None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl import hf, watch
+from megatron_rl import hf, phases
 from megatron_rl.causes import MismatchCauses
 from megatron_rl.checkpointing import Checkpoints
 from megatron_rl.checkpoints import set_aside
@@ -69,7 +69,7 @@ class Session:
         self.folder = Path(on_rank0(self._open_log))
         rank, size = dist.get_rank(), layout.world_size
         log = resources.enter_context(rank_log(self.folder, rank, size))
-        resources.enter_context(watch.watching(self.folder, rank, size, config.log.stuck_after, log, self._last_words))
+        resources.enter_context(phases.watched(self.folder, rank, size, config.log.stuck_after, log, self._last_words))
 
     def run(self) -> Path:
         """Trains and writes checkpoints and report; a run that breaks is marked so and keeps what it had. Returns its folder."""
@@ -102,7 +102,7 @@ class Session:
         for torn in self.start.torn:
             set_aside(torn)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
-        watch.clear(folder)
+        phases.clear(folder)
         return str(folder)
 
     def say(self, text: str) -> None:
@@ -113,10 +113,10 @@ class Session:
     def _bring_up(self) -> Loop:
         model_path = self.config.model.path
         if not (model_path / "config.json").is_file():
-            watch.enter("the warm start")
+            phases.enter("the warm start")
             make_checkpoint(self.config, self.layout, self.say)
             self.say(f"warm start saved to {model_path}")
-        watch.enter("loading the model")
+        phases.enter("loading the model")
         hf_config = hf.read_config(model_path)
         plan = SyncPlan.of_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
         shards = this_rank_shards(hf_config, self.layout)
@@ -132,7 +132,7 @@ class Session:
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
         engine, worker = self._on_rank0_only(mark)
-        watch.enter("the first proof")
+        phases.enter("the first proof")
         sync = WeightSync(plan, engine, live, self.config.sync)
         self._resources.callback(sync.close)
         on_rank0(lambda: check_live_engine(plan, cast(Engine, engine)))
@@ -167,7 +167,7 @@ class Session:
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
             self.say("starting the engine")
-            watch.enter("starting the engine", limit=config.rollout.start_timeout)
+            phases.enter("starting the engine", limit=config.rollout.start_timeout)
             found[0] = find_launcher(config.rollout.engine)(config, self.folder / "engine_model", self.folder)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
@@ -184,7 +184,7 @@ class Session:
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def _try_checkpoint(self, loop: Loop) -> None:
-        watch.enter("checkpoint")
+        phases.enter("checkpoint")
         try:
             loop.save(last=True)
         except Exception as error:  # the run's own error is the one to report

@@ -44,6 +44,7 @@ def die_with_parent(parent: int) -> None:
 
 def main(arguments: list[str]) -> None:
     """Serves until it is ended. `--parent PID` first, then SGLang's own arguments."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning goes to every process, and is the trainer's business
     die_with_parent(int(arguments[1]))
     from rollout_sglang import plugin
 

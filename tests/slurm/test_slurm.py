@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from support.processes import ROOT, until
+from support.processes import ROOT, command_lines, until
 from support.slurm import Cluster, NoSlurmError, unpack_slurm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -19,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SCRIPT = ROOT / "launch" / "slurm" / "colocated.sbatch"
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60")
 STAND_IN = """#!/usr/bin/env bash
-# Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; `wait` waits for
-# a signal and `stop` ends by the one that comes as the trainer does.
+# Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
+# waits for a signal and ends as the trainer does.
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*" >>"$PWD/started.$RANK"
 code=$(sed -n "$(wc -l <"$PWD/started.$RANK")p" codes)
 echo "rank $RANK was here"
@@ -43,10 +41,10 @@ def cluster(tmp_path_factory):
 class Job:
     """colocated.sbatch submitted from `folder`, which gets all its files."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, python: Path = Path(sys.executable), **variables: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, **variables: str) -> None:
         self.cluster, self.folder = cluster, folder
-        here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": str(python), "GLOO_SOCKET_IFNAME": "lo"}
-        here |= {"OMP_NUM_THREADS": "1", **variables}
+        here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
+        here |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
         self.id = cluster.run("sbatch", "--parsable", f"--chdir={folder}", *TWO_NODES, SCRIPT, *arguments, env=here)
 
     def state(self) -> dict[str, str]:
@@ -79,7 +77,7 @@ def stand_in(cluster, tmp_path):
 
     def submit(*codes: object, **variables: str) -> Job:
         (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
-        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", python=python, **variables)
+        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", PYTHON=str(python), **variables)
 
     return submit
 
@@ -136,20 +134,65 @@ def test_a_users_mistake_is_not_tried_again(stand_in):
     assert job.wait(60) == "FAILED 2" and len(starts(job)) == 1
 
 
-@pytest.mark.parametrize(
-    "arguments, variables, line",
-    [
+def test_a_bad_variable_is_one_line(cluster, tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    mistakes = [
         ((), {}, "CONFIG is missing"),
         (("none.toml",), {}, "CONFIG = 'none.toml': no such file in "),
         (("run.toml",), {"RESTARTS": "often"}, "RESTARTS = 'often': must be a whole number from 0 to 1000"),
         (("run.toml",), {"MASTER_PORT": "80"}, "MASTER_PORT = '80': must be a whole number from 1024 to 65535"),
         (("run.toml",), {"PYTHON": "/none"}, "PYTHON = '/none': cannot be run"),
         (("run.toml",), {"MEGATRON_RL_ROOT": "/none"}, "MEGATRON_RL_ROOT = '/none': is not the repository"),
-    ],
-)
-def test_a_bad_variable_is_one_line(cluster, tmp_path, arguments, variables, line):
-    (tmp_path / "run.toml").write_text("")
-    job = Job(cluster, tmp_path, *arguments, **variables)
-    assert job.wait(60) == "FAILED 2"
-    (told,) = job.printed().splitlines()
-    assert told.startswith(f"megatron-rl slurm: {line}")
+    ]
+    jobs = [Job(cluster, tmp_path, *arguments, **variables) for arguments, variables, _ in mistakes]
+    for job, (_, _, line) in zip(jobs, mistakes, strict=True):
+        assert job.wait(60) == "FAILED 2", line
+        (told,) = job.printed().splitlines()
+        assert told.startswith(f"megatron-rl slurm: {line}")
+
+
+SMALL = {  # over configs/quickstart.toml
+    "model.warm_start.steps": 0,
+    "model.create.num_hidden_layers": 1,
+    "train.layout.tp": 2,
+    "train.steps": 6,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 8,
+    "rollout.max_running_requests": 16,
+    "rollout.max_total_tokens": 4096,
+    "rollout.start_timeout": 240,
+    "data.eval_size": 4,
+    "reward.workers": 1,
+    "sync.bucket_mb": 1,
+    "checkpoint.every": 1,
+}
+PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
+
+
+def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(cluster, tmp_path):
+    settings = {**SMALL, "model.path": tmp_path / "model", "log.dir": tmp_path / "runs" / "small"}
+    job = Job(cluster, tmp_path, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()))
+    run = tmp_path / "runs" / "small" / "latest"
+    until(lambda: len(rows(run)) >= 3 or job.state()["JobState"] == "FAILED", 280, f"two steps\n{job.texts()}")
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 90, f"the job starts again\n{job.texts()}")
+    assert job.wait(280) == "COMPLETED 0", job.texts()
+    assert [row["step"] for row in rows(run)] == list(range(7)) and all(row["sync/proved"] == 15 for row in rows(run))
+    told = json.loads((run / "run.json").read_text())
+    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 2
+    assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
+    scalars = set(EventAccumulator(str(run / "tensorboard")).Reload().Tags()["scalars"])
+    assert {f"time/{phase}" for phase in PHASES} <= scalars
+    for rank in range(2):
+        starts = [
+            line for line in (run / "ranks" / f"rank_0000{rank}.log").read_text().splitlines() if f"rank {rank} of 2: process" in line
+        ]
+        assert len(starts) == 2
+    assert "step 6/6" in job.rank(0).read_text() and job.rank(1).exists()
+    assert [words for words in command_lines(psutil.process_iter()).values() if any(str(tmp_path) in word for word in words)] == []
+
+
+def rows(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

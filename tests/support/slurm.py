@@ -14,7 +14,9 @@ import socket
 import subprocess
 from pathlib import Path
 
-from support.processes import end, family, free_port, until
+import psutil
+
+from support.processes import alive_after, end, family, free_port, until
 
 _PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
@@ -30,10 +32,11 @@ def unpack_slurm(folder: Path) -> Path:
         raise NoSlurmError("there is no apt-get here")
     archives, root = folder / "archives", folder / "root"
     (archives / "partial").mkdir(parents=True)
-    options = ("Debug::NoLocking=1", f"Dir::Cache::archives={archives}", "APT::Sandbox::User=", "Acquire::Retries=1", "Acquire::http::Timeout=20")
-    words = ["apt-get", *(word for option in options for word in ("-o", option)), "install", "--yes", "--download-only", "--no-install-recommends"]
+    options = f"Debug::NoLocking=1 Dir::Cache::archives={archives} APT::Sandbox::User= Acquire::Retries=1 Acquire::http::Timeout=20".split()
+    settings = [word for option in options for word in ("-o", option)]
+    command = ["apt-get", *settings, "install", "--yes", "--download-only", "--no-install-recommends"]
     try:
-        done = subprocess.run([*words, *_PACKAGES], capture_output=True, text=True, timeout=90)
+        done = subprocess.run([*command, *_PACKAGES], capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired:
         raise NoSlurmError("apt-get did not get it within 90 s") from None
     if done.returncode:
@@ -87,15 +90,23 @@ class Cluster:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
     def close(self) -> None:
-        """Ends the daemons and everything below them."""
+        """Ends the daemons, what runs of the jobs, and their slurmstepd, which is below no daemon: all that was given our slurm.conf."""
         end(process for daemon in self._daemons for process in family(daemon.pid))
         for daemon in self._daemons:
             daemon.wait(timeout=10)
+        end(process for process in psutil.process_iter() if self._is_ours(process))
+        assert alive_after([process for process in psutil.process_iter() if self._is_ours(process)], 10) == []
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]
+        except psutil.Error:
+            return False
 
     def _start_all(self) -> None:
         socket_file, sbin = self.folder / "munge.socket", self._root / "usr/sbin"
-        names = [f"--{name}-file={self.folder}/munged.{name}" for name in ("log", "pid", "seed")]
-        self._start("munged", sbin / "munged", "--foreground", "--force", f"--socket={socket_file}", f"--key-file={self.folder}/munge.key", *names)
+        files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
+        self._start("munged", sbin / "munged", "--foreground", "--force", f"--socket={socket_file}", *files)
         until(socket_file.exists, 20, f"munged{self.logs()}")
         self._start("slurmctld", sbin / "slurmctld-wlm", "-D", "-c")
         for number in range(1, self._size + 1):
@@ -103,13 +114,10 @@ class Cluster:
         until(self._is_up, 40, "nodes that are idle")
 
     def _start(self, name: str, *words: object) -> None:
+        environment, nothing = {**os.environ, **self.env}, subprocess.DEVNULL
         with (self.folder / f"{name}.log").open("wb") as log:
-            self._daemons.append(
-                subprocess.Popen(
-                    list(map(str, words)), env={**os.environ, **self.env}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,
-                )  # fmt: skip
-            )
+            command = list(map(str, words))
+            self._daemons.append(subprocess.Popen(command, env=environment, stdin=nothing, stdout=log, stderr=log, start_new_session=True))
 
     def _is_up(self) -> bool:
         assert all(daemon.poll() is None for daemon in self._daemons), self.logs()

@@ -218,3 +218,14 @@ def test_several_reward_functions_are_read_back():
     reward = RewardConfig(functions=(RewardPart(name="math"), RewardPart(name="exact")))
     config = Config(model=Model(path=Path("m")), reward=reward)
     assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
+    from megatron_rl.run import _check_waits
+
+    _check_waits(load(MODEL))
+    _check_waits(load(MODEL, "--log.stuck_after=0"))
+    with pytest.raises(UserError) as caught:
+        _check_waits(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900"))
+    rule = "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900)"
+    assert str(caught.value) == f"{rule}; raise it, lower rollout.request_timeout, or set it to 0"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.watch import Stand, _ranks, clear, describe, read_stand, watching
+from megatron_rl.phases import Stand, _ranks, clear, describe, read_stand, watched
 
 RANK = """
 import sys, time
 from pathlib import Path
-from megatron_rl import watch
+from megatron_rl import phases
 from megatron_rl.rank_log import rank_log
 
 rank, folder, phases = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -28,11 +28,11 @@ def say(line):
 def wait_for_another_rank():
     time.sleep(60)
 
-with rank_log(folder, rank, 2) as log, watch.watching(folder, rank, 2, 2.0, log, say):
+with rank_log(folder, rank, 2) as log, phases.watched(folder, rank, 2, 2.0, log, say):
     while not all((folder / "ranks" / f"rank_0000{one}.json").exists() for one in range(2)):
         time.sleep(0.05)
     for step in range(1, phases + 1):
-        watch.enter("train", step)
+        phases.enter("train", step)
         time.sleep(0.5)
     (folder / f"reached{rank}").touch()
     wait_for_another_rank()
@@ -118,7 +118,7 @@ def test_ranks_that_stand_together_are_told_together():
 
 
 def test_nobody_watches_where_it_is_turned_off(tmp_path):
-    with watching(tmp_path, 0, 1, 0.0, sys.stderr, print):
+    with watched(tmp_path, 0, 1, 0.0, sys.stderr, print):
         assert not list(tmp_path.iterdir())
 
 

@@ -60,7 +60,7 @@ class Stand:
 
 
 class Watch:
-    """One rank's watch: the run's own thread calls `enter`, all else happens in a thread of the watch.
+    """One rank's watch: the run's own threads call `enter`, all else happens in a thread of the watch.
 
     `log` gets the stacks. `last_words` is called on the one rank that speaks, with the line about all.
     """
@@ -78,8 +78,9 @@ class Watch:
     def enter(self, phase: str, step: int | None, limit: float) -> None:
         """See the module's `enter`."""
         with self._lock:
-            self._phase, self._limit, self._since = phase, limit, time.monotonic()
-            self._step = self._step if step is None else step
+            self._limit, self._since = limit, time.monotonic()
+            if threading.current_thread() is threading.main_thread():  # others work ahead: the run goes on, but is not where they are
+                self._phase, self._step = phase, self._step if step is None else step
         self._tell()
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class Watch:
         return bool(stands) and all(stand.idle(now) >= self._stuck_after for stand in stands)
 
     def _look(self) -> tuple[float, list[Stand]]:
-        """(the file system's time, what the ranks told last); (0, []) where this rank's own file cannot be read, so that time is unknown."""
+        """(the file system's time, what the ranks told last); (0, []) where this rank's own file cannot be read: time is unknown then."""
         own = read_stand(self._folder, self._rank)
         found = [read_stand(self._folder, rank) for rank in range(self._size)]
         return (own.heard, [stand for stand in found if stand]) if own else (0.0, [])
@@ -161,9 +162,7 @@ _watch: Watch | None = None
 
 
 @contextmanager
-def watching(
-    run: Path, rank: int, size: int, stuck_after: float, log: IO[str], last_words: Callable[[str], None]
-) -> Iterator[None]:
+def watched(run: Path, rank: int, size: int, stuck_after: float, log: IO[str], last_words: Callable[[str], None]) -> Iterator[None]:
     """The watch of rank `rank` of `size` over the run in that folder; none where `stuck_after` is 0. See `Watch`."""
     global _watch
     if not stuck_after:
@@ -184,8 +183,8 @@ def clear(run: Path) -> None:
 
 
 def enter(phase: str, step: int | None = None, limit: float = 0.0) -> None:
-    """This rank enters a phase: the run goes on. `step`: the RL step from now on; `limit`: seconds that something else ends the phase after,
-    which count as no standstill. Without effect where nobody watches."""
+    """This rank enters a phase: the run goes on. `step`: the RL step from now on; `limit`: seconds after which something else ends the
+    phase, which count as no standstill. Without effect where nobody watches."""
     if _watch is not None:
         _watch.enter(phase, step, limit)
 
