@@ -48,8 +48,8 @@ from megatron_rl.warm_start import make_checkpoint
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
-_WATCHED_MINUTES, _UNWATCHED_MINUTES = 24 * 60, 10
-"""After which a collective breaks off. The watch ends a run that stands still long before; ranks may wait for a long generation."""
+_WATCHED_MINUTES = 24 * 60
+"""After which a collective breaks off in a run that is watched: that ends it long before if it stands still, and a generation may be long."""
 
 
 class Session:
@@ -60,7 +60,7 @@ class Session:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.of(config.precision)
         listen(alone=layout.world_size == 1)
-        start_megatron(layout, config.train.seed, _WATCHED_MINUTES if config.log.stuck_after else _UNWATCHED_MINUTES)
+        start_megatron(layout, config.train.seed, _WATCHED_MINUTES if config.log.stuck_after else 30)
         resources.callback(stop_megatron)
         if not torch.cuda.is_available():
             torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
@@ -78,8 +78,10 @@ class Session:
             loop = self._bring_up()
             loop.run()
         except BaseException as broken:
-            error = stop_or(broken) if isinstance(broken, RunError) else broken  # every rank is here: RunErrors are raised on all of them
-            if loop is not None and (isinstance(error, RunError) or self.layout.world_size == 1):
+            error = broken
+            if loop is not None and isinstance(broken, RunError):  # every rank is here: the loop raises RunErrors on all of them
+                error = stop_or(broken)
+            if loop is not None and (isinstance(broken, RunError) or self.layout.world_size == 1):
                 self._try_checkpoint(loop)
             self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
             if error is not broken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import sys
@@ -24,7 +25,7 @@ from rollout_sglang import activations
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
-from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, LAUNCHER_VARIABLE, EngineProcess
 from rollout_sglang.requests import LiveRequests
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
@@ -100,6 +101,8 @@ def _environment(tp: int, contract: PrecisionContract) -> dict[str, str]:
 
 
 def _free_port(host: str) -> int:
+    if os.environ.get(LAUNCHER_VARIABLE):  # another machine's ports; one that is taken shows when the engine starts
+        return 20000 + secrets.randbelow(10000)
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import signal
 import sys
 from typing import Any
@@ -16,6 +17,9 @@ from typing import Any
 from rollout_sglang import process, standins
 
 standins.install()
+
+_ELSEWHERE = 0
+"""The parent of an engine that a launcher started: it ends with that."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +49,11 @@ def die_with_parent(parent: int) -> None:
 def main(arguments: list[str]) -> None:
     """Serves until it is ended. `--parent PID` first, then SGLang's own arguments."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning goes to every process, and is the trainer's business
-    die_with_parent(int(arguments[1]))
+    if (parent := int(arguments[1])) != _ELSEWHERE:
+        die_with_parent(parent)
+    if launcher := os.environ.pop(process.LAUNCHER_VARIABLE, ""):  # takes this process's place, and ends with the trainer as well
+        words = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_ELSEWHERE), *arguments[2:]]
+        os.execvp(words[0], words)
     from rollout_sglang import plugin
 
     plugin.verify()

@@ -15,6 +15,7 @@ check_number() {
 prepare() {
   [ -n "${SLURM_JOB_ID:-}" ] || fail "not a job of SLURM; start it with sbatch"
   [ $# -ge 1 ] || fail "CONFIG is missing: sbatch SCRIPT CONFIG.toml [--section.key=value ...]"
+  [ -n "${SLURM_NTASKS_PER_NODE:-}" ] || fail "--ntasks-per-node is missing: the ranks on a node"
   [ -f "$1" ] || fail "CONFIG = '$1': no such file in $PWD; give a TOML file such as configs/quickstart.toml"
   restarts=${RESTARTS:-3}
   check_number RESTARTS "$restarts" 0 1000
@@ -33,25 +34,24 @@ address() {
   scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'
 }
 
-# run_ranks NODES ARGUMENT...: `megatron-rl train ARGUMENT...` as one task per rank on these nodes of the job, with every rank's output in a
-# file of its own; sets `code` to how they ended. SLURM's warning is handed on to them.
+# run_ranks NODES CONFIG ARGUMENT...: `megatron-rl train` with one task per rank on these nodes of the job, every rank's output in a file of
+# its own; sets `code` to how they ended. SLURM's warning is handed on to them. `settings`: what the script itself sets.
 run_ranks() {
-  local nodes=$1 first
-  shift
-  first=$(scontrol show hostnames "$nodes" | head -n 1)
-  MASTER_ADDR=$(address "$first")
-  [ -n "$MASTER_ADDR" ] || fail "scontrol does not tell the address of node '$first'"
+  local -a nodes
+  mapfile -t nodes < <(scontrol show hostnames "$1")
+  local config=$2
+  shift 2
+  MASTER_ADDR=$(address "${nodes[0]}")
+  [ -n "$MASTER_ADDR" ] || fail "scontrol does not tell the address of node '${nodes[0]}'"
   export MASTER_ADDR
-  local -a settings=(--checkpoint.resume=auto)
-  if [ "$(scontrol show hostnames "$nodes" | wc -l)" -gt 1 ]; then # the default transport is for one host
+  settings+=(--checkpoint.resume=auto)
+  if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then # the default transport is for one host
     settings+=(--sync.transport=process_group "--sync.host=$MASTER_ADDR")
   fi
-  local config=$1
-  shift
-  echo "megatron-rl slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), ranks on $nodes, logs in $logs"
-  # A rank that ended waits 60 s for the others: they stop together, and rank 0 still writes the report. cpu-bind: the engine is a child of
-  # rank 0 and needs more than rank 0's share.
-  srun --nodelist="$nodes" --input=none --output="$logs/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
+  echo "megatron-rl slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), ranks on ${nodes[*]}, logs in $logs"
+  # wait: ranks stop together, but rank 0 has a report to write. cpu-bind: the engine is a child of rank 0 and needs more than its share.
+  srun --nodelist="$(IFS=,; echo "${nodes[*]}")" --nodes="${#nodes[@]}" --ntasks="$((${#nodes[@]} * SLURM_NTASKS_PER_NODE))" --input=none \
+    --output="$logs/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' rank \
     "$python" -m megatron_rl train "$config" "${settings[@]}" "$@" &
   wait_for $!

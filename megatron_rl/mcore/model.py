@@ -52,7 +52,7 @@ class LatentPolicyConfig(PolicyConfig, MLATransformerConfig):
     """The same for multi-latent attention."""
 
 
-def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 10) -> None:
+def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None:
     """Joins the process group (gloo on a CPU, NCCL on a GPU) and makes Megatron's groups for `layout`.
 
     Rank and world size come from torchrun's environment; without it, this is a world of one process. A collective breaks off after
@@ -77,7 +77,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 10) -> None
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,
     )
-    dist.distributed_c10d._get_default_group().set_timeout(datetime.timedelta(minutes=timeout_minutes))
+    dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
 
 

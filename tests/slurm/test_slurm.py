@@ -14,12 +14,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SCRIPT = ROOT / "launch" / "slurm" / "colocated.sbatch"
+COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60")
 STAND_IN = """#!/usr/bin/env bash
 # Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
 # waits for a signal and ends as the trainer does.
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*" >>"$PWD/started.$RANK"
+echo "${MEGATRON_RL_ENGINE_LAUNCHER:-}" >launcher
 code=$(sed -n "$(wc -l <"$PWD/started.$RANK")p" codes)
 echo "rank $RANK was here"
 [ "$code" != stop ] || { trap 'exit 143' USR1 TERM; while :; do sleep 0.1; done; }
@@ -39,13 +40,13 @@ def cluster(tmp_path_factory):
 
 
 class Job:
-    """colocated.sbatch submitted from `folder`, which gets all its files."""
+    """A script submitted for two nodes from `folder`, which gets all its files."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, **variables: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, **variables: str) -> None:
         self.cluster, self.folder = cluster, folder
         here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
         here |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
-        self.id = cluster.run("sbatch", "--parsable", f"--chdir={folder}", *TWO_NODES, SCRIPT, *arguments, env=here)
+        self.id = cluster.run("sbatch", "--parsable", f"--chdir={folder}", *TWO_NODES, script, *arguments, env=here)
 
     def state(self) -> dict[str, str]:
         return self.cluster.job(self.id)
@@ -75,9 +76,9 @@ def stand_in(cluster, tmp_path):
     python.chmod(0o755)
     (tmp_path / "run.toml").write_text("")
 
-    def submit(*codes: object, **variables: str) -> Job:
+    def submit(*codes: object, script: Path = COLOCATED, **variables: str) -> Job:
         (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
-        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", PYTHON=str(python), **variables)
+        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", script=script, PYTHON=str(python), **variables)
 
     return submit
 
@@ -93,7 +94,15 @@ def test_ranks_know_their_place_and_have_files_of_their_own(stand_in):
     told = "-m megatron_rl train run.toml --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1 --train.steps=3"
     assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {told}"] for rank in range(2)]
     assert [job.rank(rank).read_text() for rank in range(2)] == ["rank 0 was here\n", "rank 1 was here\n"]
-    assert f"ranks on node[1-2], logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
+    assert f"ranks on node1 node2, logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
+
+
+def test_the_last_node_is_the_engines(stand_in):
+    job = stand_in(0, script=DISAGGREGATED)
+    assert job.wait(60) == "COMPLETED 0", job.texts()
+    settings = "--rollout.host=127.0.0.1 --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
+    assert starts(job) == [f"0 0 1 127.0.0.1 -m megatron_rl train run.toml {settings} --train.steps=3"] and not starts(job, 1)
+    assert "--nodelist=node2 " in (job.folder / "launcher").read_text() and "ranks on node1, logs in" in job.printed()
 
 
 def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
@@ -143,6 +152,7 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
         (("run.toml",), {"MASTER_PORT": "80"}, "MASTER_PORT = '80': must be a whole number from 1024 to 65535"),
         (("run.toml",), {"PYTHON": "/none"}, "PYTHON = '/none': cannot be run"),
         (("run.toml",), {"MEGATRON_RL_ROOT": "/none"}, "MEGATRON_RL_ROOT = '/none': is not the repository"),
+        (("run.toml",), {"script": DISAGGREGATED, "ENGINE_NODES": "2"}, "ENGINE_NODES = '2': one node serves; more than that is not built"),
     ]
     jobs = [Job(cluster, tmp_path, *arguments, **variables) for arguments, variables, _ in mistakes]
     for job, (_, _, line) in zip(jobs, mistakes, strict=True):
