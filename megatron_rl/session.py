@@ -49,7 +49,7 @@ from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
 _WATCHED_MINUTES = 24 * 60
-"""After which a collective breaks off in a run that is watched: that ends it long before if it stands still, and a generation may be long."""
+"""After which a collective breaks off in a run that is watched, which ends long before where it stands still."""
 
 
 class Session:
