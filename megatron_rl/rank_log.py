@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO
 
+from megatron_rl.errors import MegatronRLError
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -21,7 +23,7 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
     """The open log, to which this process's warnings go from now on too. A run that goes on writes on in it.
 
-    An exception that leaves the `with` block is written with its traceback; a fatal signal with the stacks of all threads.
+    An exception that leaves the `with` block is written, a bug with its traceback; a fatal signal with the stacks of all threads.
     """
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
@@ -31,8 +33,10 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
         faulthandler.enable(file)
         try:
             yield file
-        except BaseException:
-            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {traceback.format_exc()}")
+        except BaseException as error:
+            expected = isinstance(error, MegatronRLError | SystemExit | KeyboardInterrupt)
+            text = f"ended: {type(error).__name__}: {error}\n" if expected else traceback.format_exc()
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
             raise
         finally:
             faulthandler.disable()

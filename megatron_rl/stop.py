@@ -56,7 +56,7 @@ def stop_or(error: RunError) -> RunError:
 
     A cluster signals everything below a rank as well, so that a stop may be heard first as an engine that is gone.
     """
-    return next(filter(None, gathered(_stop())), error)
+    return error if isinstance(error, StopError) else next(filter(None, gathered(_stop())), error)
 
 
 def _stop() -> StopError | None:

@@ -165,7 +165,7 @@ SMALL = {  # over configs/quickstart.toml
     "model.warm_start.steps": 0,
     "model.create.num_hidden_layers": 1,
     "train.layout.tp": 2,
-    "train.steps": 6,
+    "train.steps": 20,  # about ten seconds: the signal comes in the middle
     "rollout.prompts_per_step": 4,
     "rollout.group_size": 2,
     "rollout.max_new_tokens": 8,
@@ -181,16 +181,15 @@ PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "c
 
 
 def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(cluster, tmp_path):
-    settings = {**SMALL, "model.path": tmp_path / "model", "log.dir": tmp_path / "runs" / "small"}
-    job = Job(cluster, tmp_path, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()))
+    job = quickstart(cluster, tmp_path, {})
     run = tmp_path / "runs" / "small" / "latest"
-    until(lambda: len(rows(run)) >= 3 or job.state()["JobState"] == "FAILED", 280, f"two steps\n{job.texts()}")
+    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 280, f"the first step\n{job.texts()}")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
     until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 90, f"the job starts again\n{job.texts()}")
     assert job.wait(280) == "COMPLETED 0", job.texts()
-    assert [row["step"] for row in rows(run)] == list(range(7)) and all(row["sync/proved"] == 15 for row in rows(run))
+    assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 15 for row in rows(run))
     told = json.loads((run / "run.json").read_text())
-    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 2
+    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 1
     assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
     scalars = set(EventAccumulator(str(run / "tensorboard")).Reload().Tags()["scalars"])
     assert {f"time/{phase}" for phase in PHASES} <= scalars
@@ -199,10 +198,30 @@ def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(
             line for line in (run / "ranks" / f"rank_0000{rank}.log").read_text().splitlines() if f"rank {rank} of 2: process" in line
         ]
         assert len(starts) == 2
-    assert "step 6/6" in job.rank(0).read_text() and job.rank(1).exists()
-    assert [words for words in command_lines(psutil.process_iter()).values() if any(str(tmp_path) in word for word in words)] == []
+    assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
+    assert_nothing_is_left(tmp_path)
+
+
+def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path = COLOCATED) -> Job:
+    settings = {**SMALL, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **changes}
+    return Job(
+        cluster, folder, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()), script=script
+    )
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    alive = command_lines(psutil.process_iter())
+    assert [words for words in alive.values() if any(str(folder) in word for word in words)] == []
 
 
 def rows(run: Path) -> list[dict]:
     file = run / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def test_an_engine_on_a_node_of_its_own(cluster, tmp_path):
+    job = quickstart(cluster, tmp_path, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
+    assert job.wait(280) == "COMPLETED 0", job.texts()
+    run = tmp_path / "runs" / "small" / "latest"
+    assert [row["sync/proved"] for row in rows(run)] == [15, 15]
+    assert_nothing_is_left(tmp_path)
