@@ -11,7 +11,7 @@ check_number() {
   [[ $2 =~ ^[0-9]{1,9}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] || fail "$1 = '$2': must be a whole number from $3 to $4"
 }
 
-# prepare CONFIG: checks what was given, and sets python, logs, restarts and what the ranks need to meet.
+# prepare CONFIG ...: checks what was given, and sets python, logs, restarts and what the ranks need to meet.
 prepare() {
   [ -n "${SLURM_JOB_ID:-}" ] || fail "not a job of SLURM; start it with sbatch"
   [ $# -ge 1 ] || fail "CONFIG is missing: sbatch SCRIPT CONFIG.toml [--section.key=value ...]"
@@ -62,7 +62,7 @@ wait_for() {
   local srun=$1 signalled
   ended=""
   trap 'signalled=1; kill -USR1 "$srun" || true' USR1 # time is almost up (--signal): srun tells its tasks
-  trap 'signalled=1; ended=1' TERM                        # cancelled, requeued or preempted: SLURM has told the tasks itself
+  trap 'signalled=1; ended=1' TERM                    # cancelled, requeued or preempted: SLURM has told the tasks itself
   while
     signalled=""
     code=0
@@ -78,15 +78,20 @@ finish() {
   [ -z "$ended" ] || { echo "megatron-rl slurm: ended by SLURM, exit code $code"; exit "$code"; }
   case $code in
     143) requeue "stopped as asked" ;;
-    2) tail -n 3 "$logs/rank_00000.log" >&2 ;;
+    2) last_lines ;;
     *)
       echo "$code" >>"$logs/broken"
-      tail -n 3 "$logs/rank_00000.log" >&2
+      last_lines
       if [ "$(wc -l <"$logs/broken")" -le "$restarts" ]; then requeue "broken with exit code $code"; fi
       echo "megatron-rl slurm: broken $(wc -l <"$logs/broken") times; RESTARTS = $restarts" >&2
       ;;
   esac
   exit "$code"
+}
+
+# What rank 0 said at last.
+last_lines() {
+  tail -n 3 "$logs/rank_00000.log" >&2 || true
 }
 
 # requeue WHY: does not come back where SLURM obeys.

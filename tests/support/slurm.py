@@ -90,7 +90,7 @@ class Cluster:
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log")))
 
     def close(self) -> None:
-        """Ends the daemons, what runs of the jobs, and their slurmstepd, which is below no daemon: all that was given our slurm.conf."""
+        """Ends the daemons, and what runs of the jobs, which is below no daemon."""
         end(process for daemon in self._daemons for process in family(daemon.pid))
         for daemon in self._daemons:
             daemon.wait(timeout=10)
@@ -98,8 +98,9 @@ class Cluster:
         assert alive_after([process for process in psutil.process_iter() if self._is_ours(process)], 10) == []
 
     def _is_ours(self, process: psutil.Process) -> bool:
+        """Whether it is one of our programs (slurmstepd overwrites its environment), or was given our slurm.conf."""
         try:
-            return process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]
+            return process.exe().startswith(f"{self._root}/") or process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]
         except psutil.Error:
             return False
 
