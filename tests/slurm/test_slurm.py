@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -12,10 +14,27 @@ from support.processes import ROOT, command_lines, until
 from support.slurm import Cluster, NoSlurmError, unpack_slurm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60")
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
+SMALL = {  # over configs/quickstart.toml
+    "model.warm_start.steps": 0,
+    "model.create.num_hidden_layers": 1,
+    "train.layout.tp": 2,
+    "train.steps": 20,  # about ten seconds: the signal comes in the middle
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 8,
+    "rollout.max_running_requests": 16,
+    "rollout.max_total_tokens": 4096,
+    "rollout.start_timeout": 240,
+    "data.eval_size": 4,
+    "reward.workers": 1,
+    "sync.bucket_mb": 1,
+    "checkpoint.every": 1,
+}
+PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
 STAND_IN = """#!/usr/bin/env bash
 # Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
 # waits for a signal and ends as the trainer does.
@@ -37,6 +56,15 @@ def cluster(tmp_path_factory):
         pytest.skip(f"no SLURM: {error}")
     with Cluster(root, folder / "cluster", 2) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
+    """The quickstart in both placements, one after the other, while the tests with stand-ins go on."""
+    with ThreadPoolExecutor(1) as pool:
+        runs = {"colocated": stopped_and_started_again, "disaggregated": with_an_engine_elsewhere}
+        yield {name: pool.submit(run, cluster, tmp_path_factory.mktemp(name)) for name, run in runs.items()}
+        pool.shutdown(cancel_futures=True)
 
 
 class Job:
@@ -161,57 +189,27 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
         assert told.startswith(f"megatron-rl slurm: {line}")
 
 
-SMALL = {  # over configs/quickstart.toml
-    "model.warm_start.steps": 0,
-    "model.create.num_hidden_layers": 1,
-    "train.layout.tp": 2,
-    "train.steps": 20,  # about ten seconds: the signal comes in the middle
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 2,
-    "rollout.max_new_tokens": 8,
-    "rollout.max_running_requests": 16,
-    "rollout.max_total_tokens": 4096,
-    "rollout.start_timeout": 240,
-    "data.eval_size": 4,
-    "reward.workers": 1,
-    "sync.bucket_mb": 1,
-    "checkpoint.every": 1,
-}
-PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
-
-
-def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(cluster, tmp_path):
-    job = quickstart(cluster, tmp_path, {})
-    run = tmp_path / "runs" / "small" / "latest"
-    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 280, f"the first step\n{job.texts()}")
-    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 90, f"the job starts again\n{job.texts()}")
-    assert job.wait(280) == "COMPLETED 0", job.texts()
-    assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 15 for row in rows(run))
-    told = json.loads((run / "run.json").read_text())
-    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 1
-    assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
-    scalars = set(EventAccumulator(str(run / "tensorboard")).Reload().Tags()["scalars"])
-    assert {f"time/{phase}" for phase in PHASES} <= scalars
-    for rank in range(2):
-        starts = [
-            line for line in (run / "ranks" / f"rank_0000{rank}.log").read_text().splitlines() if f"rank {rank} of 2: process" in line
-        ]
-        assert len(starts) == 2
-    assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
-    assert_nothing_is_left(tmp_path)
-
-
-def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path = COLOCATED) -> Job:
+def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path) -> Job:
     settings = {**SMALL, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **changes}
     return Job(
         cluster, folder, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()), script=script
     )
 
 
-def assert_nothing_is_left(folder: Path) -> None:
-    alive = command_lines(psutil.process_iter())
-    assert [words for words in alive.values() if any(str(folder) in word for word in words)] == []
+def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
+    job = quickstart(cluster, folder, {}, COLOCATED)
+    run = folder / "runs" / "small" / "latest"
+    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 280, f"the first step\n{job.texts()}")
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 90, f"the job starts again\n{job.texts()}")
+    assert job.wait(280) == "COMPLETED 0", job.texts()
+    return job
+
+
+def with_an_engine_elsewhere(cluster: Cluster, folder: Path) -> Job:
+    job = quickstart(cluster, folder, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
+    assert job.wait(280) == "COMPLETED 0", job.texts()
+    return job
 
 
 def rows(run: Path) -> list[dict]:
@@ -219,9 +217,28 @@ def rows(run: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_an_engine_on_a_node_of_its_own(cluster, tmp_path):
-    job = quickstart(cluster, tmp_path, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
-    assert job.wait(280) == "COMPLETED 0", job.texts()
-    run = tmp_path / "runs" / "small" / "latest"
-    assert [row["sync/proved"] for row in rows(run)] == [15, 15]
-    assert_nothing_is_left(tmp_path)
+def assert_nothing_is_left(folder: Path) -> None:
+    alive = command_lines(psutil.process_iter())
+    assert [words for words in alive.values() if any(str(folder) in word for word in words)] == []
+
+
+def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(quickstarts):
+    job = quickstarts["colocated"].result()
+    run = job.folder / "runs" / "small" / "latest"
+    assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 15 for row in rows(run))
+    told = json.loads((run / "run.json").read_text())
+    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 1
+    assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
+    assert "stopped as asked; starting the job again" in job.printed()
+    assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
+    for rank in range(2):
+        assert (run / "ranks" / f"rank_0000{rank}.log").read_text().count(f"rank {rank} of 2: process ") == 2
+    scalars = set(EventAccumulator(str(run / "tensorboard")).Reload().Tags()["scalars"])
+    assert {f"time/{phase}" for phase in PHASES} <= scalars
+    assert_nothing_is_left(job.folder)
+
+
+def test_an_engine_on_a_node_of_its_own(quickstarts):
+    job = quickstarts["disaggregated"].result()
+    assert [row["sync/proved"] for row in rows(job.folder / "runs" / "small" / "latest")] == [15, 15]
+    assert_nothing_is_left(job.folder)
