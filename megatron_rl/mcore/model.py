@@ -77,6 +77,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,
     )
+    assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
 
