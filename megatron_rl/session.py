@@ -21,7 +21,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engine import Engine, find_launcher
-from megatron_rl.errors import MegatronRLError, RunError
+from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.export import save_hf
 from megatron_rl.graph_check import check_graph
 from megatron_rl.hf_checkpoint import is_fp8
@@ -33,7 +33,7 @@ from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.rank_log import rank_log
-from megatron_rl.ranks import is_rank0, on_rank0
+from megatron_rl.ranks import is_rank0, on_rank0, raise_together
 from megatron_rl.report import headline, write_report
 from megatron_rl.resume import Start, choose
 from megatron_rl.rewards.scorer import Scorer
@@ -68,6 +68,10 @@ class Session:
         self.start: Start | None = None if resumed is None else on_rank0(lambda: choose(resumed, config.train.steps))
         self.folder = Path(on_rank0(self._open_log))
         rank, size = dist.get_rank(), layout.world_size
+        unseen = UserError(
+            "log.dir", str(config.log.dir), f"rank {rank} does not see the run's folder", "name a folder that all nodes share"
+        )
+        raise_together(None if self.folder.is_dir() else unseen)
         log = resources.enter_context(rank_log(self.folder, rank, size))
         resources.enter_context(phases.watched(self.folder, rank, size, config.log.stuck_after, log, self._last_words))
 
