@@ -191,6 +191,8 @@ class Log(_Section):
     """Completions kept per step for the report."""
     attribute_every: int = Field(0, ge=0)
     """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/precision.md); 0: never."""
+    stuck_after: float = Field(1800.0, ge=0)
+    """Seconds without any rank entering another phase after which a run says where each rank stands and ends; 0: never (docs/slurm.md)."""
 
 
 class Config(_Section):

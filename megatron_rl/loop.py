@@ -16,6 +16,7 @@ from typing import cast
 
 import torch
 
+from megatron_rl import phases
 from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.aggregate import weigh
 from megatron_rl.algorithm.calibrated import ClipCalibration
@@ -62,23 +63,27 @@ class Loop:
         self.version = 0
         if start is not None:
             self.version, self._clip.bounds = start.version, start.clip_bounds
+        self._after_row: dict[str, float] = {}  # what the next row says of the time since the last one
         self._mark = self._mark_now({} if start is None else start.unrecorded)
 
     def run(self) -> None:
         """All steps that are left, after a first sync that hands the engine the starting policy under its version, 0 in a new run."""
+        phases.enter("sync", self.version)
         found, started = self.sync.run(self.version).metrics(), self._mark.unrecorded
         if started is not None:
             self._record({**started, **found, **self._evaluate(self.version)})
         for step in range(self.version + 1, self.config.train.steps + 1):
+            phases.enter("the start", step)
             check_stop()
             start = time.perf_counter()
             metrics = self._step(step)
             metrics |= self._evaluate(step)
             self._record({**metrics, "time/step": time.perf_counter() - start})
-            self._checkpoints.look()
-            last, every = step == self.config.train.steps, self.config.checkpoint.every
-            if last or (every and step % every == 0):
-                self.save(last)
+            with self._phase("checkpoint", self._after_row):
+                self._checkpoints.look()
+                last, every = step == self.config.train.steps, self.config.checkpoint.every
+                if last or (every and step % every == 0):
+                    self.save(last)
 
     def save(self, last: bool) -> None:
         """Writes a checkpoint of the newest policy, unless it is written already; collective. See `Checkpoints.write`. Raises RunError
@@ -95,11 +100,11 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         with self._phase("generate"):
             rollout = self.sync.serving(self.version, lambda: self._worker.collect(self.version))
-        metrics = rollout_metrics(rollout)
+        metrics = rollout_metrics(rollout) | self._after_row
         sequences = to_sequences(rollout)
         with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
-        causes = self._begin_attribution(step, sequences)
+        causes = self._begin_attribution(step, sequences, metrics)
         metrics |= self._credit(sequences)
         check_stop()
         with self._phase("train", metrics):
@@ -126,12 +131,12 @@ class Loop:
                 sequence.reference_logprobs = logprobs
         return {"entropy": entropy, **mismatch(sequences)}
 
-    def _begin_attribution(self, step: int, sequences: list[Sequence]) -> MismatchCauses | None:
-        """In every so many steps, what is to be finished once the weights have changed."""
+    def _begin_attribution(self, step: int, sequences: list[Sequence], metrics: dict[str, float]) -> MismatchCauses | None:
+        """In every so many steps, what is to be finished once the weights have changed; `metrics` gets its time."""
         every = self.config.log.attribute_every
         if not every or step % every:
             return None
-        with self._phase("attribute"):
+        with self._phase("attribute", metrics):
             self._causes.measure(sequences)
         return self._causes
 
@@ -164,6 +169,7 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self.config.data.eval_every and step != self.config.train.steps:
             return {}
+        phases.enter("eval")
         return self.sync.serving(self.version, lambda: self._worker.evaluate(self.version))
 
     @contextmanager
@@ -171,6 +177,7 @@ class Loop:
         """Says on the progress bar what is being done; stores its seconds as `time/NAME` where `metrics` is given."""
         if is_rank0():
             self._log.now(name)
+        phases.enter(name)
         start = time.perf_counter()
         yield
         if metrics is not None:

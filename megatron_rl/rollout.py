@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl import phases
 from megatron_rl.algorithm.overlong import overlong_reward
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
@@ -111,6 +112,7 @@ class RolloutWorker:
         samplings = [Sampling(config.temperature, config.max_new_tokens, one) for one in seeds]
         completions = self._turns.answer(problems_B, samplings, version)
         generated = time.perf_counter()
+        phases.enter("reward")
         give_rewards(completions, self._rewards)
         return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
 

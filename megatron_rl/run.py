@@ -52,6 +52,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_transport(config.sync)
     check_devices(config)
+    _check_waits(config)
     check_environment(config)
     _check_model(config, layout)
     if data:
@@ -74,6 +75,15 @@ def _layout(config: Config) -> Layout:
         fix = f"start with torchrun --nproc-per-node {layout.world_size}, or change train.layout"
         raise UserError("train.layout", None, rule, fix)
     return layout
+
+
+def _check_waits(config: Config) -> None:
+    """Raises UserError where a wait that is allowed would count as a standstill."""
+    waits = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
+    name = max(waits, key=lambda field: waits[field])
+    if 0 < config.log.stuck_after <= waits[name]:
+        rule = f"must be longer than {name} ({waits[name]:g})"
+        raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
 
 
 def _check_model(config: Config, layout: Layout) -> None:

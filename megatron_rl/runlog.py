@@ -6,6 +6,7 @@
     run.log         the lines that the console showed
     tensorboard/    the metrics again, for TensorBoard
     checkpoints/    see docs/checkpoints.md; a run that goes on from one writes on in the same folder
+    ranks/          a log of each rank, and where it stands (megatron_rl.rank_log, megatron_rl.phases)
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.graph_check)
 
 A crash may come at any moment, so each metrics line is on the disk before the next step starts, and a run counts as finished only

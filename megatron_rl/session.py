@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 
-from megatron_rl import hf
+from megatron_rl import hf, phases
 from megatron_rl.causes import MismatchCauses
 from megatron_rl.checkpointing import Checkpoints
 from megatron_rl.checkpoints import set_aside
@@ -19,7 +20,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.tokenizer import load_tokenizer
 from megatron_rl.engines import Engines, start_engines
-from megatron_rl.errors import MegatronRLError, RunError
+from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.export import save_hf
 from megatron_rl.graph_check import check_graph
 from megatron_rl.hf_checkpoint import is_fp8
@@ -30,14 +31,15 @@ from megatron_rl.mcore.checkpoint_writer import load
 from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.ranks import is_rank0, lost_rank, on_rank0
+from megatron_rl.rank_log import rank_log
+from megatron_rl.ranks import is_rank0, lost_rank, on_rank0, raise_together
 from megatron_rl.report import headline, write_report
 from megatron_rl.resume import Start, arrangement, choose
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import RolloutWorker
 from megatron_rl.runlog import RunLog, read_metrics
 from megatron_rl.steady import SteadySync
-from megatron_rl.stop import listen
+from megatron_rl.stop import listen, stop_or
 from megatron_rl.sync import WeightSync
 from megatron_rl.sync_plan import SyncPlan, check_live_engine
 from megatron_rl.turns import EnvironmentPool
@@ -45,6 +47,9 @@ from megatron_rl.versions import versions
 from megatron_rl.warm_start import make_checkpoint
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
+
+_WATCHED_MINUTES = 24 * 60
+"""After which a collective breaks off in a run that is watched, which ends long before where it stands still."""
 
 
 class Session:
@@ -55,13 +60,20 @@ class Session:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.of(config.precision)
         listen(alone=layout.world_size == 1)
-        start_megatron(layout, config.train.seed)
+        start_megatron(layout, config.train.seed, _WATCHED_MINUTES if config.log.stuck_after else 30)
         resources.callback(stop_megatron)
         if not torch.cuda.is_available():
             torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
         self.log: RunLog | None = None
         self.start: Start | None = None if resumed is None else on_rank0(lambda: choose(resumed, config.train.steps))
         self.folder = Path(on_rank0(self._open_log))
+        rank, size = dist.get_rank(), layout.world_size
+        unseen = UserError(
+            "log.dir", str(config.log.dir), f"rank {rank} does not see the run's folder", "name a folder that all nodes share"
+        )
+        raise_together(None if self.folder.is_dir() else unseen)
+        log = resources.enter_context(rank_log(self.folder, rank, size))
+        resources.enter_context(phases.watched(self.folder, rank, size, config.log.stuck_after, log, self._last_words))
 
     def run(self) -> Path:
         """Trains and writes checkpoints and report; a run that breaks is marked so and keeps what it had. Returns its folder."""
@@ -69,14 +81,15 @@ class Session:
         try:
             loop = self._bring_up()
             loop.run()
-        except BaseException as error:
-            if loop is not None and (isinstance(error, RunError) or self.layout.world_size == 1):
-                self._try_checkpoint(loop)  # every rank is here: RunErrors are raised on all of them
-            lost = lost_rank(error)
-            told = lost or error
-            self._close_log("broken", str(told) if isinstance(told, MegatronRLError) else f"{type(told).__name__}: {told}")
-            if lost is not None:
-                raise lost from error
+        except BaseException as broken:
+            error = lost_rank(broken) or broken
+            if loop is not None and isinstance(broken, RunError):  # every rank is here: the loop raises RunErrors on all of them
+                error = stop_or(broken)
+            if loop is not None and (isinstance(broken, RunError) or self.layout.world_size == 1):
+                self._try_checkpoint(loop)
+            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
+            if error is not broken:
+                raise error from broken
             raise
         if is_rank0():
             self.say(headline(read_metrics(self.folder)))
@@ -95,6 +108,7 @@ class Session:
         for torn in self.start.torn:
             set_aside(torn)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
+        phases.clear(folder)
         return str(folder)
 
     def say(self, text: str) -> None:
@@ -105,8 +119,10 @@ class Session:
     def _bring_up(self) -> Loop:
         model_path = self.config.model.path
         if not (model_path / "config.json").is_file():
+            phases.enter("the warm start")
             make_checkpoint(self.config, self.layout, self.say)
             self.say(f"warm start saved to {model_path}")
+        phases.enter("loading the model")
         hf_config = hf.read_config(model_path)
         plan = SyncPlan.of_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
         shards = this_rank_shards(hf_config, self.layout)
@@ -122,6 +138,7 @@ class Session:
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
         engines, worker = self._on_rank0_only(mark)
+        phases.enter("the first proof")
         sync = WeightSync(plan, engines, live, self.config.sync)
         self._resources.callback(sync.close)
         on_rank0(lambda: check_live_engine(plan, cast(Engines, engines)))
@@ -158,6 +175,7 @@ class Session:
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
             self.say(f"starting the engines: {config.rollout.engines}")
+            phases.enter("starting the engines", limit=config.rollout.start_timeout)
             found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.say)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
@@ -174,10 +192,16 @@ class Session:
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def _try_checkpoint(self, loop: Loop) -> None:
+        phases.enter("checkpoint")
         try:
             loop.save(last=True)
         except Exception as error:  # the run's own error is the one to report
             self.say(f"no last checkpoint: {error}")
+
+    def _last_words(self, line: str) -> None:
+        """Of a rank that stands still, in the watch's thread."""
+        print(f"megatron-rl [rank {dist.get_rank()}]: {line}", file=sys.stderr, flush=True)
+        self._close_log("broken", line)
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
         """Ends the log and writes the report; what goes wrong here never hides the run's own error."""

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl import phases
 from megatron_rl.config_environment import EnvironmentConfig
 from megatron_rl.engine import Engine
 from megatron_rl.environment import Episode, Reply, load_environment, stop_strings
@@ -88,6 +89,7 @@ class Turns:
     def _sample(self, running: list[_Dialogue], version: int) -> None:
         """The next turn of all."""
         answers = [dialogue.completion for dialogue in running]
+        phases.enter("generate")
         left = [replace(one.sampling, max_new_tokens=one.sampling.max_new_tokens - one.completion.sampled_count) for one in running]
         found = self._engine.generate([answer.prompt_ids_T + answer.output_ids_T for answer in answers], left)
         for dialogue, generation in zip(running, found, strict=True):

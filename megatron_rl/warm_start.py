@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl import calculator, hf
+from megatron_rl import calculator, hf, phases
 from megatron_rl.batch import MicroBatch, Sequence
 from megatron_rl.config import Config, Train, WarmStart
 from megatron_rl.data.arithmetic import demonstration
@@ -84,6 +84,7 @@ def _learn(config: Config, learner: Actor, tokenizer: Any, report: Any) -> None:
             prompt = tokenizer.encode(ask(problem.prompt), add_special_tokens=False)
             examples.append(_example(prompt, _worked(problem, warm, choose), tokenizer))
         metrics = learner.update(examples, _negative_log_likelihood)
+        phases.enter("the warm start")
         if step % 50 == 0 or step == warm.steps:
             report(f"warm start: step {step}/{warm.steps}, loss {metrics['loss/total']:.3f} nats per token")
 

@@ -12,6 +12,9 @@ import psutil
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """The run's API key comes by the environment: everybody on a machine can read command lines."""
+LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
+"""Words before an engine's command that run it on another machine, such as `srun --nodelist=node2`; see launch/slurm/disaggregated.sbatch.
+They must end the engine when they are ended, hand on the environment, and see the folders that this machine sees."""
 _TAIL_LINES = 25
 _GRACE = 10.0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import signal
 import sys
 from typing import Any
@@ -18,6 +19,8 @@ from rollout_sglang import process, standins
 standins.install()
 
 _RENDEZVOUS_SECONDS = 600.0
+_ELSEWHERE = 0
+"""The parent of an engine that a launcher started: it ends with that."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
@@ -37,19 +40,25 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
     return run_detokenizer_process(*args, **kwargs)
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
     """Asks Linux to end this process when the thread of the trainer that started it ends, however it ends, so that no engine is orphaned.
 
-    SIGKILL, as a stopped process takes no other signal. SGLang's own processes below ask for the same.
+    `by` SIGKILL where it may be, as a stopped process takes no other signal. SGLang's own processes below ask for the same.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None, use_errno=True).prctl(1, by)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it was gone before the call
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), by)
 
 
 def main(arguments: list[str]) -> None:
     """Serves until it is ended. `--parent PID` and `--host ADDRESS` first, then SGLang's own other arguments."""
-    die_with_parent(int(arguments[1]))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning goes to every process, and is the trainer's business
+    launcher = os.environ.pop(process.LAUNCHER_VARIABLE, "")
+    if (parent := int(arguments[1])) != _ELSEWHERE:
+        die_with_parent(parent, by=signal.SIGTERM if launcher else signal.SIGKILL)
+    if launcher:  # takes this process's place, and ends what it started when it is asked to end
+        words = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_ELSEWHERE), *arguments[2:]]
+        os.execvp(words[0], words)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
     from megatron_rl.transport.store import listening_store
     from rollout_sglang import plugin

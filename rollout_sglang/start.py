@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.precision import PrecisionContract
 from rollout_sglang import activations
 from rollout_sglang.platform import NAME as CPU_PLATFORM
-from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, LAUNCHER_VARIABLE, EngineProcess
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -82,6 +82,8 @@ def _environment(tp: int, contract: PrecisionContract, number: int) -> dict[str,
 
 
 def _free_port(host: str) -> int:
+    if os.environ.get(LAUNCHER_VARIABLE):  # another machine's ports; one that is taken shows when the engine starts
+        return 20000 + secrets.randbelow(10000)
     try:
         with socket.socket() as probe:
             probe.bind((host, 0))

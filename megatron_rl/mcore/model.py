@@ -36,8 +36,9 @@ from parallel.layout import Layout
 from parallel.megatron import padded_vocabulary
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 _DEFAULTS = Train()
+_MEETING_TIMEOUT = datetime.timedelta(minutes=10)
+"""For the ranks to come, at the start."""
 
 
 @dataclass
@@ -53,10 +54,11 @@ class LatentPolicyConfig(PolicyConfig, MLATransformerConfig):
     """The same for multi-latent attention."""
 
 
-def start_megatron(layout: Layout, seed: int) -> None:
+def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None:
     """Joins the process group (gloo on a CPU, NCCL on a GPU) and makes Megatron's groups for `layout`.
 
-    Rank and world size come from torchrun's environment; without it, this is a world of one process.
+    Rank and world size come from torchrun's environment; without it, this is a world of one process. A collective breaks off after
+    `timeout_minutes`: what ranks other than 0 wait while the engine generates must fit in.
     """
     cpu.install()
     adam.install()
@@ -65,9 +67,9 @@ def start_megatron(layout: Layout, seed: int) -> None:
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+            dist.init_process_group(backend, timeout=_MEETING_TIMEOUT)
         else:
-            dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, timeout=_MEETING_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -75,7 +77,10 @@ def start_megatron(layout: Layout, seed: int) -> None:
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=timeout_minutes,
     )
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
 
 

@@ -34,7 +34,8 @@ def main(fd: int, functions_json: str, memory_mb: int, parent_pid: int) -> None:
 def serve(load: Callable[[], Judge], fd: int, memory_mb: int, parent_pid: int) -> None:
     """Answers each (text, problem) of the pool at the other end of the pipe `fd` by what `load` returns, until it closes."""
     _die_with(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    for name in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a cluster's warning are the parent's business
+        signal.signal(name, signal.SIG_IGN)
     _limit_memory(memory_mb)
     channel = Connection(fd)
     try:

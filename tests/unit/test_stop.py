@@ -1,4 +1,4 @@
-"""SIGTERM ends a run of one process at once; of several ranks each notes it and all stop where the loop asks."""
+"""SIGTERM or SIGUSR1 ends a run of one process at once; of several ranks each notes it and all stop where the loop asks."""
 
 from __future__ import annotations
 
@@ -7,29 +7,43 @@ import signal
 import pytest
 
 from megatron_rl import stop
+from megatron_rl.errors import RunError
 
 
 @pytest.fixture(autouse=True)
 def own_handler():
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
-    signal.signal(signal.SIGTERM, before)
-    stop._asked = False
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    stop._asked = ""
 
 
-def test_a_run_of_one_process_unwinds_at_once():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_of_one_process_unwinds_at_once(number):
     stop.listen(alone=True)
     with pytest.raises(SystemExit) as raised:
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
     assert raised.value.code == 143
 
 
-def test_ranks_stop_where_the_loop_asks_and_at_once_when_told_twice():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_stop_where_the_loop_asks_and_at_once_when_told_twice(number):
     stop.listen(alone=False)
     stop.check_stop()
-    signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(stop.StopError, match="stopped by SIGTERM") as raised:
+    assert not stop.asked()
+    signal.raise_signal(number)
+    assert stop.asked()
+    with pytest.raises(stop.StopError, match=f"stopped by {number.name}") as raised:
         stop.check_stop()
     assert raised.value.exit_code == 143
     with pytest.raises(SystemExit):
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(number)
+
+
+def test_what_breaks_after_the_signal_is_the_stop():
+    stop.listen(alone=False)
+    broken = RunError("the engine is gone")
+    assert stop.stop_or(broken) is broken
+    signal.raise_signal(signal.SIGTERM)
+    assert str(stop.stop_or(broken)) == "stopped by SIGTERM"

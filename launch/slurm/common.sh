@@ -1,0 +1,102 @@
+# What colocated.sbatch and disaggregated.sbatch share: checks, the ranks' meeting place, starting the ranks and waiting for them, and what
+# their end means for the job. They source it with `root` set, the repository.
+
+fail() {
+  echo "megatron-rl slurm: $1" >&2
+  exit 2
+}
+
+# check_number NAME VALUE LOW HIGH: fails where it is none within these bounds.
+check_number() {
+  [[ $2 =~ ^[0-9]{1,9}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] || fail "$1 = '$2': must be a whole number from $3 to $4"
+}
+
+# prepare CONFIG ...: checks what was given, and sets python, logs, restarts and what the ranks need to meet.
+prepare() {
+  [ -n "${SLURM_JOB_ID:-}" ] || fail "not a job of SLURM; start it with sbatch"
+  [ $# -ge 1 ] || fail "CONFIG is missing: sbatch SCRIPT CONFIG.toml [--section.key=value ...]"
+  [ -n "${SLURM_NTASKS_PER_NODE:-}" ] || fail "--ntasks-per-node is missing: the ranks on a node"
+  [ -f "$1" ] || fail "CONFIG = '$1': no such file in $PWD; give a TOML file such as configs/quickstart.toml"
+  restarts=${RESTARTS:-3}
+  check_number RESTARTS "$restarts" 0 1000
+  MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # another job on the node has another one
+  check_number MASTER_PORT "$MASTER_PORT" 1024 65535
+  python=${PYTHON:-$root/.venv-gpu/bin/python}
+  [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python="$root/.venv/bin/python"
+  [ -x "$python" ] || fail "PYTHON = '$python': cannot be run; install with launch/install_gpu.sh or launch/setup.sh, or set PYTHON"
+  logs=${LOGS:-$PWD/runs/slurm}/$SLURM_JOB_ID
+  mkdir -p "$logs" || fail "LOGS = '${logs%/*}': cannot be written; name a folder that all nodes see"
+  export MASTER_PORT
+}
+
+# address NODE: how other nodes reach it.
+address() {
+  scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'
+}
+
+# run_ranks NODES CONFIG ARGUMENT...: `megatron-rl train` with one task per rank on these nodes of the job, every rank's output in a file of
+# its own; sets `code` to how they ended. SLURM's warning is handed on to them. `settings`: what the script itself sets.
+run_ranks() {
+  local -a nodes
+  mapfile -t nodes < <(scontrol show hostnames "$1")
+  local config=$2
+  shift 2
+  MASTER_ADDR=$(address "${nodes[0]}")
+  [ -n "$MASTER_ADDR" ] || fail "scontrol does not tell the address of node '${nodes[0]}'"
+  export MASTER_ADDR
+  settings+=(--checkpoint.resume=auto)
+  if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then # the default transport is for one host
+    settings+=(--sync.transport=process_group "--sync.host=$MASTER_ADDR")
+  fi
+  echo "megatron-rl slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), ranks on ${nodes[*]}, logs in $logs"
+  # wait: ranks stop together, but rank 0 has a report to write. cpu-bind: the engine is a child of rank 0 and needs more than its share.
+  srun --nodelist="$(IFS=,; echo "${nodes[*]}")" --nodes="${#nodes[@]}" --ntasks="$((${#nodes[@]} * SLURM_NTASKS_PER_NODE))" --input=none \
+    --output="$logs/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
+    bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' rank \
+    "$python" -m megatron_rl train "$config" "${settings[@]}" "$@" &
+  wait_for $!
+}
+
+# wait_for PID: of srun, whatever signals come; sets `code`, and `ended` where SLURM ends the job.
+wait_for() {
+  local srun=$1 signalled
+  ended=""
+  trap 'signalled=1; kill -USR1 "$srun" || true' USR1 # time is almost up (--signal): srun tells its tasks
+  trap 'signalled=1; ended=1' TERM                    # cancelled, requeued or preempted: SLURM has told the tasks itself
+  while
+    signalled=""
+    code=0
+    wait "$srun" || code=$?
+    [ -n "$signalled" ]
+  do :; done
+  trap - USR1 TERM
+}
+
+# finish: ends the job, or starts it again where the run can go on.
+finish() {
+  [ "$code" -ne 0 ] || { echo "megatron-rl slurm: done"; exit 0; }
+  [ -z "$ended" ] || { echo "megatron-rl slurm: ended by SLURM, exit code $code"; exit "$code"; }
+  case $code in
+    143) requeue "stopped as asked" ;;
+    2) last_lines ;;
+    *)
+      echo "$code" >>"$logs/broken"
+      last_lines
+      if [ "$(wc -l <"$logs/broken")" -le "$restarts" ]; then requeue "broken with exit code $code"; fi
+      echo "megatron-rl slurm: broken $(wc -l <"$logs/broken") times; RESTARTS = $restarts" >&2
+      ;;
+  esac
+  exit "$code"
+}
+
+# What rank 0 said at last.
+last_lines() {
+  tail -n 3 "$logs/rank_00000.log" >&2 || true
+}
+
+# requeue WHY: does not come back where SLURM obeys.
+requeue() {
+  echo "megatron-rl slurm: $1; starting the job again"
+  scontrol requeue "$SLURM_JOB_ID" || fail "scontrol requeue failed; submit the job again to go on"
+  exit "$code"
+}

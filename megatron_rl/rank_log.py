@@ -1,0 +1,59 @@
+"""The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of every library, its end if that is an error, and where it
+stood when it crashed or the run stood still. What all ranks have in common is in run.log."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+from megatron_rl.errors import MegatronRLError
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+@contextmanager
+def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
+    """The open log, to which this process's warnings go from now on too. A run that goes on writes on in it.
+
+    An exception that leaves the `with` block is written, a bug with its traceback; a fatal signal with the stacks of all threads.
+    """
+    folder = run / "ranks"
+    folder.mkdir(exist_ok=True)
+    with (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
+        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {rank} of {size}: process {os.getpid()} on {socket.gethostname()}\n")
+        handlers = _listen(file)
+        faulthandler.enable(file)
+        try:
+            yield file
+        except BaseException as error:
+            expected = isinstance(error, MegatronRLError | SystemExit | KeyboardInterrupt)
+            text = f"ended: {type(error).__name__}: {error}\n" if expected else traceback.format_exc()
+            file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
+            raise
+        finally:
+            faulthandler.disable()
+            logging.captureWarnings(False)
+            for handler in handlers:
+                logging.getLogger().removeHandler(handler)
+
+
+def _listen(file: IO[str]) -> list[logging.Handler]:
+    """Warnings go to the file, and where they went before: without handlers, logging writes them to stderr by its last resort."""
+    root = logging.getLogger()
+    handlers: list[logging.Handler] = [logging.StreamHandler(file)]
+    handlers[0].setFormatter(logging.Formatter(_FORMAT))
+    handlers[0].setLevel(logging.WARNING)
+    if not root.handlers and logging.lastResort is not None:
+        handlers.append(logging.lastResort)
+    for handler in handlers:
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    return handlers

@@ -1,0 +1,37 @@
+"""A rank that is held stops the others in a collective: they say where all stand, and end. A signal to one rank stops all."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+
+import psutil
+import pytest
+from support.models import FP8
+from support.processes import alive_after, until
+from support.world import World
+
+from megatron_rl.phases import read_stand
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):
+    run = tmp_path / "run"
+    with World(2, tmp_path / "world") as world:
+        world.send("support.standing:train_watched", checkpoint, run, FP8, 8.0)
+        until(lambda: (stand := read_stand(run / "ranks", 1)) is not None and stand.step >= 2, 240, "rank 1 trains")
+        os.kill(world.pid(1), signal.SIGSTOP)
+        assert alive_after([psutil.Process(world.pid(0))], 120) == []
+    said = (run / "said").read_text()
+    place = r"in (generate|logprobs|train|checkpoint|sync|eval|the start) of step \d+"
+    line = rf"rank 0: the run stands still: rank 0: {place} for \d+ s; rank 1: {place}, not heard for \d+ s \(process "
+    assert re.match(line, said), said
+    stacks = (run / "ranks" / "rank_00000.log").read_text()
+    assert "loop.py" in stacks and "distributed_c10d.py" in stacks, "what rank 0 waits in"
+
+
+def test_a_signal_to_one_rank_is_the_stop_of_all(two):
+    found = two.call("support.standing:break_after_a_signal", 1)
+    assert [(str(error), error.exit_code) for error in found] == [("stopped by SIGUSR1", 143)] * 2

@@ -1,0 +1,244 @@
+"""launch/slurm against a real SLURM of two nodes on this machine: Debian's packages, unpacked, not installed (support/slurm.py)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from support.processes import ROOT, command_lines, until
+from support.slurm import Cluster, NoSlurmError, unpack_slurm
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
+TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
+SMALL = {  # over configs/quickstart.toml
+    "model.warm_start.steps": 0,
+    "model.create.num_hidden_layers": 1,
+    "train.layout.tp": 2,
+    "train.steps": 20,  # about ten seconds: the signal comes in the middle
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 8,
+    "rollout.max_running_requests": 16,
+    "rollout.max_total_tokens": 4096,
+    "rollout.start_timeout": 240,
+    "data.eval_size": 4,
+    "reward.workers": 1,
+    "sync.bucket_mb": 1,
+    "checkpoint.every": 1,
+}
+PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
+STAND_IN = """#!/usr/bin/env bash
+# Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
+# waits for a signal and ends as the trainer does.
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*" >>"$PWD/started.$RANK"
+echo "${MEGATRON_RL_ENGINE_LAUNCHER:-}" >launcher
+code=$(sed -n "$(wc -l <"$PWD/started.$RANK")p" codes)
+echo "rank $RANK was here"
+[ "$code" != stop ] || { trap 'exit 143' USR1 TERM; while :; do sleep 0.1; done; }
+exit "$code"
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    try:
+        root = unpack_slurm(folder)
+    except NoSlurmError as error:
+        pytest.skip(f"no SLURM: {error}")
+    with Cluster(root, folder / "cluster", 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
+    """The quickstart in both placements, one after the other, while the tests with stand-ins go on."""
+    with ThreadPoolExecutor(1) as pool:
+        runs = {"colocated": stopped_and_started_again, "disaggregated": with_an_engine_elsewhere}
+        yield {name: pool.submit(run, cluster, tmp_path_factory.mktemp(name)) for name, run in runs.items()}
+        pool.shutdown(cancel_futures=True)
+
+
+class Job:
+    """A script submitted for two nodes from `folder`, which gets all its files."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, **variables: str) -> None:
+        self.cluster, self.folder = cluster, folder
+        here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
+        here |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
+        self.id = cluster.run("sbatch", "--parsable", f"--chdir={folder}", *TWO_NODES, script, *arguments, env=here)
+
+    def state(self) -> dict[str, str]:
+        return self.cluster.job(self.id)
+
+    def wait(self, seconds: float) -> str:
+        """How the job ended: its state and exit code."""
+        ends = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        until(lambda: self.state()["JobState"] in ends, seconds, f"the end of the job\n{self.texts()}")
+        return f"{self.state()['JobState']} {self.state()['ExitCode'].partition(':')[0]}"
+
+    def printed(self) -> str:
+        return (self.folder / f"slurm-{self.id}.out").read_text()
+
+    def rank(self, number: int) -> Path:
+        return self.folder / "runs" / "slurm" / self.id / f"rank_0000{number}.log"
+
+    def texts(self) -> str:
+        files = [*self.folder.glob("slurm-*.out"), *self.folder.glob("runs/slurm/*/rank_*.log")]
+        return "\n".join(f"--- {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+
+@pytest.fixture
+def stand_in(cluster, tmp_path):
+    """Submits a job whose ranks are stand-ins that end as told, start after start."""
+    python = tmp_path / "python"
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    (tmp_path / "run.toml").write_text("")
+
+    def submit(*codes: object, script: Path = COLOCATED, **variables: str) -> Job:
+        (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
+        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", script=script, PYTHON=str(python), **variables)
+
+    return submit
+
+
+def starts(job: Job, rank: int = 0) -> list[str]:
+    file = job.folder / f"started.{rank}"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_ranks_know_their_place_and_have_files_of_their_own(stand_in):
+    job = stand_in(0)
+    assert job.wait(60) == "COMPLETED 0", job.texts()
+    told = "-m megatron_rl train run.toml --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1 --train.steps=3"
+    assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {told}"] for rank in range(2)]
+    assert [job.rank(rank).read_text() for rank in range(2)] == ["rank 0 was here\n", "rank 1 was here\n"]
+    assert f"ranks on node1 node2, logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
+
+
+def test_the_last_node_is_the_engines(stand_in):
+    job = stand_in(0, script=DISAGGREGATED)
+    assert job.wait(60) == "COMPLETED 0", job.texts()
+    settings = "--rollout.host=127.0.0.1 --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
+    assert starts(job) == [f"0 0 1 127.0.0.1 -m megatron_rl train run.toml {settings} --train.steps=3"] and not starts(job, 1)
+    assert "--nodelist=node2 " in (job.folder / "launcher").read_text() and "ranks on node1, logs in" in job.printed()
+
+
+def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
+    job = stand_in("stop", 0)
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@300 does
+    assert job.wait(90) == "COMPLETED 0", job.texts()
+    assert [len(starts(job, rank)) for rank in range(2)] == [2, 2]
+    assert "stopped as asked; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
+
+
+def test_a_job_that_slurm_requeues_goes_on(stand_in, cluster):
+    job = stand_in("stop", 0)
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    cluster.run("scontrol", "requeue", job.id)
+    assert job.wait(90) == "COMPLETED 0", job.texts()
+    assert len(starts(job)) == 2 and job.state()["Restarts"] == "1"
+
+
+def test_a_job_that_is_cancelled_stays_so(stand_in, cluster):
+    job = stand_in("stop", 0)
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    cluster.run("scancel", job.id)
+    assert job.wait(60).startswith("CANCELLED"), job.texts()
+    assert len(starts(job)) == 1
+
+
+def test_a_run_that_breaks_is_started_again_so_often(stand_in):
+    job = stand_in(3, 1, 3, RESTARTS="1")
+    assert job.wait(120) == "FAILED 1", job.texts()
+    assert len(starts(job)) == 2
+    assert "broken with exit code 3; starting the job again" in job.printed() and "broken 2 times; RESTARTS = 1" in job.printed()
+    assert "rank 0 was here" in job.printed(), "the last lines of rank 0"
+
+
+def test_a_users_mistake_is_not_tried_again(stand_in):
+    job = stand_in(2)
+    assert job.wait(60) == "FAILED 2" and len(starts(job)) == 1
+
+
+def test_a_bad_variable_is_one_line(cluster, tmp_path):
+    (tmp_path / "run.toml").write_text("")
+    mistakes = [
+        ((), {}, "CONFIG is missing"),
+        (("none.toml",), {}, "CONFIG = 'none.toml': no such file in "),
+        (("run.toml",), {"RESTARTS": "often"}, "RESTARTS = 'often': must be a whole number from 0 to 1000"),
+        (("run.toml",), {"MASTER_PORT": "80"}, "MASTER_PORT = '80': must be a whole number from 1024 to 65535"),
+        (("run.toml",), {"PYTHON": "/none"}, "PYTHON = '/none': cannot be run"),
+        (("run.toml",), {"MEGATRON_RL_ROOT": "/none"}, "MEGATRON_RL_ROOT = '/none': is not the repository"),
+        (("run.toml",), {"script": DISAGGREGATED, "ENGINE_NODES": "2"}, "ENGINE_NODES = '2': one node serves; more than that is not built"),
+    ]
+    jobs = [Job(cluster, tmp_path, *arguments, **variables) for arguments, variables, _ in mistakes]
+    for job, (_, _, line) in zip(jobs, mistakes, strict=True):
+        assert job.wait(60) == "FAILED 2", line
+        (told,) = job.printed().splitlines()
+        assert told.startswith(f"megatron-rl slurm: {line}")
+
+
+def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path) -> Job:
+    settings = {**SMALL, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **changes}
+    return Job(
+        cluster, folder, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()), script=script
+    )
+
+
+def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
+    job = quickstart(cluster, folder, {}, COLOCATED)
+    run = folder / "runs" / "small" / "latest"
+    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 280, f"the first step\n{job.texts()}")
+    cluster.run("scancel", "--batch", "--signal=USR1", job.id)
+    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 90, f"the job starts again\n{job.texts()}")
+    assert job.wait(280) == "COMPLETED 0", job.texts()
+    return job
+
+
+def with_an_engine_elsewhere(cluster: Cluster, folder: Path) -> Job:
+    job = quickstart(cluster, folder, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
+    assert job.wait(280) == "COMPLETED 0", job.texts()
+    return job
+
+
+def rows(run: Path) -> list[dict]:
+    file = run / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def assert_nothing_is_left(folder: Path) -> None:
+    alive = command_lines(psutil.process_iter())
+    assert [words for words in alive.values() if any(str(folder) in word for word in words)] == []
+
+
+def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(quickstarts):
+    job = quickstarts["colocated"].result()
+    run = job.folder / "runs" / "small" / "latest"
+    assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 15 for row in rows(run))
+    told = json.loads((run / "run.json").read_text())
+    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 1
+    assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
+    assert "stopped as asked; starting the job again" in job.printed()
+    assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()
+    for rank in range(2):
+        assert (run / "ranks" / f"rank_0000{rank}.log").read_text().count(f"rank {rank} of 2: process ") == 2
+    scalars = set(EventAccumulator(str(run / "tensorboard")).Reload().Tags()["scalars"])
+    assert {f"time/{phase}" for phase in PHASES} <= scalars
+    assert_nothing_is_left(job.folder)
+
+
+def test_an_engine_on_a_node_of_its_own(quickstarts):
+    job = quickstarts["disaggregated"].result()
+    assert [row["sync/proved"] for row in rows(job.folder / "runs" / "small" / "latest")] == [15, 15]
+    assert_nothing_is_left(job.folder)

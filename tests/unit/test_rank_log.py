@@ -1,0 +1,47 @@
+"""A rank's log gets warnings, and how the rank ended; the console keeps what it had."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+import pytest
+
+from megatron_rl.errors import RunError
+from megatron_rl.rank_log import rank_log
+
+
+def text(folder) -> str:
+    return (folder / "ranks" / "rank_00003.log").read_text()
+
+
+def test_warnings_of_all_kinds_are_in_it_and_nothing_less(tmp_path):
+    before = list(logging.getLogger().handlers)
+    with rank_log(tmp_path, 3, 8):
+        logging.getLogger("a.library").warning("careful: %d", 5)
+        logging.getLogger("a.library").info("chatter")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+        assert "WARNING a.library: careful: 5" in text(tmp_path), "it is on the disk at once"
+    logging.getLogger("a.library").warning("after the run")
+    first, *rest = text(tmp_path).splitlines()
+    assert f" rank 3 of 8: process {os.getpid()} on " in first
+    assert any("WARNING py.warnings: " in line and "DeprecationWarning: old" in line for line in rest)
+    assert "chatter" not in text(tmp_path) and "after" not in text(tmp_path)
+    assert logging.getLogger().handlers == before
+
+
+def test_how_a_rank_ended(tmp_path):
+    for error in (RunError("the engine is gone"), ZeroDivisionError("a bug")):
+        with pytest.raises(type(error)), rank_log(tmp_path, 3, 8):
+            raise error
+    assert "ended: RunError: the engine is gone\n" in text(tmp_path)
+    assert "Traceback" in text(tmp_path) and "ZeroDivisionError: a bug\n" in text(tmp_path)
+    assert text(tmp_path).count("rank 3 of 8") == 2, "a run that goes on writes on"
+
+
+def test_without_handlers_warnings_still_go_to_the_console(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with rank_log(tmp_path, 3, 8):
+        logging.getLogger("a.library").warning("careful")
+    assert "careful" in capsys.readouterr().err and "careful" in text(tmp_path)
