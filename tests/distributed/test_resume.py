@@ -100,11 +100,18 @@ def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(two, check
         assert torch.equal(loaded[name], shared[name] + 1), name
 
 
-def test_virtual_stages_and_context_ranks_go_on_bit_for_bit_and_one_process_loads_it(one, four, deep, tmp_path):
-    for name, layout in (("stages", Layout(pp=2, vpp=2, dp=2)), ("context", Layout(tp=2, cp=2))):
-        assert_goes_on(four, deep, tmp_path / name, FP8, layout)
-        held = four.call("support.resumed:load_in", deep, tmp_path / name / "run", FP8, layout)[0]
-        assert_same_state(held, one.call("support.resumed:load_in", deep, tmp_path / name / "run", FP8, Layout())[0])
+def test_virtual_stages_go_on_bit_for_bit_and_one_process_loads_them(one, four, deep, tmp_path):
+    layout = Layout(pp=2, vpp=2, dp=2)
+    assert_goes_on(four, deep, tmp_path, FP8, layout)
+    held = four.call("support.resumed:load_in", deep, tmp_path / "run", FP8, layout)[0]
+    assert_same_state(held, one.call("support.resumed:load_in", deep, tmp_path / "run", FP8, Layout())[0])
+
+
+def test_context_ranks_load_into_one_process(one, four, deep, tmp_path):
+    layout = Layout(tp=2, cp=2)
+    four.call("support.resumed:train_to", deep, tmp_path, 1, FP8, False, layout)
+    held = four.call("support.resumed:load_in", deep, tmp_path, FP8, layout)[0]
+    assert_same_state(held, one.call("support.resumed:load_in", deep, tmp_path, FP8, Layout())[0])
 
 
 def test_experts_load_into_another_layout(two, four, qwen3_moe, tmp_path):
