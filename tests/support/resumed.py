@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.batch import Sequence
 from megatron_rl.checkpointing import Checkpoints
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
@@ -149,8 +150,23 @@ def moments(actor: Actor) -> dict[str, bytes]:
     return {name: tensor.detach().numpy().tobytes() for name, tensor in kept(actor).live().items()}
 
 
+def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[Sequence]) -> tuple[dict[str, torch.Tensor], ...]:
+    """What this replica puts into a checkpoint after one step: of a state that replicas share, of the same once 1 was added to what was
+    loaded, of one that each keeps whole."""
+    found = []
+    for shared in (True, False):
+        how = {"distributed_optimizer": shared, "clip_grad": 0.0}  # clipped, the norm would be summed in another order
+        actor = Trainer(folder, precision, how, layout=Layout(dp=2)).actor
+        actor.update(batch, negative_log_likelihood)
+        found.append(whole_state(actor))
+        if shared:
+            kept(actor).load({name: tensor + 1 for name, tensor in found[0].items()}, step=1)
+            found.append(whole_state(actor))
+    return tuple(found)
+
+
 def whole_state(actor: Actor) -> dict[str, torch.Tensor]:
-    """The same as this rank puts them into a checkpoint."""
+    """A copy of what this rank puts into a checkpoint."""
     return {name: sharded.data.detach().clone() for name, sharded in kept(actor).to_save().items()}
 
 
@@ -163,12 +179,11 @@ def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, 
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(how or {})}, layout=layout)
     found = choose(run, 99)
     load(found.folder, trainer.model, trainer.actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
-    masters, state = trainer.tensors(fp8=False), whole_state(trainer.actor)
+    masters = trainer.tensors(fp8=False)
     trainer.actor.steps_done = found.state["optimizer_steps"]
     trainer.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
     return {
         "masters": masters,
-        "state": state,
         "after": trainer.tensors(fp8=False),
         "remarks": found.remarks(arrangement(layout, trainer.train)),
     }
