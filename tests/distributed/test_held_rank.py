@@ -33,5 +33,5 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
 
 
 def test_a_signal_to_one_rank_is_the_stop_of_all(two):
-    found = two.call("support.standing:break_after_a_signal", 1)
+    found = two.call("support.standing:break_after_a_signal", 1, seconds=300)
     assert [(str(error), error.exit_code) for error in found] == [("stopped by SIGUSR1", 143)] * 2

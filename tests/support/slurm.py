@@ -74,7 +74,7 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, *words: object, seconds: float = 30, env: dict[str, str] | None = None) -> str:
+    def run(self, *words: object, seconds: float = 90, env: dict[str, str] | None = None) -> str:
         """A client's command; its output. Raises AssertionError where it fails."""
         environment = {**os.environ, **self.env, **(env or {})}
         done = subprocess.run(list(map(str, words)), env=environment, cwd=self.folder, capture_output=True, text=True, timeout=seconds)
@@ -123,7 +123,7 @@ class Cluster:
     def _is_up(self) -> bool:
         assert all(daemon.poll() is None for daemon in self._daemons), self.logs()
         command = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
-        done = subprocess.run(command, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, env={**os.environ, **self.env}, capture_output=True, text=True, timeout=90)
         return done.stdout.strip() == str(self._size)
 
     def _configure(self) -> None:
@@ -149,6 +149,8 @@ class Cluster:
             "SlurmdParameters": "config_overrides",  # CPUs as written below, whatever this machine has
             "SchedulerParameters": "sched_interval=2,bf_interval=2",
             "KillWait": 20,
+            "MessageTimeout": 60,  # seconds; this machine may be busy
+            "BatchStartTimeout": 60,
             "ReturnToService": 2,
             "MpiDefault": "none",
         }
