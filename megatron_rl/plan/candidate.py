@@ -121,6 +121,11 @@ class Candidate:
         return self.placement == "colocated"
 
     @property
+    def alone(self) -> Candidate:
+        """The trainer's side of it: the same for all engines, so that what is computed of it can be kept."""
+        return Candidate(self.train, placement=self.placement, recompute=self.recompute)
+
+    @property
     def engine_gpus(self) -> int:
         return self.engines * self.rollout_tp
 

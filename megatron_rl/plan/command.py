@@ -122,10 +122,10 @@ def _judge_configured(planner: Planner) -> tuple[Verdict | None, UserError | Non
         candidate = Candidate.of_config(job.config, cluster)
     except GeometryError as error:
         return None, UserError(f"train.{error.field}", error.value, error.rule, error.fix)
-    if candidate.gpus > cluster.gpus:
-        return None, UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
     if candidate.rollout_tp > cluster.gpus_per_node:
         return None, UserError("rollout.tp", candidate.rollout_tp, f"is more than a node's {cluster.gpus_per_node} GPUs", "use fewer")
+    if candidate.gpus > cluster.gpus:
+        return None, UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
     refused = alignment.trainer_refusal(job, candidate.train)
     refused = refused or alignment.engine_refusal(job, candidate.rollout_tp, candidate.rollout_ep)
     if refused is not None:
