@@ -41,7 +41,7 @@ def print_plan(plan: Plan) -> None:
     console.print(_ranked(plan.found))
     for number, verdict in enumerate(plan.found.ranked, 1):
         console.print(f"{number}. {reason(verdict, plan.found.ranked[0])}")
-        console.print(f"   {' '.join(verdict.candidate.overrides())}", soft_wrap=True)
+        console.print(f"   {' '.join(verdict.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.found))
     console.print(
         "Memory is counted from the shards, activations by formula. Seconds are estimates, measured nowhere: "

@@ -202,8 +202,11 @@ def test_only_fields_that_exist_are_suggested():
     assert is_field("train.layout.tp") and not is_field("train.layout.nothing") and not is_field("train.layout.tp.more")
     config = load_config(ROOT / "configs" / "quickstart.toml")
     assert setting(config, "train.layout.nothing", 7) == 7 and setting(config, "train.layout.tp", 7) == 1
-    for word in Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides():
-        assert is_field(word.removeprefix("--").partition("=")[0])
+    words = Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides(config)
+    assert {"--train.layout.tp=2", "--train.layout.pp=2", "--train.layout.dp=2", "--rollout.tp=2"} <= set(words)
+    assert all(is_field(word.removeprefix("--").partition("=")[0]) for word in words)
+    cluster = Cluster.of(1, 1, "h100")
+    assert Candidate.of_config(config, cluster).overrides(config) == []
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
