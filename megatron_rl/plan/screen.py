@@ -62,7 +62,7 @@ def _headline(job: Job, cluster: Cluster) -> str:
 def _memory(verdict: Verdict, cluster: Cluster) -> Table:
     apart = "" if verdict.candidate.colocated else "\n{}"
     columns = [side.phase + apart.format(side.gpus) for side in verdict.memory]
-    table = _table(f"Memory of the fullest GPU in each phase, GiB of {_gib(usable(cluster))} that may be used", ["", *columns])
+    table = _table(f"GiB on the fullest GPU, of {_gib(usable(cluster))} to be used", ["", *columns])
     for part in dict.fromkeys(part for side in verdict.memory for part in side.parts):
         if any(side.parts.get(part) for side in verdict.memory):
             table.add_row(part, *(_gib(side.parts.get(part, 0)) for side in verdict.memory))
