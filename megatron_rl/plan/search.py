@@ -69,7 +69,7 @@ class Planner:
         self._cuts: dict[tuple[int, ...], bool] = {}
 
     def judge(self, candidate: Candidate) -> Verdict:
-        """Memory and seconds, the sync's left out. The layouts must be without `problem`."""
+        """Memory and seconds, the sync's left out. Raises GeometryError where a layout does not divide the model."""
         sides = phases(self.job, candidate)
         return Verdict(candidate, tuple(sides), spare(sides, self.cluster), seconds(self.job, candidate, self.cluster))
 
