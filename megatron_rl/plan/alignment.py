@@ -80,10 +80,12 @@ def trainer_refusal(job: Job, layout: Layout) -> Refusal | None:
     roles = job.contract.fp8_roles()
     try:
         check_layout(job.model, layout)
+        if (error := trainer_problem(job.model, once, roles, bool(roles))) is not None:
+            return error
         needs.check_model(job.config.precision, one_of_each_layer(job.model), once)
     except (GeometryError, UserError) as error:
         return error
-    return trainer_problem(job.model, once, roles, bool(roles))
+    return None
 
 
 def engine_refusal(job: Job, tp: int, ep: int) -> Refusal | None:

@@ -121,6 +121,11 @@ class Candidate:
         return self.placement == "colocated"
 
     @property
+    def alone(self) -> Candidate:
+        """The trainer's side of it: the same for all engines, so that what is computed of it can be kept."""
+        return Candidate(self.train, placement=self.placement, recompute=self.recompute)
+
+    @property
     def engine_gpus(self) -> int:
         return self.engines * self.rollout_tp
 
@@ -147,18 +152,18 @@ class Candidate:
         tokens = job.sequences * job.mean_sequence / job.config.algorithm.updates_per_step
         return max(1, math.ceil(tokens / (self.train.dp * self.train.cp * job.places(self.train.cp))))
 
-    def overrides(self) -> list[str]:
-        """What to put behind a command to run this: only fields that the configuration has."""
+    def overrides(self, config: Config) -> list[str]:
+        """What to put behind a command to run this: the fields of the configuration that say otherwise."""
         layout = self.train
-        wanted: dict[str, object] = {f"train.layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp")}
-        if layout.ep > 1 or layout.etp != layout.tp:
-            wanted |= {"train.layout.ep": layout.ep, "train.layout.etp": layout.etp}
-        wanted["train.recompute"] = self.recompute
+        wanted: dict[str, object] = {f"train.layout.{name}": getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "dp", "ep")}
+        configured = config.train.layout
+        if layout.etp != (configured.etp or layout.tp):
+            wanted["train.layout.etp"] = layout.etp
+        wanted |= {"train.recompute": self.recompute, "placement.kind": self.placement}
         wanted |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
-        wanted["placement.kind"] = self.placement
-        if not self.colocated:
+        if not self.colocated and not setting(config, "placement.max_staleness", 1):
             wanted["placement.max_staleness"] = 1  # generation goes on while the trainer trains
-        return [f"--{field}={value}" for field, value in wanted.items() if is_field(field)]
+        return [f"--{field}={value}" for field, value in wanted.items() if is_field(field) and setting(config, field, None) != value]
 
     def words(self) -> str:
         """`tp 4 pp 2 dp 4`, sizes of 1 left out."""

@@ -83,7 +83,7 @@ def make_plan(config: Config, request: Request) -> Plan:
     if chosen is None and found.ranked:
         chosen = found.ranked[0]
         if refusal is not None:
-            refusal = UserError(refusal.field, refusal.value, refusal.rule, _with_best(refusal.fix, chosen))
+            refusal = UserError(refusal.field, refusal.value, refusal.rule, _with_best(refusal.fix, chosen, config))
     if chosen is None:
         raise _impossible(cluster, found)
     return Plan(job, cluster, chosen, refusal, found)
@@ -122,10 +122,10 @@ def _judge_configured(planner: Planner) -> tuple[Verdict | None, UserError | Non
         candidate = Candidate.of_config(job.config, cluster)
     except GeometryError as error:
         return None, UserError(f"train.{error.field}", error.value, error.rule, error.fix)
-    if candidate.gpus > cluster.gpus:
-        return None, UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
     if candidate.rollout_tp > cluster.gpus_per_node:
         return None, UserError("rollout.tp", candidate.rollout_tp, f"is more than a node's {cluster.gpus_per_node} GPUs", "use fewer")
+    if candidate.gpus > cluster.gpus:
+        return None, UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
     refused = alignment.trainer_refusal(job, candidate.train)
     refused = refused or alignment.engine_refusal(job, candidate.rollout_tp, candidate.rollout_ep)
     if refused is not None:
@@ -138,8 +138,8 @@ def _judge_configured(planner: Planner) -> tuple[Verdict | None, UserError | Non
     return planner.with_sync(verdict), None
 
 
-def _with_best(fix: str, best: Verdict) -> str:
-    return f"{fix}; " * bool(fix) + f"the best layout is {' '.join(best.candidate.overrides())}"
+def _with_best(fix: str, best: Verdict, config: Config) -> str:
+    return f"{fix}; " * bool(fix) + f"the best layout is {' '.join(best.candidate.overrides(config))}"
 
 
 def _impossible(cluster: Cluster, found: Found) -> UserError:
@@ -154,23 +154,24 @@ def _impossible(cluster: Cluster, found: Found) -> UserError:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """All of the plan: bytes and seconds as numbers."""
+    config, ranked = plan.job.config, plan.found.ranked
     return {
         "cluster": asdict(plan.cluster),
         "configured": plan.configured,
         "refusal": None if plan.refusal is None else str(plan.refusal),
-        "chosen": _verdict_json(plan.chosen),
+        "chosen": _verdict_json(plan.chosen, config),
         "host_bytes_per_rank": offloaded(plan.job, plan.chosen.candidate),
         "alignment": [asdict(row) for row in alignment.rows(plan.job, plan.chosen.candidate)],
-        "ranked": [{**_verdict_json(verdict), "reason": reason(verdict, plan.found.ranked[0])} for verdict in plan.found.ranked],
+        "ranked": [{**_verdict_json(verdict, config), "reason": reason(verdict, ranked[0])} for verdict in ranked],
         "tried": plan.found.tried,
         "dropped": dict(plan.found.dropped),
     }
 
 
-def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+def _verdict_json(verdict: Verdict, config: Config) -> dict[str, Any]:
     return {
         "candidate": asdict(verdict.candidate),
-        "overrides": verdict.candidate.overrides(),
+        "overrides": verdict.candidate.overrides(config),
         "memory": [{**asdict(side), "total": side.total} for side in verdict.memory],
         "spare": verdict.spare,
         "seconds": {**verdict.phases, "step": verdict.seconds.step, "bubble": verdict.seconds.bubble},

@@ -1,6 +1,6 @@
 """Bytes of what a GPU holds as long as a run lasts: exact, from the very shards that trainer and engine are given by `parallel`.
 
-Of every parameter the trainer holds (README of the precision flow: docs/precision.md)
+Bytes that the trainer holds of every value of a parameter:
 
                         FP8 layer in fp8_unified         any other, high = bf16       high = fp32
     weight              4  the FP32 master itself        2                            4  the master itself

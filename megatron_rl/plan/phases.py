@@ -8,6 +8,7 @@ that it has. A phase's largest GPU decides: pipeline stages differ.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_rl.plan import activations, memory
 from megatron_rl.plan.candidate import Candidate, Job
@@ -46,8 +47,7 @@ def phases(job: Job, candidate: Candidate) -> list[Side]:
     """Every phase's largest GPU: of all GPUs where trainer and engine share them, else of either side."""
     found = []
     for phase in PHASES:
-        stages = [_trainer(job, candidate, stage, phase) for stage in candidate.stages]
-        trainer, engine = max(stages, key=lambda parts: sum(parts.values())), _engine(job, candidate, phase)
+        trainer, engine = _fullest_stage(job, candidate.alone, phase), _engine(job, candidate, phase)
         if candidate.colocated:
             found.append(Side(phase, "all", _together(trainer, engine)))
         else:
@@ -57,6 +57,12 @@ def phases(job: Job, candidate: Candidate) -> list[Side]:
 
 def _together(trainer: dict[str, float], engine: dict[str, float]) -> dict[str, float]:
     return {part: trainer.get(part, 0) + engine.get(part, 0) for part in {**trainer, **engine}}
+
+
+@lru_cache(maxsize=1 << 16)
+def _fullest_stage(job: Job, candidate: Candidate, phase: str) -> dict[str, float]:
+    stages = [_trainer(job, candidate, stage, phase) for stage in candidate.stages]
+    return max(stages, key=lambda parts: sum(parts.values()))
 
 
 def _trainer(job: Job, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:

@@ -33,5 +33,5 @@ def write_sbatch(plan: Plan, request: Request) -> str:
         words=candidate.words(),
         engines=candidate.engine_words(),
         engine_nodes=candidate.engine_nodes(cluster),
-        arguments=" ".join(shlex.quote(word) for word in (str(request.path), *request.overrides, *candidate.overrides())),
+        arguments=shlex.join((str(request.path), *request.overrides, *candidate.overrides(plan.job.config))),
     )

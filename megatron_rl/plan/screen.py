@@ -41,7 +41,7 @@ def print_plan(plan: Plan) -> None:
     console.print(_ranked(plan.found))
     for number, verdict in enumerate(plan.found.ranked, 1):
         console.print(f"{number}. {reason(verdict, plan.found.ranked[0])}")
-        console.print(f"   {' '.join(verdict.candidate.overrides())}", soft_wrap=True)
+        console.print(f"   {' '.join(verdict.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.found))
     console.print(
         "Memory is counted from the shards, activations by formula. Seconds are estimates, measured nowhere: "
@@ -62,7 +62,7 @@ def _headline(job: Job, cluster: Cluster) -> str:
 def _memory(verdict: Verdict, cluster: Cluster) -> Table:
     apart = "" if verdict.candidate.colocated else "\n{}"
     columns = [side.phase + apart.format(side.gpus) for side in verdict.memory]
-    table = _table(f"Memory of the fullest GPU in each phase, GiB of {_gib(usable(cluster))} that may be used", ["", *columns])
+    table = _table(f"GiB on the fullest GPU, of {_gib(usable(cluster))} to be used", ["", *columns])
     for part in dict.fromkeys(part for side in verdict.memory for part in side.parts):
         if any(side.parts.get(part) for side in verdict.memory):
             table.add_row(part, *(_gib(side.parts.get(part, 0)) for side in verdict.memory))

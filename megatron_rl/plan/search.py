@@ -1,8 +1,9 @@
 """Tries every sensible placement of a run on a cluster, drops what cannot work or does not fit, and ranks the rest by seconds per step.
 
 Tried are, colocated, all GPUs for both sides, and, disaggregated, an eighth, a quarter, half or three quarters of them for engines;
-tensor parallel sizes within a node; every pipeline, expert and data parallel size that the rest allows. What the configuration has no
-field for yet is not tried.
+tensor parallel sizes within a node; every pipeline, expert and data parallel size that the rest allows. Where the configuration has
+fields for them: two and four virtual stages; context parallelism, where a sequence is longer than a micro-batch; recomputation, where
+nothing else fits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_rl.plan import alignment
-from megatron_rl.plan.candidate import Candidate, Job, Placement, Recompute, is_field
+from megatron_rl.plan.candidate import Candidate, Job, Placement, is_field
 from megatron_rl.plan.hardware import GIB, Cluster
 from megatron_rl.plan.phases import Side, phases, spare
 from megatron_rl.plan.sync_load import SyncLoad, sync_load
@@ -65,11 +66,10 @@ class Planner:
 
     def __init__(self, job: Job, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
-        self._recomputes: tuple[Recompute, ...] = ("none", "full") if is_field("train.recompute") else ("none",)
         self._cuts: dict[tuple[int, ...], bool] = {}
 
     def judge(self, candidate: Candidate) -> Verdict:
-        """Memory and seconds, the sync's left out. The layouts must be without `problem`."""
+        """Memory and seconds, the sync's left out. Raises GeometryError where a layout does not divide the model."""
         sides = phases(self.job, candidate)
         return Verdict(candidate, tuple(sides), spare(sides, self.cluster), seconds(self.job, candidate, self.cluster))
 
@@ -86,7 +86,7 @@ class Planner:
         for candidate in self._candidates(placements):
             tried += 1
             try:
-                verdict = self.judge(candidate)
+                verdict = self._judge_small(candidate)
             except GeometryError:
                 dropped["do not divide the model"] += 1
                 continue
@@ -101,6 +101,13 @@ class Planner:
                 fitting[key] = min(verdict, fitting.get(key, verdict), key=_order)
         fastest = sorted(fitting.values(), key=_order)[:count]
         return Found(sorted(map(self.with_sync, fastest), key=_order), tried, dropped, closest)
+
+    def _judge_small(self, candidate: Candidate) -> Verdict:
+        """`judge`, with activations recomputed where it does not fit otherwise."""
+        verdict = self.judge(candidate)
+        if verdict.fits or not is_field("train.recompute"):
+            return verdict
+        return self.judge(replace(candidate, recompute="full"))
 
     def _cuts_blocks(self, candidate: Candidate) -> bool:
         layout, rollout = candidate.train, (candidate.rollout_tp, candidate.rollout_ep)
@@ -119,8 +126,7 @@ class Planner:
                 trainer_gpus = total if placement == "colocated" else total - engine_gpus
                 for rollout in self._rollouts(engine_gpus):
                     for layout in self._layouts(trainer_gpus):
-                        for recompute in self._recomputes:
-                            yield Candidate(layout, *rollout, placement, recompute)
+                        yield Candidate(layout, *rollout, placement)
 
     def _rollouts(self, gpus: int) -> Iterator[tuple[int, int, int]]:
         """(tp, ep, engines) that use these GPUs, no engine over two nodes."""
@@ -134,10 +140,17 @@ class Planner:
         model = self.job.model
         for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
             for pp in _divisors(model.layers):
-                for cp in _powers(gpus) if is_field("train.layout.cp") else [1]:
+                for cp in self._context_sizes(gpus):
                     if gpus % (tp * pp * cp) == 0 and (cp == 1 or model.heads % (tp * cp) == 0):
                         for layout in self._expert_layouts(Layout(tp=tp, pp=pp, cp=cp, dp=gpus // (tp * pp * cp))):
                             yield from self._interleaved(layout)
+
+    def _context_sizes(self, gpus: int) -> list[int]:
+        """Above 1 where one sequence is longer than a micro-batch: elsewhere it only adds traffic."""
+        needed = self.job.longest / self.job.config.train.micro_batch_tokens
+        if needed <= 1 or not is_field("train.layout.cp"):
+            return [1]
+        return [cp for cp in _powers(gpus) if cp < 2 * needed]
 
     def _expert_layouts(self, layout: Layout) -> Iterator[Layout]:
         experts = self.job.model.experts

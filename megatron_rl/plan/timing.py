@@ -9,7 +9,7 @@ measured on a GPU.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.plan import memory
@@ -52,15 +52,19 @@ class Seconds:
 
 def seconds(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
     """All but the sync's."""
+    return replace(_trainer(job, candidate.alone, cluster), generate=generation(job, candidate, cluster))
+
+
+@lru_cache(maxsize=1 << 16)
+def _trainer(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
+    """The trainer's part."""
     updates, m = job.config.algorithm.updates_per_step, candidate.micro_batches(job)
     layout = candidate.train
-    forward = _pass(job, candidate, cluster, products=1)
+    waits = bubble(layout.pp, layout.vpp, m)
     both = _pass(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
-    train = updates * (both * m / (1 - bubble(layout.pp, layout.vpp, m)) + _gradients(job, candidate, cluster))
-    scored = updates * m  # micro-batches of the whole step
-    logprobs = (2 if job.reference else 1) * forward * (scored + layout.pp - 1)
-    lost = bubble(layout.pp, layout.vpp, m)
-    return Seconds(generation(job, candidate, cluster), logprobs, train, bubble=lost, colocated=candidate.colocated)
+    train = updates * (both * m / (1 - waits) + _gradients(job, candidate, cluster))
+    forward = _pass(job, candidate, cluster, products=1) * (updates * m + layout.pp - 1)
+    return Seconds(0, (2 if job.reference else 1) * forward, train, bubble=waits, colocated=candidate.colocated)
 
 
 def _pass(job: Job, candidate: Candidate, cluster: Cluster, products: int) -> float:
