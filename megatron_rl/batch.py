@@ -44,6 +44,9 @@ class Sequence:
     """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
     sampled: list[bool] = field(default_factory=list)
     """For each answer token, False where an environment wrote it; empty where all were sampled."""
+    experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """The record of its routing that the forward passes replay (`routing`), uint8 or int16 [length - 1, layers, k]; empty for none. All
+    sequences of a batch have one, or none has."""
 
     @property
     def length(self) -> int:
@@ -83,6 +86,8 @@ class MicroBatch:
     """The sequence's weight where `mask` is 1, else 0."""
     corrections: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
+    experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """The record of the routing, [t, layers, k]; empty for none."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor on `device`."""
@@ -149,4 +154,14 @@ def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
             reference[answer] = sequence.reference_logprobs
         start = end
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    return MicroBatch(rows, lengths, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)
+    experts = _experts(rows, sequences, padding)
+    return MicroBatch(rows, lengths, tokens, targets, positions, mask, advantages, old, reference, weights, corrections, experts)
+
+
+def _experts(rows: list[int], sequences: list[Sequence], padding: int) -> torch.Tensor:
+    """The records end to end. Padding goes to the first experts: it must go to k different ones, as every token does."""
+    one = sequences[0].experts
+    if not len(one):
+        return _EMPTY
+    filler = torch.arange(one.shape[2], dtype=one.dtype).expand(padding, *one.shape[1:])
+    return torch.cat([*(sequences[index].experts for index in rows), filler])

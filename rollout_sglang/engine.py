@@ -26,6 +26,7 @@ from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.requests import LiveRequests
+from rollout_sglang.routing import RecordedRouting
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 _POLL_SECONDS = 0.5
@@ -53,7 +54,8 @@ def _launch_once(config: Config, model_path: Path, log_dir: Path) -> SGLangEngin
     port, key = _free_port(rollout.host), secrets.token_hex(24)
     arguments = _server_arguments(config, contract, model_path, port)
     process = EngineProcess(arguments, {API_KEY_VARIABLE: key, **_environment(rollout.tp, contract)}, log_dir / "engine.log")
-    engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout)
+    routing = RecordedRouting.of_model(model_path) if config.algorithm.routing_replay == "engine" else None
+    engine = SGLangEngine(process, f"http://{rollout.host}:{port}", key, rollout.request_timeout, routing)
     try:
         engine.wait_until_healthy(rollout.start_timeout)
     except BaseException:
@@ -79,6 +81,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     }
     flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
     flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
+    if config.algorithm.routing_replay == "engine":
+        flags.append("enable-return-routed-experts")
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if not torch.cuda.is_available():
@@ -109,10 +113,11 @@ def _free_port(host: str) -> int:
 
 
 class SGLangEngine(LiveRequests):
-    """Client and owner of one engine process. All calls are bounded by `timeout` seconds."""
+    """Client and owner of one engine process. All calls are bounded by `timeout` seconds. `routing`: which experts served each token is
+    asked for."""
 
-    def __init__(self, process: EngineProcess, url: str, key: str, timeout: float) -> None:
-        self.process = process
+    def __init__(self, process: EngineProcess, url: str, key: str, timeout: float, routing: RecordedRouting | None = None) -> None:
+        self.process, self._routing = process, routing
         self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
         self._gate = Gate(timeout)
         self._changing = False  # SGLang's weight update is open
@@ -147,11 +152,14 @@ class SGLangEngine(LiveRequests):
                     "input_ids": [prompts_B[index] for index in missing],
                     "sampling_params": [parameters[index] for index in missing],
                     "return_logprob": True,
+                    "return_routed_experts": self._routing is not None,
                 }
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
                     found[index] = _generation(answer)
+                    if self._routing is not None:
+                        found[index].experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
         return [found[index] for index in range(len(prompts_B))]
 
     def live_tensors(self) -> list[dict[str, LiveTensor]]:

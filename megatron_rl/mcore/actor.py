@@ -21,6 +21,7 @@ from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import global_name
 from megatron_rl.mcore.packing import packed
+from megatron_rl.mcore.routing import Routing
 from megatron_rl.ranks import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -35,6 +36,7 @@ class Policy:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
         self._forward_model: Any = model
         self._device = next(model.parameters()).device
+        self.routing = Routing(model, model.config)
         quantize_model(model)
 
     def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
@@ -69,7 +71,8 @@ class Policy:
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """What this rank's pipeline stage gives for a micro-batch: the last one logits [1, t, vocab / tp]."""
         description = packed(batch.lengths, batch.tokens.device)
-        return self._forward_model(batch.tokens, batch.positions, None, packed_seq_params=description)
+        with self.routing.of(batch):
+            return self._forward_model(batch.tokens, batch.positions, None, packed_seq_params=description)
 
     def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
         """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps (logits, micro-batch) to a sum over tokens.
@@ -100,7 +103,9 @@ class Actor(Policy):
         super().__init__(model, temperature, train.micro_batch_tokens)
         self.steps_done = 0
         self._train = train
+        self.routing.replays = True
         config = model.config
+        config.moe_router_bias_update_rate = train.router_bias_rate
         self._forward_model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
         config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
@@ -134,10 +139,12 @@ class Actor(Policy):
                 own[name] = own.get(name, 0.0) + float(value)
             return total
 
+        tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
+        # every router weighs its loss by all tokens, and Megatron divides the gradient by the sampled ones
+        self.model.config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / sum(sequence.length - 1 for sequence in sequences)
         self._forward_model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._run(sequences, with_metrics, forward_only=False)
-        tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
         sums = gather.sum_by_name(own)
         padding = sums.pop(_PADDING) / sums.pop(_PLACES)
         means = {name: value / tokens for name, value in sums.items()}
