@@ -215,7 +215,7 @@ def to_sequences(rollout: Rollout, routing: RoutingShape | None = None) -> list[
             excluded=completion.reward.excluded,
             rollout_logprobs=_sampled(torch.tensor(completion.logprobs_T), completion.sampled_T),
             sampled=completion.sampled_T,
-            **({} if routing is None else {"experts": torch.from_numpy(completion.experts_T)}),
+            experts=torch.empty(0) if routing is None else torch.from_numpy(completion.experts_T),
         )
         for completion in rollout.completions_B
     ]

@@ -45,9 +45,10 @@ class Router(TopKRouter):
         reduce_group_has_dp: bool = False,
         valid_token_count: Any = None,
     ) -> torch.Tensor:
-        """Each rank's part of the loss, times the micro-batch's tokens. Megatron takes the tokens of this rank alone: two tensor-parallel
-        ranks would have half the loss of one."""
-        tokens = torch.as_tensor(activation.shape[0] if valid_token_count is None else valid_token_count).detach().float().clone()
+        """Each rank's part of the loss, times the micro-batch's tokens of sequences. Megatron's `valid_token_count` are those of this rank
+        alone without a mask, those of all tensor-parallel ranks with one (its all-reduce works in place)."""
+        now = self.router_replay.now
+        tokens = torch.tensor(activation.shape[0] if now is None else int((~now.padding).sum()), dtype=torch.float32).to(activation.device)
         if reduce_group.size() > 1:
             dist.all_reduce(tokens, group=reduce_group)
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens) if tokens > 0 else activation  # of no token it is NaN
@@ -90,18 +91,19 @@ class Choice:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`scores` [t, experts]; returns those of the chosen experts and the experts, both [t, k]."""
         now, layer = self.now, self.router.layer_number - 1
-        if now is None:
+
+        def decide() -> tuple[torch.Tensor, torch.Tensor]:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+
+        if now is None:
+            return decide()
         recorded = None if now.experts is None else now.experts[:, layer].long()
-        if now.replay and recorded is not None and now.watch is None:
-            return scores.gather(1, recorded), recorded
-        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        replayed = now.replay and recorded is not None
+        taken = (scores.gather(1, recorded), recorded) if now.replay and recorded is not None else decide()
         if now.watch is not None:
-            now.watch.note(layer, now, self.router.probabilities(scores.detach()), recorded if replayed else own)
+            now.watch.note(layer, now, self.router.probabilities(scores.detach()), taken[1])
             if recorded is not None:
-                now.watch.compare(layer, now, own, recorded)
-        return (scores.gather(1, recorded), recorded) if replayed else (values, own)
+                now.watch.compare(layer, now, decide()[1], recorded)
+        return taken
 
 
 class Watch:

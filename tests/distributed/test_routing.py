@@ -118,8 +118,24 @@ def test_the_load_balancing_loss_is_its_formula(one, folders):
 
 
 @pytest.mark.parametrize(
-    "name, train", [("qwen3_moe", {"router_aux_loss": 1.0}), ("deepseek_v3", {"router_bias_rate": 0.05, "learning_rate": 1e-9})]
+    "name, train",
+    [("qwen3_moe", {"router_aux_loss": 1.0, "learning_rate": 3e-3}), ("deepseek_v3", {"router_bias_rate": 0.05, "learning_rate": 1e-9})],
 )
 def test_balancing_evens_the_load(one, folders, name, train):
     found = one.call("support.routed:balance", folders[name], BATCH, train, 15)[0]
     assert found[-1]["router/load_mean"] - 1 < 0.6 * (found[0]["router/load_mean"] - 1)
+
+
+@pytest.mark.parametrize("replay", ["none", "trainer", "engine"])
+def test_the_loop_replays_what_it_is_told_to(one, folders, replay):
+    """The scripted engine's log-probs are those of the trainer's own choice, so its other choice for one token shows as a mismatch."""
+    first, second = one.call("support.routed:loop", folders["qwen3_moe"], replay)[0][1:]
+    for row in (first, second):
+        assert row["router/dropped"] == 0 and 1 <= row["router/load_mean"] <= row["router/load_max"]
+        assert 0 < row["router/entropy_min"] <= row["router/entropy"] < 1.4  # ln 4
+        assert {"router/load/layer_0", "router/load/layer_1"} <= row.keys()
+        assert (row["mismatch/abs_mean"] > 1e-3) == (replay == "engine")
+        assert (row.get("router/differs", 0.0) > 0.05) == (replay == "engine")
+    assert ("mismatch/without_replay/abs_mean" in second) == (replay == "engine") and "mismatch/without_replay/abs_mean" not in first
+    if replay == "engine":
+        assert second["mismatch/without_replay/abs_max"] == 0 < second["router/differs_without_replay"] <= second["router/differs"]

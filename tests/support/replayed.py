@@ -52,8 +52,8 @@ def two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list[Sequence
 
 
 def logprobs(sequences: list[Sequence]) -> dict[str, Any]:
-    """All sampled tokens' log-probs: the engine's, the trainer's with and without replay, and those of the trainer's model with the engine's
-    products, without replay; and the share of tokens whose experts differ from the engine's in each of the three."""
+    """All sampled tokens' log-probs: the engine's, the trainer's with and without replay, and those of the trainer's model with the
+    engine's products, without replay; and the share of tokens whose experts differ from the engine's in each of the three."""
     actor, trainer = served._now[0].trainer.actor, served._now[0].trainer
     found: dict[str, Any] = {"engine": torch.cat([sequence.rollout_logprobs for sequence in sequences])}
 

@@ -11,7 +11,9 @@ import torch
 from megatron_rl.batch import MicroBatch, Sequence
 from megatron_rl.mcore.routing import Router
 from parallel.layout import Layout
-from support.models import FP32
+from megatron_rl.rollout import Rollout
+from support.looped import ScriptedWorker, run_loop
+from support.models import FP8, FP32
 from support.trainer import Trainer, negative_log_likelihood
 
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
@@ -67,6 +69,25 @@ def balance_gradient(folder: Path, batch: list[Sequence], weight: float) -> dict
         loss = weight * len(matrix) * (chosen * probabilities.mean(0)).sum()
         (loss * len(real) / total).backward()
     return {"found": found, "formula": matrix.grad}
+
+
+class RoutedWorker(ScriptedWorker):
+    """The same with the engine's routing: the trainer's own, but the first token of every sequence goes to the next experts."""
+
+    def collect(self, version: int) -> Rollout:
+        rollout, sequences, routing = super().collect(version), self.sequences(), self.actor.routing
+        with routing.free(), routing.watched(sequences, keep=True) as watch:
+            self.actor.logprobs(sequences)
+        for completion, record in zip(rollout.completions_B, watch.records(), strict=True):
+            record[0] = (record[0] + 1) % routing.shape.count
+            completion.experts_T = record.numpy()
+        return rollout
+
+
+def loop(folder: Path, replay: str) -> list[dict[str, float]]:
+    """The log of two steps in unified FP8 with a KL term, the second with an attribution."""
+    algorithm = {"routing_replay": replay, "updates_per_step": 2, "kl_coef": 0.001}
+    return run_loop(folder, FP8, algorithm, steps=2, noise=0.0, attribute_every=2, worker_class=RoutedWorker)["rows"]
 
 
 def _nothing(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -75,7 +75,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(
-    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7),
+    LENGTHS,
     st.integers(1, 30),
     st.integers(1, 3),
     st.integers(1, 4),
