@@ -117,12 +117,9 @@ def test_the_load_balancing_loss_is_its_formula(one, folders):
     assert found["formula"].norm() > 1e-4
 
 
-@pytest.mark.parametrize(
-    "name, train",
-    [("qwen3_moe", {"router_aux_loss": 1.0, "learning_rate": 3e-3}), ("deepseek_v3", {"router_bias_rate": 0.05, "learning_rate": 1e-9})],
-)
-def test_balancing_evens_the_load(one, folders, name, train):
-    found = one.call("support.routed:balance", folders[name], BATCH, train, 15)[0]
+def test_the_bias_evens_the_load(one, folders):
+    train = {"router_bias_rate": 0.05, "learning_rate": 1e-9}
+    found = one.call("support.routed:balance", folders["deepseek_v3"], BATCH, train, 15)[0]
     assert found[-1]["router/load_mean"] - 1 < 0.6 * (found[0]["router/load_mean"] - 1)
 
 

@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl.batch import MicroBatch, Sequence
 from megatron_rl.mcore.routing import Router
-from parallel.layout import Layout
 from megatron_rl.rollout import Rollout
+from parallel.layout import Layout
 from support.looped import ScriptedWorker, run_loop
 from support.models import FP8, FP32
 from support.trainer import Trainer, negative_log_likelihood
