@@ -86,8 +86,10 @@ class MicroBatch:
     """The sequence's weight where `mask` is 1, else 0."""
     corrections: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
-    experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """The record of the routing, [t, layers, k]; empty for none."""
+    numbers: torch.Tensor
+    """int64: which of the places of all sequences together this is; -1 for padding."""
+    experts: torch.Tensor
+    """The record of the routing, [1, t, layers, k]; empty for none."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor on `device`."""
@@ -136,6 +138,8 @@ def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
     shape = (1, sum(lengths))
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
+    numbers, experts = torch.full(shape, -1), _no_experts(shape, sequences)
+    firsts = list(accumulate((sequence.length - 1 for sequence in sequences), initial=0))
     start = 0
     for index in rows:
         sequence = sequences[index]
@@ -148,20 +152,19 @@ def _lay(rows: list[int], sequences: list[Sequence], multiple: int) -> MicroBatc
         advantages[answer] = sequence.advantage
         weights[answer] = sequence.weight
         corrections[answer] = sequence.correction if len(sequence.correction) else 1.0
+        numbers[0, start:end] = torch.arange(firsts[index], firsts[index + 1])
+        if len(sequence.experts):
+            experts[0, start:end] = sequence.experts
         if len(sequence.old_logprobs):
             old[answer] = sequence.old_logprobs
         if len(sequence.reference_logprobs):
             reference[answer] = sequence.reference_logprobs
         start = end
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    experts = _experts(rows, sequences, padding)
-    return MicroBatch(rows, lengths, tokens, targets, positions, mask, advantages, old, reference, weights, corrections, experts)
+    return MicroBatch(rows, lengths, tokens, targets, positions, mask, advantages, old, reference, weights, corrections, numbers, experts)
 
 
-def _experts(rows: list[int], sequences: list[Sequence], padding: int) -> torch.Tensor:
-    """The records end to end. Padding goes to the first experts: it must go to k different ones, as every token does."""
+def _no_experts(shape: tuple[int, int], sequences: list[Sequence]) -> torch.Tensor:
+    """What a record holds of padding: the first experts, since it must go to k different ones, as every token does. Empty for none."""
     one = sequences[0].experts
-    if not len(one):
-        return _EMPTY
-    filler = torch.arange(one.shape[2], dtype=one.dtype).expand(padding, *one.shape[1:])
-    return torch.cat([*(sequences[index].experts for index in rows), filler])
+    return torch.arange(one.shape[2], dtype=one.dtype).repeat(*shape, one.shape[1], 1) if len(one) else _EMPTY

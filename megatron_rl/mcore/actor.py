@@ -71,7 +71,7 @@ class Policy:
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """What this rank's pipeline stage gives for a micro-batch: the last one logits [1, t, vocab / tp]."""
         description = packed(batch.lengths, batch.tokens.device)
-        with self.routing.of(batch):
+        with self.routing.of(batch.numbers, batch.experts):
             return self._forward_model(batch.tokens, batch.positions, None, packed_seq_params=description)
 
     def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch], torch.Tensor], forward_only: bool) -> None:
@@ -144,13 +144,15 @@ class Actor(Policy):
         self.model.config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / sum(sequence.length - 1 for sequence in sequences)
         self._forward_model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(sequences, with_metrics, forward_only=False)
-        sums = gather.sum_by_name(own)
-        padding = sums.pop(_PADDING) / sums.pop(_PLACES)
-        means = {name: value / tokens for name, value in sums.items()}
-        if not math.isfinite(means["loss/total"]):
-            raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{self._broken_activation(sequences)}")
-        self._refuse_bad_gradients()
+        with self.routing.undone():
+            self._run(sequences, with_metrics, forward_only=False)
+            sums = gather.sum_by_name(own)
+            padding = sums.pop(_PADDING) / sums.pop(_PLACES)
+            means = {name: value / tokens for name, value in sums.items()}
+            if not math.isfinite(means["loss/total"]):
+                where = self._broken_activation(sequences)
+                raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{where}")
+            self._refuse_bad_gradients()
         learning_rate = self._set_learning_rate()
         self.steps_done += 1  # before it begins: a step that breaks off leaves a policy that is nobody's
         _, grad_norm, _ = self.optimizer.step()

@@ -6,10 +6,10 @@ reference would replay together. So every router has one of ours, a `Choice`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRouter
 
-from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.batch import Sequence
 from megatron_rl.routing import RoutingShape
 
 
@@ -32,7 +32,7 @@ class Router(TopKRouter):
         self.router_replay = Choice(self)
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        now = self.router_replay.now
+        now = self.router_replay.begin()
         return super().forward(input, padding_mask if now is None else now.padding)
 
     def attach_and_log_load_balancing_loss(
@@ -64,19 +64,19 @@ class Router(TopKRouter):
         return plain / plain.sum(-1, keepdim=True)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Now:
     """The micro-batch in hand: this rank's t tokens of it, as routers see them."""
 
+    numbers: torch.Tensor
+    """int64 [t]: which of the places of all sequences; -1 for padding."""
     padding: torch.Tensor
-    """bool [t]: no token of a sequence."""
+    """bool [t]."""
     experts: torch.Tensor | None
     """The record [t, layers, k], where the sequences have one."""
     replay: bool
     """Whether the routers take it."""
     watch: Watch | None
-    rows: torch.Tensor | None
-    """int64 [t]: where the watch keeps a token."""
 
 
 class Choice:
@@ -84,7 +84,16 @@ class Choice:
 
     def __init__(self, router: Router) -> None:
         self.router = router
+        self.given: Now | None = None
+        """The micro-batch whose forward pass is under way."""
+        self.later: deque[Now] = deque()
+        """Those that a backward pass will compute anew, in its order."""
         self.now: Now | None = None
+
+    def begin(self) -> Now | None:
+        """The router's next pass begins: a forward pass, or one of a backward pass, outside of any."""
+        self.now = self.later.popleft() if self.given is None and self.later else self.given
+        return self.now
 
     def get_replay_topk(
         self, scores: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: Any
@@ -112,19 +121,13 @@ class Watch:
     def __init__(self, shape: RoutingShape | None, sequences: list[Sequence], device: torch.device, keep: bool) -> None:
         self._shape, self._recorded = shape, bool(sequences and len(sequences[0].experts))
         self._lengths = [sequence.length - 1 for sequence in sequences]
-        self._starts = list(accumulate(self._lengths, initial=0))
         if shape is None:
             return
         self._loads = torch.zeros(shape.depth, shape.count, dtype=torch.float64, device=device)
         self._sums = torch.zeros(3, shape.depth, dtype=torch.float64, device=device)  # tokens, their entropy, tokens that differ
         self.sent, self.arrived = 0, 0.0
         dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16
-        self._kept = torch.zeros(self._starts[-1] if keep else 0, shape.depth, shape.top_k, dtype=dtype, device=device)
-
-    def rows(self, batch: MicroBatch) -> torch.Tensor:
-        """int64 [t]: the number of every place of a micro-batch among those of all sequences; 0 for padding."""
-        starts = [self._starts[row] + torch.arange(self._lengths[row]) for row in batch.rows]
-        return torch.cat([*starts, torch.zeros(batch.padding, dtype=torch.long)])
+        self._kept = torch.zeros(sum(self._lengths) if keep else 0, shape.depth, shape.top_k, dtype=dtype, device=device)
 
     def note(self, layer: int, now: Now, probabilities: torch.Tensor, chosen: torch.Tensor) -> None:
         """A router's tokens [t, ...] and the experts that they go to."""
@@ -134,8 +137,8 @@ class Watch:
         self._loads[layer] += chosen[real].flatten().bincount(minlength=self._loads.shape[1])
         self._sums[0, layer] += real.sum()
         self._sums[1, layer] += entropy.double().sum()
-        if len(self._kept) and now.rows is not None:
-            self._kept[now.rows[real], layer] = chosen[real].to(self._kept.dtype)
+        if len(self._kept):
+            self._kept[now.numbers[real], layer] = chosen[real].to(self._kept.dtype)
 
     def compare(self, layer: int, now: Now, own: torch.Tensor, recorded: torch.Tensor) -> None:
         """What a router would choose, against the record; the order among the chosen does not count."""
@@ -178,32 +181,29 @@ class Routing:
         self._tp = config.tensor_model_parallel_size if config.sequence_parallel else 1
         self._choices = [module.router_replay for module in model.modules() if isinstance(module, Router)]
         self._etp = config.expert_tensor_parallel_size or 1
+        self._recomputes = config.recompute_granularity is not None
         self.shape = _shape(config)
 
     @contextmanager
-    def of(self, batch: MicroBatch) -> Iterator[None]:
-        """The routers' next forward pass is this micro-batch's."""
+    def of(self, numbers: torch.Tensor, experts: torch.Tensor) -> Iterator[None]:
+        """The next forward pass is of these places: `MicroBatch.numbers` [1, t] and `experts`, or a context-parallel rank's of them."""
         if self.shape is None:
             yield
             return
-        now = self._now(batch)
+        part = numbers.shape[1] // self._tp  # sequence parallelism: ranks take equal parts, one after the other
+        first = parallel_state.get_tensor_model_parallel_rank() * part if self._tp > 1 else 0
+        mine = numbers[0, first : first + part]
+        record = experts[0, first : first + part] if len(experts) else None
+        now = Now(mine, mine < 0, record, self.replays, self._watch)
         for choice in self._choices:
-            choice.now = now
+            choice.given = now
         try:
             yield
         finally:
             for choice in self._choices:
-                choice.now = None
-
-    def _now(self, batch: MicroBatch) -> Now:
-        places, device = batch.tokens.shape[1], batch.tokens.device
-        part = places // self._tp  # sequence parallelism: ranks take equal parts, one after the other
-        first = parallel_state.get_tensor_model_parallel_rank() * part if self._tp > 1 else 0
-        mine = slice(first, first + part)
-        padding = torch.arange(places, device=device) >= places - batch.padding
-        experts = batch.experts[mine] if len(batch.experts) else None
-        rows = None if self._watch is None else self._watch.rows(batch).to(device)[mine]
-        return Now(padding[mine], experts, self.replays, self._watch, rows)
+                choice.given = None
+                if self._recomputes and torch.is_grad_enabled():
+                    choice.later.append(now)
 
     @contextmanager
     def watched(self, sequences: list[Sequence], keep: bool = False) -> Iterator[Watch]:
@@ -222,6 +222,18 @@ class Routing:
             self._watch = None
             for hook in hooks:
                 hook.remove()
+
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Where an error leaves, correction biases are as they were: Megatron moves them with the gradients, before any is checked."""
+        biases = [choice.router.expert_bias for choice in self._choices if choice.router.expert_bias is not None]
+        held = [bias.clone() for bias in biases]
+        try:
+            yield
+        except BaseException:
+            for bias, value in zip(biases, held, strict=True):
+                bias.copy_(value)
+            raise
 
     @contextmanager
     def free(self) -> Iterator[None]:

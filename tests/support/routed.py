@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.mcore import model as models
 from megatron_rl.mcore.routing import Router
 from megatron_rl.rollout import Rollout
 from parallel.layout import Layout
@@ -19,9 +22,13 @@ from support.trainer import Trainer, negative_log_likelihood
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 
 
-def scores(folder: Path, batch: list[Sequence], layout: Layout | None, train: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What routers do with a batch, as it says and freely, and one step on it: log-probs, metrics, records, and the weights after it."""
-    trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
+def scores(
+    folder: Path, batch: list[Sequence], layout: Layout | None, train: dict[str, Any] | None = None, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What routers do with a batch, as it says and freely, and one step on it: log-probs, metrics, records, and the weights after it.
+    `options`: of Megatron, in addition."""
+    with mock.patch.object(models, "PolicyConfig", functools.partial(models.PolicyConfig, **(options or {}))):
+        trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
     routing, found = trainer.actor.routing, {}
     with routing.watched(batch, keep=True) as watch:
         found["logprobs"] = torch.cat(trainer.actor.logprobs(batch)[0])

@@ -85,16 +85,18 @@ def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replica
         Sequence([10 * index + 1] * prompt, [2] * answer, experts=torch.from_numpy(record(prompt + answer, seed=index)))
         for index, (prompt, answer) in enumerate(lengths)
     ]
-    seen = 0
+    seen, numbers = 0, []
     for replica in range(replicas):
         for batch in micro_batches(found, most, replica, replicas, multiple):
-            assert batch.experts.shape == (batch.tokens.shape[1], 3, 2)
-            parts = batch.experts.split(batch.lengths)
+            assert batch.experts.shape == (1, batch.tokens.shape[1], 3, 2)
+            assert ((batch.numbers >= 0).sum(), batch.numbers.shape) == (batch.tokens.shape[1] - batch.padding, batch.tokens.shape)
+            parts = batch.experts[0].split(batch.lengths)
             for part, index in zip(parts, batch.rows, strict=False):
                 assert torch.equal(part, found[index].experts)
                 seen += 1
-            assert (batch.experts[batch.tokens.shape[1] - batch.padding :] == torch.tensor([0, 1])).all()
-    assert seen == len(found)
+            assert (batch.experts[batch.numbers < 0] == torch.tensor([0, 1])).all()
+            numbers += batch.numbers[batch.numbers >= 0].tolist()
+    assert seen == len(found) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in found)))
 
 
 def answer(values: np.ndarray) -> dict:
