@@ -15,19 +15,17 @@ PROMPTS = [sequence.prompt_ids for sequence in random_sequences(12, seed=23)]
 
 
 @pytest.fixture(scope="module")
-def answered(new_world, tmp_path_factory):
-    """Answers of two turns by a mixture and by a dense model, random ones, in a mode in which trainer and engine differ, and what both say
-    of them. Both engines start side by side."""
-    worlds = {}
-    for name, widths in {"mixture": EXPERTS, "dense": {}}.items():
-        folder = tmp_path_factory.mktemp(name)
-        worlds[name] = new_world()
-        checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"), **WIDTHS, **widths)
-        worlds[name].send("support.replayed:start", checkpoint, folder, PRECISION, name == "mixture")
-    for world in worlds.values():
-        world.receive(seconds=270)
-    turns = {name: world.call("support.replayed:two_turns", PROMPTS)[0] for name, world in worlds.items()}
-    return {name: (*turns[name], world.call("support.replayed:logprobs", turns[name][0])[0]) for name, world in worlds.items()}
+def world(new_world):
+    return new_world()
+
+
+@pytest.fixture(scope="module")
+def answered(world, tmp_path_factory):
+    """Answers of two turns by a random model, in a mode in which trainer and engine differ, and what both say of them."""
+    checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"), **WIDTHS, **EXPERTS)
+    world.call("support.replayed:start", checkpoint, tmp_path_factory.mktemp("engine"), PRECISION, seconds=270)
+    sequences, same, cached = world.call("support.replayed:two_turns", PROMPTS)[0]
+    return sequences, same, cached, world.call("support.replayed:logprobs", sequences)[0]
 
 
 def apart(found: dict, name: str) -> torch.Tensor:
@@ -37,17 +35,17 @@ def apart(found: dict, name: str) -> torch.Tensor:
 def test_the_record_is_that_of_every_token(answered):
     """The trainer's model with the engine's products computes the engine's bits, so by itself it sends every token where the engine did:
     those of prompts, of answers, of an environment, and those that the second turn took from the prefix cache."""
-    sequences, same, cached, found = answered["mixture"]
+    sequences, same, cached, found = answered
     assert all(sequence.experts.shape == (sequence.length - 1, 2, 2) and sequence.experts.dtype == torch.uint8 for sequence in sequences)
     assert same and cached > 0
     assert len(torch.cat([sequence.experts for sequence in sequences]).unique()) == 8
     assert found["emulated differs"] == 0 and apart(found, "emulated").max() == 0
 
 
-def test_replay_brings_the_mismatch_down_to_that_of_a_dense_model(answered):
-    mixture, dense = answered["mixture"][3], answered["dense"][3]
-    print([float(apart(mixture, name).mean()) for name in ("replay", "free")], float(apart(dense, "free").mean()))
-    print(mixture["free differs"], mixture["replay differs"])
-    assert mixture["free differs"] >= mixture["replay differs"] > 0  # another expert in one layer leads to others in the next
-    assert apart(mixture, "replay").mean() <= apart(dense, "free").mean()
-    assert apart(mixture, "replay").mean() < 0.5 * apart(mixture, "free").mean()
+def test_replay_brings_the_mismatch_down_to_that_of_a_dense_model(answered, world, tmp_path_factory):
+    sequences, _, _, found = answered
+    assert found["free differs"] >= found["replay differs"] > 0  # another expert in one layer leads to others in the next
+    assert apart(found, "replay").mean() < 0.8 * apart(found, "free").mean()
+    assert apart(found, "replay").max() < 0.5 * apart(found, "free").max()  # a token at another expert is far off
+    dense = make_checkpoint(tmp_path_factory.mktemp("dense"), **WIDTHS, intermediate_size=256)  # as wide as two experts
+    assert apart(found, "replay").mean() <= world.call("support.replayed:dense_mismatch", dense, PRECISION, sequences)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,16 @@ from megatron_rl.routing import extended
 from megatron_rl.types import Sampling
 from rollout_sglang import engine
 from support import served
+from support.trainer import Trainer
 
 SAID = [7, 8, 9]
 """What an environment says between two turns."""
 
 
-def start(checkpoint: Path, folder: Path, precision: dict[str, Any], replay: bool) -> None:
-    """Brings up both; the engine records where `replay`."""
+def start(checkpoint: Path, folder: Path, precision: dict[str, Any]) -> None:
+    """Brings up both."""
     here = served.Served(checkpoint, folder, precision)
-    if replay:
-        here.config = here.config.model_copy(update={"algorithm": Algorithm(routing_replay="engine")})
+    here.config = here.config.model_copy(update={"algorithm": Algorithm(routing_replay="engine")})
     arguments = engine._server_arguments
     engine._server_arguments = lambda *given: [word for word in arguments(*given) if word != "--disable-radix-cache"]
     here.engine = engine.launch(here.config, here.save(folder / "engine_model"), folder)
@@ -41,12 +42,11 @@ def two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list[Sequence
     for prompt, one, two in zip(prompts, first, second, strict=True):
         logprobs = torch.tensor(one.logprobs_T + two.logprobs_T)
         sampled = [True] * len(one.output_ids_T) + [False] * len(SAID) + [True] * len(two.output_ids_T)
-        sequence = Sequence(prompt, [*one.output_ids_T, *SAID, *two.output_ids_T], rollout_logprobs=logprobs, sampled=sampled)
-        if one.experts_T is not None:
-            same &= bool((two.experts_T[: len(one.experts_T)] == one.experts_T).all())
-            sequence.experts = torch.from_numpy(extended(one.experts_T, two.experts_T))
-            here.trainer.actor.routing.shape.check(sequence.experts.numpy(), sequence.length, "an answer")
-        found.append(sequence)
+        same &= bool((two.experts_T[: len(one.experts_T)] == one.experts_T).all())
+        experts = extended(one.experts_T, two.experts_T)
+        ids = [*one.output_ids_T, *SAID, *two.output_ids_T]
+        here.trainer.actor.routing.shape.check(experts, len(prompt) + len(ids), "an answer")
+        found.append(Sequence(prompt, ids, rollout_logprobs=logprobs, sampled=sampled, experts=torch.from_numpy(experts)))
     again = here.engine._post("/generate", {"input_ids": longer[0], "sampling_params": {"max_new_tokens": 1}})
     return found, same, again["meta_info"]["cached_tokens"]
 
@@ -60,7 +60,7 @@ def logprobs(sequences: list[Sequence]) -> dict[str, Any]:
     def score(name: str) -> None:
         with actor.routing.watched(sequences) as watch:
             found[name] = torch.cat(actor.logprobs(sequences)[0])
-        found[f"{name} differs"] = watch.metrics().get("router/differs")
+        found[f"{name} differs"] = watch.metrics()["router/differs"]
 
     score("replay")
     with actor.routing.free():
@@ -68,3 +68,12 @@ def logprobs(sequences: list[Sequence]) -> dict[str, Any]:
         with with_engine_weights(trainer.model, trainer.planes(), trainer.contract.activation_format):
             score("emulated")
     return found
+
+
+def dense_mismatch(checkpoint: Path, precision: dict[str, Any], sequences: list[Sequence]) -> float:
+    """Mean |dlogp| of the same tokens between a dense model and itself with its engine's products, which are the engine's bits."""
+    trainer = Trainer(checkpoint, precision)
+    plain = [replace(sequence, experts=torch.empty(0)) for sequence in sequences]
+    own = torch.cat(trainer.actor.logprobs(plain)[0])
+    with with_engine_weights(trainer.model, trainer.planes(), trainer.contract.activation_format):
+        return float((torch.cat(trainer.actor.logprobs(plain)[0]) - own).abs().mean())
