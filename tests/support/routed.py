@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.errors import RunError
 from megatron_rl.mcore import model as models
 from megatron_rl.mcore.routing import Router
 from megatron_rl.rollout import Rollout
@@ -76,6 +77,19 @@ def balance_gradient(folder: Path, batch: list[Sequence], weight: float) -> dict
         loss = weight * len(matrix) * (chosen * probabilities.mean(0)).sum()
         (loss * len(real) / total).backward()
     return {"found": found, "formula": matrix.grad}
+
+
+def break_a_step(folder: Path, batch: list[Sequence]) -> tuple[str, float]:
+    """A step that would move the correction biases, but whose loss is NaN: (what was raised, the most that a bias moved)."""
+    trainer = Trainer(folder, FP32, {**TRAIN, "router_bias_rate": 0.01})
+    routers = [module for module in trainer.model.modules() if isinstance(module, Router)]
+    before = [router.expert_bias.clone() for router in routers]
+    try:
+        trainer.actor.update(batch, lambda logprobs, batch: (float("nan") * (logprobs * batch.mask).sum(), {}))
+    except RunError as error:
+        moved = max(float((router.expert_bias - bias).abs().max()) for router, bias in zip(routers, before, strict=True))
+        return str(error), moved
+    raise AssertionError("the step was taken")
 
 
 class RoutedWorker(ScriptedWorker):
