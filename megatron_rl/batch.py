@@ -44,6 +44,9 @@ class Sequence:
     """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
     sampled: list[bool] = field(default_factory=list)
     """For each answer token, False where an environment wrote it; empty where all were sampled."""
+    experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """The record of its routing that the forward passes replay (`routing`), uint8 or int16 [length - 1, layers, k]; empty for none. All
+    sequences of a batch have one, or none has."""
 
     @property
     def length(self) -> int:
@@ -85,6 +88,10 @@ class MicroBatch:
     """The sequence's weight where `mask` is 1, else 0."""
     corrections: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
+    numbers: torch.Tensor
+    """int64: which of the places of all sequences together this is; -1 for padding."""
+    experts: torch.Tensor
+    """The record of the routing, [1, t, layers, k]; empty for none."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same with every tensor on `device`."""
@@ -139,6 +146,8 @@ def _lay(rows: list[int], sequences: list[Sequence], lengths: list[int], multipl
     shape = (1, sum(lengths))
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
+    numbers, experts = torch.full(shape, -1), _no_experts(shape, sequences)
+    firsts = list(accumulate((sequence.length - 1 for sequence in sequences), initial=0))
     start = 0
     for index, length in zip(rows, lengths, strict=False):
         sequence = sequences[index]
@@ -151,6 +160,9 @@ def _lay(rows: list[int], sequences: list[Sequence], lengths: list[int], multipl
         advantages[answer] = sequence.advantage
         weights[answer] = sequence.weight
         corrections[answer] = sequence.correction if len(sequence.correction) else 1.0
+        numbers[0, start:end] = torch.arange(firsts[index], firsts[index + 1])
+        if len(sequence.experts):
+            experts[0, start:end] = sequence.experts
         if len(sequence.old_logprobs):
             old[answer] = sequence.old_logprobs
         if len(sequence.reference_logprobs):
@@ -158,4 +170,12 @@ def _lay(rows: list[int], sequences: list[Sequence], lengths: list[int], multipl
         start += length
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     padding = sum(lengths) - sum(sequences[index].length - 1 for index in rows)
-    return MicroBatch(rows, lengths, padding, tokens, targets, positions, mask, advantages, old, reference, weights, corrections)
+    return MicroBatch(
+        rows, lengths, padding, tokens, targets, positions, mask, advantages, old, reference, weights, corrections, numbers, experts
+    )
+
+
+def _no_experts(shape: tuple[int, int], sequences: list[Sequence]) -> torch.Tensor:
+    """What a record holds of padding: the first experts, since it must go to k different ones, as every token does. Empty for none."""
+    one = sequences[0].experts
+    return torch.arange(one.shape[2], dtype=one.dtype).repeat(*shape, one.shape[1], 1) if len(one) else _EMPTY

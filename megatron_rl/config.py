@@ -28,7 +28,7 @@ from megatron_rl.hosts import Host
 
 
 class Architecture(_Section):
-    """Widths of a model made from scratch (Qwen3 architecture). Multiples of 128 keep every FP8 block whole."""
+    """Widths of a model made from scratch (Qwen3 architecture, or Qwen3-MoE). Multiples of 128 keep every FP8 block whole."""
 
     vocab_size: int = Field(384, ge=259)
     """Rows of the embedding; the project's byte-level tokenizer needs 259."""
@@ -38,17 +38,25 @@ class Architecture(_Section):
     num_attention_heads: int = Field(2, ge=1)
     num_key_value_heads: int = Field(2, ge=1)
     head_dim: int = Field(128, ge=32, multiple_of=16)
+    num_experts: int = Field(0, ge=0)
+    """Experts in every layer, in place of its MLP (Qwen3-MoE); 0: a dense model, which has no use for the next two."""
+    num_experts_per_tok: int = Field(2, ge=2)
+    """Experts that each token is sent to."""
+    moe_intermediate_size: int = Field(256, ge=128, multiple_of=128)
+    """Width of one expert."""
     max_position_embeddings: int = Field(1024, ge=16)
     rope_theta: float = Field(10000.0, gt=0)
     tie_word_embeddings: bool = False
     initializer_range: float = Field(0.02, gt=0)
 
     @model_validator(mode="after")
-    def _heads(self) -> Architecture:
+    def _fits_together(self) -> Architecture:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
             )
+        if 0 < self.num_experts < self.num_experts_per_tok:
+            raise ValueError(f"num_experts ({self.num_experts}) must be at least num_experts_per_tok ({self.num_experts_per_tok})")
         return self
 
 
@@ -130,6 +138,10 @@ class Train(_Section):
     weight_decay: float = Field(0.0, ge=0)
     clip_grad: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 turns clipping off."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """Weight of Megatron's load-balancing loss of experts, per token and layer; 0 turns it off. See docs/moe.md."""
+    router_bias_rate: float = Field(0.0, ge=0)
+    """What an optimizer step adds to or takes from a router's correction bias (DeepSeek-V3), which balances load without a loss."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Tokens per forward pass of one rank, most: sequences are laid end to end up to it. A longer sequence has a pass of its own. Context
     parallel ranks lay up to cp times as many."""

@@ -76,6 +76,10 @@ class Algorithm(Section):
     correction_high: float = Field(5.0, gt=1)
     """icepop, geometric_mask: the upper bound. geometric_mask: 1.01 where it is not given."""
 
+    routing_replay: Literal["none", "trainer", "engine"] = "none"
+    """Whose choice of experts the training's forward passes take: each its own; `trainer` (R2): that of the pass that computed the old
+    log-probs; `engine` (R3): the engine's when it sampled, in that pass as well. See docs/moe.md."""
+
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, given: Any) -> Any:

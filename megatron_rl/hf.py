@@ -50,10 +50,10 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def new_config(architecture: Architecture, eos_token_id: int, high: str) -> dict[str, Any]:
-    """config.json of a Qwen3 model with the given widths."""
+    """config.json of a Qwen3 model with the given widths, or of a Qwen3-MoE one where it has experts."""
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if architecture.num_experts else "qwen3",
         "vocab_size": architecture.vocab_size,
         "hidden_size": architecture.hidden_size,
         "intermediate_size": architecture.intermediate_size,
@@ -78,6 +78,20 @@ def new_config(architecture: Architecture, eos_token_id: int, high: str) -> dict
         "eos_token_id": eos_token_id,
         "pad_token_id": eos_token_id,
         "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[high],
+        **(_experts(architecture) if architecture.num_experts else {}),
+    }
+
+
+def _experts(architecture: Architecture) -> dict[str, Any]:
+    """Every layer has them, and the chosen ones' weights add up to one, as in Qwen3-30B-A3B."""
+    return {
+        "num_experts": architecture.num_experts,
+        "num_experts_per_tok": architecture.num_experts_per_tok,
+        "moe_intermediate_size": architecture.moe_intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
     }
 
 

@@ -33,6 +33,7 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.linear import without_fp8
 from megatron_rl.ranks import is_rank0
 from megatron_rl.rollout import Rollout, RolloutWorker, rollout_metrics, sample_rows
+from megatron_rl.routing import RoutingShape
 from megatron_rl.runlog import RunLog
 from megatron_rl.steady import SteadySync
 from megatron_rl.stop import check_stop
@@ -101,10 +102,12 @@ class Loop:
         with self._phase("generate"):
             rollout = self.sync.serving(self.version, lambda: self._worker.collect(self.version))
         metrics = rollout_metrics(rollout) | self._after_row
-        sequences = to_sequences(rollout)
+        sequences = to_sequences(rollout, self.actor.routing.shape if self.config.algorithm.routing_replay == "engine" else None)
         with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
         causes = self._begin_attribution(step, sequences, metrics)
+        if causes is not None and self.config.algorithm.routing_replay == "engine":
+            metrics |= self._score_freely(sequences)
         metrics |= self._credit(sequences)
         check_stop()
         with self._phase("train", metrics):
@@ -122,14 +125,27 @@ class Loop:
         return metrics | report.metrics()
 
     def _score(self, sequences: list[Sequence]) -> dict[str, float]:
-        """Fills in the log-probs of the actor and of the reference; returns entropy and mismatch."""
-        old, entropy = self.actor.logprobs(sequences)
+        """Fills in the log-probs of the actor and of the reference, and the routing to replay where it is the actor's own; returns entropy,
+        mismatch and what the routers did."""
+        own = self.config.algorithm.routing_replay == "trainer"
+        with self.actor.routing.watched(sequences, keep=own) as watch:
+            old, entropy = self.actor.logprobs(sequences)
         for sequence, logprobs in zip(sequences, old, strict=True):
             sequence.old_logprobs = logprobs
+        for sequence, record in zip(sequences, watch.records() if own else [], strict=own):
+            sequence.experts = record
         if self.reference is not None:
             for sequence, logprobs in zip(sequences, self.reference.logprobs(sequences)[0], strict=True):
                 sequence.reference_logprobs = logprobs
-        return {"entropy": entropy, **mismatch(sequences)}
+        return {"entropy": entropy, **mismatch(sequences), **watch.metrics()}
+
+    def _score_freely(self, sequences: list[Sequence]) -> dict[str, float]:
+        """What the mismatch would be without replay, and how many tokens would go to other experts than the engine's; a forward pass."""
+        with self.actor.routing.free(), self.actor.routing.watched(sequences) as watch:
+            old = self.actor.logprobs(sequences)[0]
+        free = [replace(sequence, old_logprobs=logprobs) for sequence, logprobs in zip(sequences, old, strict=True)]
+        found = {f"mismatch/without_replay/{name.removeprefix('mismatch/')}": value for name, value in mismatch(free).items()}
+        return found | {"router/differs_without_replay": watch.metrics()["router/differs"]}
 
     def _begin_attribution(self, step: int, sequences: list[Sequence], metrics: dict[str, float]) -> MismatchCauses | None:
         """In every so many steps, what is to be finished once the weights have changed; `metrics` gets its time."""
@@ -189,8 +205,15 @@ class Loop:
         self._mark = replace(self._mark, unrecorded=None)
 
 
-def to_sequences(rollout: Rollout) -> list[Sequence]:
-    """The trainer's view of the completions; rewards and the engine's log-probs included."""
+def to_sequences(rollout: Rollout, routing: RoutingShape | None = None) -> list[Sequence]:
+    """The trainer's view of the completions; rewards and the engine's log-probs included, and its routing where `routing` is given.
+
+    Raises RunError where that does not fit.
+    """
+    if routing is not None:
+        for number, completion in enumerate(rollout.completions_B, 1):
+            tokens = len(completion.prompt_ids_T) + len(completion.output_ids_T)
+            routing.check(completion.experts_T, tokens, f"completion {number} of {len(rollout.completions_B)}")
     return [
         Sequence(
             completion.prompt_ids_T,
@@ -199,6 +222,7 @@ def to_sequences(rollout: Rollout) -> list[Sequence]:
             excluded=completion.reward.excluded,
             rollout_logprobs=_sampled(torch.tensor(completion.logprobs_T), completion.sampled_T),
             sampled=completion.sampled_T,
+            experts=torch.empty(0) if routing is None else torch.from_numpy(completion.experts_T),
         )
         for completion in rollout.completions_B
     ]

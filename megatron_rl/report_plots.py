@@ -248,7 +248,15 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
             "Mismatch of log-probabilities",
             "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy.",
             (
-                Panel("|Δ log p| (nats)", (("mismatch/abs_mean", "mean over tokens"), ("mismatch/abs_max", "largest")), "log"),
+                Panel(
+                    "|Δ log p| (nats)",
+                    (
+                        ("mismatch/abs_mean", "mean over tokens"),
+                        ("mismatch/abs_max", "largest"),
+                        ("mismatch/without_replay/abs_mean", "mean without routing replay"),
+                    ),
+                    "log",
+                ),
                 Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True),
             ),
         ),
@@ -264,6 +272,26 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
                 Panel("bytes moved (MB)", (("sync/megabytes", "bytes"),), zero=True),
                 Panel("seconds", (("time/sync", "sync"), ("time/proof", "proof")), zero=True),
             ),
+        ),
+    ),
+    "Experts": (
+        Plot(
+            "Load of the experts",
+            "1 is an even load; a climb means that few experts do most of the work and the others learn little.",
+            (
+                Panel("most / mean", (("router/load_mean", "mean over layers"), ("router/load_max", "most uneven layer"))),
+                Panel("choices dropped", (("router/dropped", "dropped"),), zero=True, legend=True),
+            ),
+        ),
+        Plot(
+            "Entropy of the routers",
+            "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it.",
+            (Panel("nats per token", (("router/entropy", "mean over layers"), ("router/entropy_min", "surest layer")), zero=True),),
+        ),
+        Plot(
+            "Routing: trainer against engine",
+            "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch.",
+            (Panel("tokens", (("router/differs", "under replay"), ("router/differs_without_replay", "without")), "share", legend=True),),
         ),
     ),
     "Policy update": (

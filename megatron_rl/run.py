@@ -108,6 +108,7 @@ def _check_model(config: Config, layout: Layout) -> None:
             raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
         if geometry.experts is None and layout.etp != layout.tp:  # it would be ignored without a word
             raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {geometry.kind} has none", "leave it out")
+        _check_experts(config, geometry)
         SyncPlan.of_config(geometry, layout, config)
         needs.check_model(config.precision, geometry, layout)
     except GeometryError as error:
@@ -115,6 +116,21 @@ def _check_model(config: Config, layout: Layout) -> None:
     check_lengths(config, hf_config)
     if folder.exists():
         _check_weights(config, hf_config, geometry)
+
+
+def _check_experts(config: Config, geometry: ModelGeometry) -> None:
+    """Raises UserError for a setting of routers that the model does not have: it would be ignored without a word."""
+    settings = {
+        "train.router_aux_loss": config.train.router_aux_loss,
+        "train.router_bias_rate": config.train.router_bias_rate,
+        "algorithm.routing_replay": "" if config.algorithm.routing_replay == "none" else config.algorithm.routing_replay,
+    }
+    for field, value in settings.items():
+        if value and geometry.experts is None:
+            raise UserError(field, value, f"needs a model with experts, {geometry.kind} has none", "leave it out")
+    if config.train.router_bias_rate and not geometry.experts.correction_bias:  # type: ignore[union-attr]
+        rule = f"needs routers with a correction bias (DeepSeek-V3), {geometry.kind} has none"
+        raise UserError("train.router_bias_rate", config.train.router_bias_rate, rule, "use train.router_aux_loss")
 
 
 def check_lengths(config: Config, hf_config: dict[str, Any]) -> None:
@@ -152,7 +168,7 @@ def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:
     if config.model.create is None:
         return
     for name, wanted in config.model.create.model_dump().items():
-        found = rope_theta(hf_config) if name == "rope_theta" else hf_config.get(name, wanted)
+        found = rope_theta(hf_config) if name == "rope_theta" else hf_config.get(name, 0 if name == "num_experts" else wanted)
         if found != wanted:
             fix = "remove that folder, name another model.path, or set it back"
             raise UserError(f"model.create.{name}", wanted, f"the checkpoint already at {config.model.path} has {found}", fix)

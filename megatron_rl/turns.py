@@ -20,6 +20,7 @@ from megatron_rl.engine import Engine
 from megatron_rl.environment import Episode, Reply, load_environment, stop_strings
 from megatron_rl.errors import RunError
 from megatron_rl.rewards.pool import WorkerPool
+from megatron_rl.routing import extended
 from megatron_rl.types import Completion, Problem, Sampling
 
 _log = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class Turns:
                 held = f"the trainer holds version {version}"
                 raise RunError(f"a completion was sampled by policy version {generation.policy_version}, {held}")
             self._extend(dialogue.completion, generation.output_ids_T, generation.logprobs_T, True)
+            dialogue.completion.experts_T = extended(dialogue.completion.experts_T, generation.experts_T)
             dialogue.completion.finish_reason = generation.finish_reason
 
     def _hear_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -29,6 +31,7 @@ class Generation:
     logprobs_T: list[float]
     finish_reason: str  # "stop" (end token or stop string sampled) | "length" (cut at max_new_tokens)
     policy_version: int
+    experts_T: np.ndarray | None = None  # the routing of all its tokens, prompt included (`routing`), where the engine records it
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Completion:
     overlong: float = 0.0  # what the length adds to the reward, 0 or less
     sampled_T: list[bool] = field(default_factory=list)  # per output token: False where the environment wrote it; empty: all are sampled
     dialogue: list[str] = field(default_factory=list)  # texts of the policy and of the environment in turn; empty without an environment
+    experts_T: np.ndarray | None = None  # the engine's routing of prompt and output (`routing`), where it records it
     tool_errors: int = 0  # messages by which the environment refused what the policy asked for
     environment_error: str = ""  # why the environment broke; the sample then scores 0
 

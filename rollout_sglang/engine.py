@@ -19,6 +19,7 @@ from megatron_rl.types import Generation, Sampling
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.requests import LiveRequests
+from rollout_sglang.routing import RecordedRouting
 from rollout_sglang.start import Start
 from rollout_sglang.watch import Watch
 
@@ -50,6 +51,8 @@ class SGLangEngine(LiveRequests):
 
     def __init__(self, start: Start) -> None:
         self._start, self._rollout = start, start.config.rollout
+        recorded = start.config.algorithm.routing_replay == "engine"
+        self._routing = RecordedRouting.of_model(start.model_path) if recorded else None
         self._gate = Gate(self._rollout.request_timeout)
         self._watch = Watch(self._ask, self._give_up, self._rollout.health_timeout)
         self._changing = False  # SGLang's weight update is open
@@ -109,11 +112,14 @@ class SGLangEngine(LiveRequests):
                     "input_ids": [prompts_B[index] for index in missing],
                     "sampling_params": [parameters[index] for index in missing],
                     "return_logprob": True,
+                    "return_routed_experts": self._routing is not None,
                 }
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
                     found[index] = _generation(answer)
+                    if self._routing is not None:
+                        found[index].experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
         return [found[index] for index in range(len(prompts_B))]
 
     def start_receiving(self, hashing: bool) -> None:

@@ -57,6 +57,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     }
     flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
     flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
+    if config.algorithm.routing_replay == "engine":
+        flags.append("enable-return-routed-experts")
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if torch.cuda.is_available():

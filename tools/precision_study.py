@@ -1,7 +1,7 @@
 """Trains one task in every precision mode, with several seeds and in harder settings, and draws them side by side on one page.
 
     python tools/precision_study.py [--config FILE] [--modes bf16,fp8_rollout] [--settings quickstart,long_answers] [--seeds N]
-                                    [--steps N] [--tis] [--out DIR] [--section.key=value ...]
+                                    [--steps N] [--tis] [--replay none,engine] [--out DIR] [--section.key=value ...]
 
 Runs are made one after the other, each in its own folder DIR/SETTING/MODE/seedN; a run that is finished is not made again. The page is
 DIR/study.html, written anew after every run. Further arguments go to every run. How to read the page: docs/study.md.
@@ -24,6 +24,7 @@ from megatron_rl.report_words import CAUSES, write
 from megatron_rl.runlog import read_metrics
 
 MODES = ("bf16", "fp8_unified", "fp8_rollout", "int8_rollout")
+REPLAYS = ("none", "trainer", "engine")
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "quickstart": ("The config as it is.", []),
     "long_answers": (
@@ -54,6 +55,9 @@ SHOWN = {
     "clip/negative": ("Tokens that the clip touches, advantage below 0", "tokens", "share"),
     "entropy": ("Entropy", "nats per token", "number"),
     "length/mean": ("Completion length", "tokens", "number"),
+    "mismatch/without_replay/abs_mean": ("Mismatch, had the routing not been replayed", "nats", "log"),
+    "router/differs": ("Tokens that the trainer would send to other experts", "tokens", "share"),
+    "router/load_max": ("Load of experts in the most uneven layer", "most / mean", "number"),
 }
 
 
@@ -138,7 +142,7 @@ def section(setting: str, variants: dict[str, Variant]) -> str:
     )
 
 
-def overrides(setting: str, mode: str, tis: bool, seed: int, steps: int, out: Path) -> list[str]:
+def overrides(setting: str, mode: str, tis: bool, seed: int, steps: int, out: Path, replay: str = "") -> list[str]:
     """What a run changes in the config. Runs on the same problems share a warm-started model, which the first of them makes."""
     changes = SETTINGS[setting][1]
     model = "model_long_answers" if any(change.startswith("--data.levels") for change in changes) else "model"
@@ -149,6 +153,7 @@ def overrides(setting: str, mode: str, tis: bool, seed: int, steps: int, out: Pa
         f"--train.seed={seed}",
         f"--train.steps={steps}",
         f"--log.attribute_every={ATTRIBUTE_EVERY}",
+        *([f"--algorithm.routing_replay={replay}"] if replay else []),
         *changes,
     ]
 
@@ -161,12 +166,15 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each mode in each setting.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="RL steps of each run.")] = 50,
     tis: Annotated[bool, typer.Option("--tis", help="Each mode also with truncated importance sampling.")] = False,
+    replay: Annotated[str, typer.Option(help="Each mode with each algorithm.routing_replay, separated by commas; needs experts.")] = "",
     out: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("runs/precision-study"),
 ) -> None:
     """Trains one task in every precision mode, with several seeds and in harder settings, and draws them side by side on one page."""
+    replays = study.chosen(replay, REPLAYS, "--replay") if replay else [""]
     kinds = {
-        f"{mode}{'+tis' * way}": (mode, way)
+        f"{mode}{'+tis' * way}{'+' * bool(how)}{how}": (mode, way, how)
         for way in ([False, True] if tis else [False])
+        for how in replays
         for mode in study.chosen(modes, MODES, "--modes")
     }
     found = {setting: {name: Variant() for name in kinds} for setting in study.chosen(settings, SETTINGS, "--settings")}
@@ -174,9 +182,9 @@ def main(
     intro = f"{config}, {steps} steps each, curves are means over seeds" + (f"; with {' '.join(context.args)}" if context.args else "")
     for seed in range(seeds):
         for setting, variants in found.items():
-            for name, (mode, way) in kinds.items():
+            for name, (mode, way, how) in kinds.items():
                 folder, variant = out / setting / name / f"seed{seed}", variants[name]
-                code = study.ensure_run(config, folder, [*overrides(setting, mode, way, seed, steps, out), *context.args])
+                code = study.ensure_run(config, folder, [*overrides(setting, mode, way, seed, steps, out, how), *context.args])
                 if code not in (0, study.BROKEN):
                     raise typer.Exit(code)
                 variant.broken += [seed] if code else []

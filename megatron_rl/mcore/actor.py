@@ -21,6 +21,7 @@ from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.mcore.packing import packed
+from megatron_rl.mcore.routing import Routing
 from megatron_rl.ranks import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -34,6 +35,7 @@ class Policy:
     def __init__(self, model: Model, temperature: float, micro_batch_tokens: int) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
         self.chunks = chunks_of(model)
+        self.routing = Routing(self.chunks)
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
         quantize_model(model)
@@ -80,7 +82,9 @@ class Policy:
     def _forward(self, chunk: Any, batch: MicroBatch, share: Share) -> torch.Tensor:
         """What a stage gives for this rank's places of a micro-batch: the last one logits [1, t / cp, vocab / tp]."""
         description = packed(batch.lengths, share)
-        return chunk(share.take(batch.tokens), share.take(batch.positions), None, packed_seq_params=description)
+        experts = share.take(batch.experts) if len(batch.experts) else batch.experts
+        with self.routing.of(chunk, share.take(batch.numbers), experts):
+            return chunk(share.take(batch.tokens), share.take(batch.positions), None, packed_seq_params=description)
 
     def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
         """Log-probs of a micro-batch's targets [1, t], with gradient, the same on all ranks that share its places."""
@@ -118,7 +122,9 @@ class Actor(Policy):
         super().__init__(model, temperature, train.micro_batch_tokens)
         self.steps_done = 0
         self._train = train
+        self.routing.replays = True
         config = self.chunks[0].config
+        config.moe_router_bias_update_rate = train.router_bias_rate
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         sharded = train.distributed_optimizer and replicas > 1
         how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
@@ -156,17 +162,22 @@ class Actor(Policy):
                 own[name] = own.get(name, 0.0) + float(value)
             return total
 
+        tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
+        # every router weighs its loss by all tokens, and Megatron divides the gradient by the sampled ones
+        every_token = sum(sequence.length - 1 for sequence in sequences)
+        self.chunks[0].config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / every_token
         for chunk in self._forward_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._run(sequences, with_metrics, forward_only=False)
-        tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
-        sums = gather.sum_by_name(own)
-        padding = sums.pop(_PADDING) / sums.pop(_PLACES)
-        means = {name: value / tokens for name, value in sums.items()}
-        if not math.isfinite(means["loss/total"]):
-            raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{self._broken_activation(sequences)}")
-        self._refuse_bad_gradients()
+        with self.routing.undone():
+            self._run(sequences, with_metrics, forward_only=False)
+            sums = gather.sum_by_name(own)
+            padding = sums.pop(_PADDING) / sums.pop(_PLACES)
+            means = {name: value / tokens for name, value in sums.items()}
+            if not math.isfinite(means["loss/total"]):
+                where = self._broken_activation(sequences)
+                raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{where}")
+            self._refuse_bad_gradients()
         learning_rate = self._set_learning_rate()
         self.steps_done += 1  # before it begins: a step that breaks off leaves a policy that is nobody's
         _, grad_norm, _ = self.optimizer.step()

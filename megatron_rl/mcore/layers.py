@@ -28,6 +28,7 @@ from megatron_rl import row_invariant
 from megatron_rl.mcore.latent import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.linear import BlockWeightColumnParallelLinear, FP8ColumnParallelLinear, FP8ReplicatedLinear, FP8RowParallelLinear
 from megatron_rl.mcore.packing import attend
+from megatron_rl.mcore.routing import Router
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -143,10 +144,17 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
         self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=RMSNorm,
-        mlp=get_mlp_module_spec_for_backend(backend=backend, num_experts=experts),
+        mlp=_mlp(backend, experts),
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _mlp(backend: SpecProvider, experts: int | None) -> ModuleSpec:
+    spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts)
+    if experts is not None:
+        spec.submodules.router = Router
+    return spec
 
 
 def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:

@@ -64,7 +64,7 @@ def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
 
 
 def expert_options(geometry: ModelGeometry, routing: Routing | None) -> dict[str, Any]:
-    """Experts and their router. No load-balancing loss, and a correction bias stays as the checkpoint has it."""
+    """Experts and their router. What balances their load is off; an actor may turn it on."""
     experts = geometry.experts
     if experts is None or routing is None:
         return {}
@@ -84,6 +84,6 @@ def expert_options(geometry: ModelGeometry, routing: Routing | None) -> dict[str
         "moe_router_group_topk": routing.groups_used if limited else None,
         "moe_router_enable_expert_bias": experts.correction_bias,
         "moe_router_bias_update_rate": 0.0,
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "aux_loss",
         "moe_aux_loss_coeff": 0.0,
     }

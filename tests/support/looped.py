@@ -115,6 +115,7 @@ def run_loop(
     noise: float,
     attribute_every: int = 0,
     said: float | None = None,
+    worker_class: type[ScriptedWorker] = ScriptedWorker,
 ) -> dict[str, Any]:
     """The rows of the log and the advantages of the last step's samples."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
@@ -132,6 +133,6 @@ def run_loop(
         reference = Policy(model, 1.0, 4)
     log = Recorded()
     causes = MismatchCauses(trainer.actor, trainer.planes, trainer.contract.activation_format)
-    worker = ScriptedWorker(trainer.actor, noise, said)
+    worker = worker_class(trainer.actor, noise, said)
     Loop(config, trainer.actor, reference, NoSync(), worker, log, NoCheckpoints(), causes).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}

@@ -157,6 +157,10 @@ def test_overrides_leave_the_given_table_alone():
             "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",
         ),
         (
+            "[model.create]\nnum_experts = 2\nnum_experts_per_tok = 4",
+            "model.create: num_experts (2) must be at least num_experts_per_tok (4)",
+        ),
+        (
             "[model.create]\nnum_attention_heads = 3\nnum_key_value_heads = 2",
             "model.create: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
         ),

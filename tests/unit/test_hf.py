@@ -87,6 +87,16 @@ def test_transformers_reads_a_new_config(tmp_path):
     assert read.dtype == torch.bfloat16
 
 
+def test_transformers_reads_a_new_config_with_experts(tmp_path):
+    from transformers import AutoConfig
+
+    widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
+    (tmp_path / "config.json").write_text(json.dumps(hf.new_config(Architecture(**widths), 7, "fp32")))
+    read = AutoConfig.from_pretrained(tmp_path)
+    assert (type(read).__name__, read.norm_topk_prob, read.decoder_sparse_step, read.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
+    assert {name: getattr(read, name) for name in widths} == widths
+
+
 def test_random_weights_repeat_with_the_seed_and_norms_are_one():
     shapes = {"w": (300, 400), "norm": (400,)}
     first, again, other = (hf.random_tensors({"initializer_range": 0.02}, shapes, seed) for seed in (1, 1, 2))

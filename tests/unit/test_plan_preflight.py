@@ -91,10 +91,27 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
             ["--rollout.max_new_tokens=513"],
             "rollout.max_new_tokens = 513: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
         ),
+        *(
+            ([f"--{field}={value}"], f"{field} = {value!r}: needs a model with experts, qwen3 has none; leave it out")
+            for field, value in (("train.router_aux_loss", 0.1), ("train.router_bias_rate", 0.1), ("algorithm.routing_replay", "engine"))
+        ),
     ],
 )
 def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
     assert refused(*overrides) == line
+
+
+EXPERTS = ["--model.path=new", "--model.create.num_experts=4"]
+
+
+def test_experts_that_are_to_be_created(workplace, monkeypatch):
+    preflight(load_config(workplace / "run.toml", [*EXPERTS, "--algorithm.routing_replay=engine", "--train.router_aux_loss=0.1"]))
+    rule = "needs routers with a correction bias (DeepSeek-V3), qwen3_moe has none; use train.router_aux_loss"
+    assert refused(*EXPERTS, "--train.router_bias_rate=0.1") == f"train.router_bias_rate = 0.1: {rule}"
+    assert refused(*EXPERTS[1:]).startswith("model.create.num_experts = 4: the checkpoint already at model has 0; ")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    layout = ["--train.layout.dp=2", "--train.layout.ep=2"]
+    assert preflight(load_config(workplace / "run.toml", [*EXPERTS, *layout])) == Layout(dp=2, ep=2)
 
 
 @pytest.mark.parametrize(

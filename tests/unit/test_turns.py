@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,7 +52,8 @@ class ScriptedEngine:
             ids = self._scripts[prompt[0] - ord("A")].pop(0)
             kept = ids[: one.max_new_tokens]
             logprobs = [-float(token) for token in kept]
-            found.append(Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)]))
+            routing = np.full((len(prompt) + len(kept) - 1, 1, 1), len(self.asked), np.uint8)  # every token goes to the turn's number
+            found.append(Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], routing))
         return found
 
 
@@ -90,6 +92,8 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert completion.output_ids_T == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
     assert completion.sampled_T == [True] * 3 + [False] + [True] * 2 + [False] + [True]
     assert completion.logprobs_T == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
+    assert completion.experts_T is not None
+    assert completion.experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
     assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
     assert (completion.turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
     assert scripted.told == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]

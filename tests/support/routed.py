@@ -1,0 +1,115 @@
+"""Routers watched, replayed and balanced in any layout; run in the ranks of a `World`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.errors import RunError
+from megatron_rl.mcore import model as models
+from megatron_rl.mcore.routing import Router
+from megatron_rl.rollout import Rollout
+from parallel.layout import Layout
+from support.looped import ScriptedWorker, run_loop
+from support.models import FP8, FP32
+from support.trainer import Trainer, negative_log_likelihood
+
+TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
+
+
+def scores(
+    folder: Path, batch: list[Sequence], layout: Layout | None, train: dict[str, Any] | None = None, options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What routers do with a batch, as it says and freely, and one step on it: log-probs, metrics, records, and the weights after it.
+    `options`: of Megatron, in addition."""
+    with mock.patch.object(models, "PolicyConfig", functools.partial(models.PolicyConfig, **(options or {}))):
+        trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
+    routing, found = trainer.actor.routing, {}
+    with routing.watched(batch, keep=True) as watch:
+        found["logprobs"] = torch.cat(trainer.actor.logprobs(batch)[0])
+    found |= {"metrics": watch.metrics(), "records": watch.records()}
+    with routing.free(), routing.watched(batch, keep=True) as watch:
+        found["free"] = torch.cat(trainer.actor.logprobs(batch)[0])
+    found |= {"free_metrics": watch.metrics(), "free_records": watch.records()}
+    found["step"] = trainer.actor.update(batch, negative_log_likelihood)
+    return found | {"masters": trainer.tensors(fp8=False)}
+
+
+def own_routing(folder: Path, batch: list[Sequence]) -> dict[str, Any]:
+    """A step on the batch as it is, and one from the same start with the record of its own routing."""
+    plain = scores(folder, batch, None)
+    told = [replace(sequence, experts=record) for sequence, record in zip(batch, plain["records"], strict=True)]
+    return {"plain": plain, "told": scores(folder, told, None)}
+
+
+def balance(folder: Path, batch: list[Sequence], train: dict[str, Any], steps: int) -> list[dict[str, float]]:
+    """Steps that learn nothing but to balance: what the routers did before each."""
+    trainer, found = Trainer(folder, FP32, {"micro_batch_tokens": 60, **train}), []
+    for _ in range(steps):
+        with trainer.actor.routing.watched(batch) as watch:
+            trainer.actor.logprobs(batch)
+        found.append(watch.metrics())
+        trainer.actor.update(batch, _nothing)
+    return found
+
+
+def balance_gradient(folder: Path, batch: list[Sequence], weight: float) -> dict[str, torch.Tensor]:
+    """The gradient of the last layer's router under the load-balancing loss alone, and the same from its formula."""
+    trainer = Trainer(folder, FP32, {"micro_batch_tokens": 60, "router_aux_loss": weight, "clip_grad": 0.0, "learning_rate": 1e-9})
+    router = [module for module in trainer.model.modules() if isinstance(module, Router)][-1]
+    seen: list[torch.Tensor] = []
+    hook = router.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().flatten(0, 1)))
+    trainer.actor.update(batch, _nothing)
+    hook.remove()
+    found = router.weight.main_grad.clone()  # type: ignore[union-attr]
+    matrix = router.weight.detach().clone().requires_grad_()
+    micro_batches, total = trainer.actor.micro_batches(batch), sum(sequence.length - 1 for sequence in batch)
+    for x, micro_batch in zip(seen, micro_batches, strict=True):
+        real = x[: len(x) - micro_batch.padding]
+        probabilities = (real @ matrix.t()).softmax(-1)
+        chosen = probabilities.topk(router.topk).indices.flatten().bincount(minlength=len(matrix)) / (len(real) * router.topk)
+        loss = weight * len(matrix) * (chosen * probabilities.mean(0)).sum()
+        (loss * len(real) / total).backward()
+    return {"found": found, "formula": matrix.grad}
+
+
+def break_a_step(folder: Path, batch: list[Sequence]) -> tuple[str, float]:
+    """A step that would move the correction biases, but whose loss is NaN: (what was raised, the most that a bias moved)."""
+    trainer = Trainer(folder, FP32, {**TRAIN, "router_bias_rate": 0.01})
+    routers = [module for module in trainer.model.modules() if isinstance(module, Router)]
+    before = [router.expert_bias.clone() for router in routers]
+    try:
+        trainer.actor.update(batch, lambda logprobs, batch: (float("nan") * (logprobs * batch.mask).sum(), {}))
+    except RunError as error:
+        moved = max(float((router.expert_bias - bias).abs().max()) for router, bias in zip(routers, before, strict=True))
+        return str(error), moved
+    raise AssertionError("the step was taken")
+
+
+class RoutedWorker(ScriptedWorker):
+    """The same with the engine's routing: the trainer's own, but the first token of every sequence goes to the next experts."""
+
+    def collect(self, version: int) -> Rollout:
+        rollout, sequences, routing = super().collect(version), self.sequences(), self.actor.routing
+        with routing.free(), routing.watched(sequences, keep=True) as watch:
+            self.actor.logprobs(sequences)
+        for completion, record in zip(rollout.completions_B, watch.records(), strict=True):
+            record[0] = (record[0] + 1) % routing.shape.count
+            completion.experts_T = record.numpy()
+        return rollout
+
+
+def loop(folder: Path, replay: str) -> list[dict[str, float]]:
+    """The log of two steps in unified FP8 with a KL term, the second with an attribution."""
+    algorithm = {"routing_replay": replay, "updates_per_step": 2, "kl_coef": 0.001}
+    return run_loop(folder, FP8, algorithm, steps=2, noise=0.0, attribute_every=2, worker_class=RoutedWorker)["rows"]
+
+
+def _nothing(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return 0.0 * (logprobs * batch.mask).sum(), {}

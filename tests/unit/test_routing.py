@@ -1,0 +1,115 @@
+"""Records of routing: their shape, what is refused in one line, how turns are joined, and how they are laid in micro-batches."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.models import ARCHITECTURES
+
+from megatron_rl.batch import Sequence, micro_batches
+from megatron_rl.errors import RunError
+from megatron_rl.loop import to_sequences
+from megatron_rl.rollout import Rollout
+from megatron_rl.routing import RoutingShape, extended
+from megatron_rl.types import Completion, Problem
+from rollout_sglang.routing import RecordedRouting
+
+SHAPE = RoutingShape(depth=3, layers=(1, 2), count=8, top_k=2)
+
+
+def record(tokens: int, seed: int = 0) -> np.ndarray:
+    """Two different experts for every token and layer; none in the dense layer 0."""
+    found = np.random.default_rng(seed).random((tokens - 1, 3, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    found[:, 0] = 0
+    return found
+
+
+def test_the_shape_is_the_models():
+    assert RoutingShape.of(ARCHITECTURES["qwen3_moe"]) == RoutingShape(4, (0, 2, 3), 4, 2)
+    assert RoutingShape.of(ARCHITECTURES["deepseek_v3"]) == RoutingShape(4, (1, 2, 3), 8, 4)
+    assert RoutingShape(1, (0,), 256, 8).dtype is np.uint8 and RoutingShape(1, (0,), 257, 8).dtype is np.int16
+
+
+def test_a_record_that_fits_passes():
+    SHAPE.check(record(5), 5, "it")
+
+
+def _with(value: int) -> np.ndarray:
+    wrong = record(5)
+    wrong[2, 1, 0] = value
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "wrong, line",
+    [
+        (None, "completion 1 of 1 comes without the routing of its tokens"),
+        (record(4), r"shape \[3, 3, 2\] in uint8; its 5 tokens need \[4, 3, 2\] in uint8"),
+        (record(5)[..., :1], r"shape \[4, 3, 1\]"),
+        (record(5).astype(np.int16), "in int16; its 5 tokens need .* in uint8"),
+        (_with(8), "names expert 8 of 8"),
+        (_with(int(record(5)[2, 1, 1])), "sends a token to one expert twice"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
+    completion = Completion(Problem("1", "", ""), [1, 2, 3], [4, 5], [-1.0, -1.0], "stop", 0, "", experts_T=wrong)
+    with pytest.raises(RunError, match=line) as raised:
+        to_sequences(Rollout([completion]), SHAPE)
+    assert "\n" not in str(raised.value)
+
+
+def test_another_turn_keeps_what_is_known():
+    first, second = record(4, seed=1), record(9, seed=2)
+    joined = extended(extended(None, first), second)
+    assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
+    assert extended(None, None) is None
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    LENGTHS,
+    st.integers(1, 30),
+    st.integers(1, 3),
+    st.integers(1, 4),
+)
+def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replicas, multiple):
+    found = [
+        Sequence([10 * index + 1] * prompt, [2] * answer, experts=torch.from_numpy(record(prompt + answer, seed=index)))
+        for index, (prompt, answer) in enumerate(lengths)
+    ]
+    seen, numbers = 0, []
+    for replica in range(replicas):
+        for batch in micro_batches(found, most, replica, replicas, multiple):
+            assert batch.experts.shape == (1, batch.tokens.shape[1], 3, 2)
+            assert ((batch.numbers >= 0).sum(), batch.numbers.shape) == (batch.tokens.shape[1] - batch.padding, batch.tokens.shape)
+            parts = batch.experts[0].split(batch.lengths)
+            for part, index in zip(parts, batch.rows, strict=False):
+                assert torch.equal(part, found[index].experts)
+                seen += 1
+            assert (batch.experts[batch.numbers < 0] == torch.tensor([0, 1])).all()
+            numbers += batch.numbers[batch.numbers >= 0].tolist()
+    assert seen == len(found) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in found)))
+
+
+def answer(values: np.ndarray) -> dict:
+    return {"meta_info": {"routed_experts": base64.b64encode(values.astype(np.int32).tobytes()).decode()}}
+
+
+def test_the_engines_answers_are_read_and_checked():
+    reader = RecordedRouting(SHAPE)
+    assert (reader.read(answer(record(5)), 5) == record(5)).all()
+    for told, line in (
+        ({"meta_info": {}}, "without the routing that it was asked for"),
+        (answer(record(6)), "routing of 5 tokens has 30 numbers, not 4 rows of 3 layers and 2 experts"),
+        (answer(record(5).astype(int) + 256), "names experts 256 to 26\\d of 8"),  # a byte would hide it
+    ):
+        with pytest.raises(RunError, match=line):
+            reader.read(told, 5)
