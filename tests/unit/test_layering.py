@@ -34,6 +34,7 @@ TORCH_FREE = (
     "megatron_rl.graph",
     "megatron_rl.graph_decoder",
     "megatron_rl.phases",
+    "megatron_rl.plan.command",
     "parallel.layout",
     "rollout_sglang",
 )
