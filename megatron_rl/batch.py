@@ -44,6 +44,8 @@ class Sequence:
     """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
     sampled: list[bool] = field(default_factory=list)
     """For each answer token, False where an environment wrote it; empty where all were sampled."""
+    ages: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Policy versions between the one that sampled and the trainer's, int64 [A]; empty for 0."""
 
     @property
     def length(self) -> int:

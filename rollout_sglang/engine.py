@@ -15,12 +15,13 @@ import httpx
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.config_sync import Running
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.graph import Graph
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.types import Generation, Sampling
-from rollout_sglang import activations
+from rollout_sglang import activations, memory
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.platform import NAME as CPU_PLATFORM
@@ -28,6 +29,7 @@ from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.requests import LiveRequests
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
+_CACHES = (memory.CACHE, "cuda_graph")  # SGLang's names for what is taken again after the weights; a CPU has no graphs
 _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
@@ -81,7 +83,9 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
+    else:
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.1}
         flags.append("disable-overlap-schedule")
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
@@ -116,6 +120,9 @@ class SGLangEngine(LiveRequests):
         self._http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=timeout)
         self._gate = Gate(timeout)
         self._changing = False  # SGLang's weight update is open
+        self._held = False  # SGLang holds the requests that run
+        self._away: list[str] = []  # memory that was given back
+        self._mixes = False  # completions may hold tokens of several versions
 
     def wait_until_healthy(self, seconds: float) -> None:
         """Returns when `/health` answers; see `launch`."""
@@ -151,7 +158,7 @@ class SGLangEngine(LiveRequests):
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
-                    found[index] = _generation(answer)
+                    found[index] = _generation(answer, self._mixes)
         return [found[index] for index in range(len(prompts_B))]
 
     def live_tensors(self) -> list[dict[str, LiveTensor]]:
@@ -163,13 +170,44 @@ class SGLangEngine(LiveRequests):
     def graph(self) -> list[Graph]:
         return [Graph.from_json(json.loads(rank["graph"])) for rank in self._live({"verb": "graph"})]
 
-    def pause(self, restart: bool) -> None:
-        self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if restart else None)
+    def pause(self, running: Running) -> None:
+        """`continue`: SGLang frees the cache of what runs and queues it; the cache of its tokens is computed anew by the new weights."""
+        if running == "continue":
+            self._gate.shut_behind()
+            self._post("/pause_generation", {"mode": "retract"})
+            self._held = self._mixes = True
+        else:
+            self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
 
     def resume(self) -> None:
+        if self._held:
+            self._post("/continue_generation", {"torch_empty_cache": False})
+            self._held = False
         self._gate.open()
 
+    def release(self) -> None:
+        self._gate.shut()
+        self._empty_caches()
+        if torch.cuda.is_available():
+            self._post("/release_memory_occupation", {"tags": [*_CACHES, memory.WEIGHTS]})
+        else:
+            self._live({"verb": "release"})
+        self._away = [memory.WEIGHTS, *_CACHES]
+
+    def _take_again(self, *tags: str) -> None:
+        """Memory that was given back; none where it was not."""
+        wanted = [tag for tag in tags if tag in self._away]
+        if wanted and torch.cuda.is_available():
+            self._post("/resume_memory_occupation", {"tags": wanted})
+        for tag in wanted if not torch.cuda.is_available() else ():
+            self._live({"verb": "restore", "tag": tag})
+        self._away = [tag for tag in self._away if tag not in tags]
+
+    def memory_mb(self) -> float:
+        return self.process.memory_mb()
+
     def begin_sync(self) -> None:
+        self._take_again(memory.WEIGHTS)
         self._empty_caches()
         if not self._changing:  # else a sync before this one broke
             self._post("/begin_weight_update", {})
@@ -180,6 +218,7 @@ class SGLangEngine(LiveRequests):
         self._changing = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._empty_caches()
+        self._take_again(*_CACHES)
 
     def _empty_caches(self) -> None:
         """Raises RunError where requests run that are not ours.
@@ -194,6 +233,7 @@ class SGLangEngine(LiveRequests):
             time.sleep(_IDLE_POLL_SECONDS)
 
     def stop(self) -> None:
+        self._gate.open()  # whoever waits there is told that the engine is gone
         self._http.close()
         self.process.stop()
 
@@ -244,17 +284,21 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
     return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
 
 
-def _generation(answer: dict[str, Any]) -> Generation:
-    """Raises RunError for an answer that more than one policy version sampled, or with log-probs that are no numbers."""
+def _generation(answer: dict[str, Any], mixes: bool) -> Generation:
+    """Raises RunError for an answer that more than one policy version sampled, unless it `mixes`, or with log-probs that are no numbers."""
     meta = answer["meta_info"]
-    versions = {span["version"] for span in meta.get("weight_versions", [])} | {meta["weight_version"]}
-    if len(versions) > 1:
+    spans = meta.get("weight_versions") or []
+    versions = {span["version"] for span in spans} | {meta["weight_version"]}
+    if len(versions) > 1 and not mixes:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
     if any(entry[0] is None for entry in meta["output_token_logprobs"]):  # JSON has no NaN
         raise RunError("the engine computed a log-probability that is no finite number: its weights or its FP8 scales are broken")
     logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
     ids = [int(entry[1]) for entry in meta["output_token_logprobs"]]
-    return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]))
+    versions_T = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])] if len(versions) > 1 else []
+    if versions_T and len(versions_T) != len(ids):
+        raise RunError(f"the engine tells the policy versions of {len(versions_T)} tokens in a completion of {len(ids)}")
+    return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)
 
 
 def _live_tensor(text: str) -> LiveTensor:

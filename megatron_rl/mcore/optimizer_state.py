@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class OptimizerState:
@@ -22,7 +22,7 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, sharded_model: dict[str, Any]) -> None:
-        self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+        self._parts = optimizers(optimizer)
         kept = self._tensors()
         self._live: dict[str, torch.Tensor] = {}
         self.sharded: dict[str, Any] = {}
@@ -52,16 +52,21 @@ class OptimizerState:
         found = {}
         for part in self._parts:
             part.init_state_fn(part.optimizer, part.config)
-            parameters = {id(master): parameter for parameter, master in _sixteen_bit(part)}
+            parameters = {id(master): parameter for parameter, master in sixteen_bit(part)}
             for group in part.optimizer.param_groups:
                 for tensor in group["params"]:
-                    held = {kind: part.optimizer.state[tensor][kind] for kind in _MOMENTS}
+                    held = {kind: part.optimizer.state[tensor][kind] for kind in MOMENTS}
                     parameter = parameters.get(id(tensor), tensor)
                     found[id(parameter)] = held if parameter is tensor else {**held, "master": tensor}
         return found
 
 
-def _sixteen_bit(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def optimizers(optimizer: Any) -> list[Any]:
+    """Those that a chained one is made of and that have parameters on this rank."""
+    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+
+
+def sixteen_bit(part: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(parameter, its FP32 master) of every 16-bit parameter."""
     groups = zip(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []), strict=True)
     return [pair for parameters, masters in groups for pair in zip(parameters, masters, strict=True)]
