@@ -31,7 +31,7 @@ class DeviceTurns:
     def trainers(self) -> None:
         """The engine has generated all that this step needs; it serves again after the next sync. Collective."""
         if self._shared:
-            on_rank0(lambda: self._engine and self._engine.release())
+            on_rank0(self._release_engine)
             self._actor.optimizer_to_device()
 
     def engines(self) -> None:
@@ -54,6 +54,10 @@ class DeviceTurns:
             self._held[f"memory/{phase}_mb"] = psutil.Process().memory_info().rss / _MIB
             if self._engine is not None:
                 self._held[f"memory/engine_{phase}_mb"] = self._engine.memory_mb()
+
+    def _release_engine(self) -> None:
+        if self._engine is not None:
+            self._engine.release()
 
     def memory(self) -> dict[str, float]:
         """Of the phases since the last call: the largest value of all ranks. Collective."""

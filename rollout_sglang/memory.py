@@ -36,4 +36,4 @@ def restore(tag: str) -> None:
     """Takes it again, zeroed: attention multiplies what a mask hides by 0, and NaN would stay NaN. Nothing where none was given back."""
     for storage, size in _away.pop(tag, ()):
         storage.resize_(size)
-        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()  # type: ignore[call-overload]
+        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()

@@ -33,13 +33,13 @@ def train(folder: Path, to: Path, precision: dict[str, Any], batches: list[list[
         logprobs.append(torch.cat(actor.logprobs(batch)[0]))
         state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
         Checkpoint(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
-    return {"gradients": gradients, "logprobs": torch.stack(logprobs), "addresses": addresses, "held": trainer.bytes_held()}
+    return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "held": trainer.bytes_held()}
 
 
-def _addresses(optimizer: Any) -> set[int]:
+def _addresses(optimizer: Any) -> list[int]:
     """Of moments and separate masters."""
-    found = set()
+    found = []
     for part in optimizers(optimizer):
-        found |= {state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS}
-        found |= {master.data_ptr() for _, master in sixteen_bit(part)}
+        found += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
+        found += [master.data_ptr() for _, master in sixteen_bit(part)]
     return found
