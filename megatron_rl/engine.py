@@ -61,7 +61,8 @@ class Engine(Protocol):
         """Requests are served again."""
 
     def release(self) -> None:
-        """Gives back the memory of weights and KV cache. Nothing is served until the next sync, which takes it again."""
+        """Gives back memory, of the KV cache at least and of the weights where it can. Nothing is served until the next sync, which takes
+        it again and fills the weights."""
 
     def memory_mb(self) -> float:
         """MiB of host memory that its processes hold."""

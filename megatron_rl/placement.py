@@ -3,9 +3,8 @@
     colocated       generate (engine) -> log-probs, train (trainer) -> sync (both) -> generate ...
     disaggregated   each keeps what it has
 
-In its turn the trainer has all but its weights for itself: the engine gives back weights and KV cache after generation and takes them
-again at the sync, which fills the weights. Before the sync the trainer sends to host memory what only an optimizer step needs. On a CPU
-that is host memory already, so it stays; the engine's turn is the same on both.
+The engine gives back its KV cache (on a GPU its weights as well) when it has generated, and takes it again at the sync, which fills the
+weights. Before the sync the trainer sends to host memory what only an optimizer step needs; on a CPU it lies there already, and stays.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.requests import LiveRequests
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
-_CACHES = (memory.CACHE, "cuda_graph")  # SGLang's names for what is taken again after the weights; a CPU has no graphs
+_CACHES = (memory.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
 _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
@@ -188,19 +188,21 @@ class SGLangEngine(LiveRequests):
     def release(self) -> None:
         self._gate.shut()
         self._empty_caches()
-        if torch.cuda.is_available():
-            self._post("/release_memory_occupation", {"tags": [*_CACHES, memory.WEIGHTS]})
-        else:
+        away = [*_CACHES, memory.WEIGHTS] if torch.cuda.is_available() else [memory.CACHE]
+        wanted = [tag for tag in away if tag not in self._away]
+        if wanted and torch.cuda.is_available():
+            self._post("/release_memory_occupation", {"tags": wanted})
+        elif wanted:
             self._live({"verb": "release"})
-        self._away = [memory.WEIGHTS, *_CACHES]
+        self._away = away
 
     def _take_again(self, *tags: str) -> None:
         """Memory that was given back; none where it was not."""
         wanted = [tag for tag in tags if tag in self._away]
         if wanted and torch.cuda.is_available():
             self._post("/resume_memory_occupation", {"tags": wanted})
-        for tag in wanted if not torch.cuda.is_available() else ():
-            self._live({"verb": "restore", "tag": tag})
+        elif wanted:
+            self._live({"verb": "restore"})
         self._away = [tag for tag in self._away if tag not in tags]
 
     def memory_mb(self) -> float:

@@ -11,8 +11,8 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
-    {"verb": "release"}                                        weights and KV cache are given back (`rollout_sglang.memory`)
-    {"verb": "restore", "tag": TAG}                            and taken again
+    {"verb": "release"}                                        the KV cache's memory is given back (`rollout_sglang.memory`)
+    {"verb": "restore"}                                        and taken again
     {"verb": "tap"}                                            begins to record what operators give (`rollout_sglang.taps`)
     {"verb": "untap", "folder": PATH}                          "file" -> what was recorded
 """
@@ -71,11 +71,10 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         values.forget()  # what is served next is made from the bytes hashed here
         return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
     if verb == "release":
-        values.forget()
-        memory.release(tensors, graph.runner().token_to_kv_pool)
+        memory.release(graph.runner().token_to_kv_pool)
         return {}
     if verb == "restore":
-        memory.restore(request["tag"])
+        memory.restore()
         return {}
     if verb in ("tap", "untap"):
         return taps.answer(request, rank, model)
