@@ -18,7 +18,7 @@ from megatron_rl.versions import versions
 _FREE = (
     "train.steps", "train.layout", "rollout.tp", "rollout.ep", "rollout.host", "rollout.max_running_requests", "rollout.max_total_tokens",
     "rollout.start_timeout", "rollout.request_timeout", "data.eval_every", "reward.workers", "reward.timeout", "reward.memory_mb",
-    "sync", "checkpoint", "log",
+    "placement.kind", "sync", "checkpoint", "log",
 )  # fmt: skip
 """What may differ: it decides no number, or is said to (a layout changes the order of sums)."""
 

@@ -24,7 +24,7 @@ STEP = {
     "grad_norm": 1.0, "length/mean": 9.0, "length/max": 16.0, "length/truncated": 0.1, "time/generate": 2.0, "time/train": 1.0,
     "time/sync": 0.2, "time/proof": 0.1, "time/step": 3.5, "tokens/generated": 900.0, "tokens/per_second": 450.0,
     "correction/mean_positive": 1.0, "correction/mean_negative": 0.9, "correction/touched_positive": 0.0, "clip/bound_low": 0.7,
-    "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0,
+    "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0, "staleness/mean": 0.5, "memory/train_mb": 900.0,
 }  # fmt: skip
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSES for what in ("abs_mean", "abs_max", "mean", "k3")}
 
