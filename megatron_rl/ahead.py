@@ -20,7 +20,7 @@ from megatron_rl.rollout import Rollout, RolloutWorker
 
 
 class Ahead:
-    """Stands in for a `RolloutWorker`. Rank 0 only; all but its own work is done by one thread, so calls come from one other."""
+    """Stands in for a `RolloutWorker`, on rank 0. One thread of its own makes the groups; all calls come from one other."""
 
     def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:
         """`steps`: the run's last version, for which nothing is generated. `stop_engine` makes requests that run fail; see `close`."""
