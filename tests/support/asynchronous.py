@@ -14,7 +14,7 @@ from megatron_rl.loop import Loop
 from megatron_rl.placement import DeviceTurns
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout import Rollout, RolloutWorker
-from megatron_rl.types import Sampling
+from megatron_rl.types import Reward, Sampling
 from support.looped import NoCheckpoints, Recorded
 from support.served import Served, _now
 from support.switched import new_sync
@@ -23,10 +23,12 @@ TOKENS = 48
 
 
 class Kept(RolloutWorker):
-    """Remembers what it made, and how many requests of its own were running at each of the last syncs."""
+    """Remembers what it made. A random model earns nothing: here half of all answers do, so that the weights move."""
 
     def collect(self, version: int) -> Rollout:
         rollout = super().collect(version)
+        for completion in rollout.completions_B:
+            completion.reward = Reward(float(sum(completion.output_ids_T) % 2), False)
         self.__dict__.setdefault("made", []).append((version, rollout.completions_B))
         return rollout
 
