@@ -47,6 +47,8 @@ class Sequence:
     experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """The record of its routing that the forward passes replay (`routing`), uint8 or int16 [length - 1, layers, k]; empty for none. All
     sequences of a batch have one, or none has."""
+    ages: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Policy versions between the one that sampled and the trainer's, int64 [A]; empty for 0."""
 
     @property
     def length(self) -> int:

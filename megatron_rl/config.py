@@ -20,6 +20,7 @@ from megatron_rl.config_algorithm import Algorithm
 from megatron_rl.config_data import Data
 from megatron_rl.config_environment import EnvironmentConfig
 from megatron_rl.config_errors import as_user_error, section_of
+from megatron_rl.config_placement import Placement
 from megatron_rl.config_reward import RewardConfig
 from megatron_rl.config_section import Section as _Section
 from megatron_rl.config_sync import Sync
@@ -218,6 +219,7 @@ class Config(_Section):
     data: Data = Data()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
+    placement: Placement = Placement()
     sync: Sync = Sync()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()

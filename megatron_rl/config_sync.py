@@ -10,6 +10,8 @@ from pydantic import Field
 from megatron_rl.config_section import Section
 from megatron_rl.hosts import Host
 
+Running = Literal["finish", "restart", "continue"]
+
 IN_FLIGHT = 2
 """Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
 
@@ -26,8 +28,9 @@ class Sync(Section):
     """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
     staged: bool = False
     """Transfer into a second copy of the weights in the engine while it goes on serving, so that only a local copy stops it."""
-    running: Literal["finish", "restart"] = "finish"
-    """Completions that run when the weights switch: wait until they are finished, or throw them away and sample them anew."""
+    running: Running = "finish"
+    """Completions that run when the weights switch: wait until they are finished, throw them away and sample them anew, or keep their
+    tokens and let the new weights go on from there."""
     proof: Literal["streamed", "reread"] = "reread"
     """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
     host: Host = "127.0.0.1"

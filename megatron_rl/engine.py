@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_rl.config import Config
+from megatron_rl.config_sync import Running
 from megatron_rl.errors import UserError
 from megatron_rl.graph import Graph
 from megatron_rl.transport import Link
@@ -55,11 +56,21 @@ class Engine(Protocol):
     def disconnect(self) -> None:
         """Ends the connection and frees the second copy."""
 
-    def pause(self, restart: bool) -> None:
-        """Holds new requests and returns when none is running. `restart`: running ones are thrown away, and sampled anew on `resume`."""
+    def pause(self, running: Running) -> None:
+        """Holds new requests and returns when no token is being sampled. What becomes of completions that run: see `sync.running`.
+
+        Only with "continue" may a completion hold tokens of several versions; `Generation.versions_T` says which.
+        """
 
     def resume(self) -> None:
         """Requests are served again."""
+
+    def release(self) -> None:
+        """Gives back memory, of the KV cache at least and of the weights where it can. Nothing is served until the next sync, which takes
+        it again and fills the weights."""
+
+    def memory_mb(self) -> float:
+        """MiB of host memory that its processes hold."""
 
     def begin_sync(self) -> None:
         """Opens a change of the live weights, between `pause` and `resume`."""

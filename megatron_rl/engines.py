@@ -21,6 +21,7 @@ from typing import TypeVar
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.config_sync import Running
 from megatron_rl.engine import Engine, LiveTensor, find_launcher
 from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.graph import Graph
@@ -218,8 +219,8 @@ class Engines:
                 with contextlib.suppress(RunError):  # an engine that is gone holds nothing
                     place.engine.disconnect()
 
-    def pause(self, restart: bool) -> None:
-        self._on_all(lambda _, engine: engine.pause(restart))
+    def pause(self, running: Running) -> None:
+        self._on_all(lambda _, engine: engine.pause(running))
 
     def resume(self) -> None:
         self._on_all(lambda _, engine: engine.resume())
@@ -227,6 +228,13 @@ class Engines:
             for place in self._places:
                 place.serving = place.lost is None
             self._changed.notify_all()
+
+    def release(self) -> None:
+        """As `Engine.release`, of all that are left: one that is lost has nothing to give back, and no sync has failed by that."""
+        self._on_those_left(lambda _, engine: engine.release())
+
+    def memory_mb(self) -> float:
+        return sum(place.engine.memory_mb() for place in self._places)
 
     def begin_sync(self) -> None:
         self._on_all(lambda _, engine: engine.begin_sync())
@@ -268,7 +276,20 @@ class Engines:
         for place in self._places:
             if place.lost is not None:
                 raise place.lost
-        engines = [(place, place.engine) for place in self._places]
+        found, errors = self._on(self._places, call)
+        if errors:
+            raise errors[0]
+        return found
+
+    def _on_those_left(self, call: Callable[[int, Engine], None]) -> None:
+        """As `_on_all` with those that are not lost, for what an engine need not do any more once it is lost."""
+        for error in self._on([place for place in self._places if place.lost is None], call)[1]:
+            if not isinstance(error, LostError):
+                raise error
+
+    def _on(self, places: Sequence[_Place], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
+        """(results, errors) of `call`, side by side; losses are noted, and come first."""
+        engines = [(place, place.engine) for place in places]
         running = [self._side_by_side.submit(call, place.number, engine) for place, engine in engines]
         found, errors = list[T](), list[RunError]()
         for (place, engine), future in zip(engines, running, strict=True):
@@ -279,9 +300,7 @@ class Engines:
                 errors.insert(0, error)
             except RunError as error:
                 errors.append(error)
-        if errors:
-            raise errors[0]
-        return found
+        return found, errors
 
     def _first(self, number: int) -> int:
         return number * self._settings.tp

@@ -17,20 +17,22 @@ from typing import cast
 import torch
 
 from megatron_rl import phases
+from megatron_rl.ahead import Ahead
 from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.aggregate import weigh
 from megatron_rl.algorithm.calibrated import ClipCalibration
 from megatron_rl.algorithm.corrections import assign_corrections
-from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.loss import PolicyLoss
 from megatron_rl.batch import Sequence
 from megatron_rl.causes import MismatchCauses
 from megatron_rl.checkpointing import Checkpoints
-from megatron_rl.config import Config
+from megatron_rl.config import Config, Placement
 from megatron_rl.errors import RunError
 from megatron_rl.mark import Mark
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.linear import without_fp8
+from megatron_rl.mismatch import mismatch, staleness
+from megatron_rl.placement import DeviceTurns
 from megatron_rl.ranks import is_rank0
 from megatron_rl.rollout import Rollout, RolloutWorker, rollout_metrics, sample_rows
 from megatron_rl.routing import RoutingShape
@@ -49,17 +51,19 @@ class Loop:
         actor: Actor,
         reference: Policy | None,
         sync: SteadySync,
-        worker: RolloutWorker | None,
+        worker: RolloutWorker | Ahead | None,
         log: RunLog | None,
         checkpoints: Checkpoints,
         causes: MismatchCauses | None = None,
         start: Mark | None = None,
+        turns: DeviceTurns | None = None,
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
         self._checkpoints = checkpoints
-        self._worker = cast(RolloutWorker, worker)  # these two are used on rank 0 only
+        self._worker = cast(RolloutWorker | Ahead, worker)  # these two are used on rank 0 only
         self._log = cast(RunLog, log)
         self._causes = cast(MismatchCauses, causes)
+        self._turns = turns or DeviceTurns(Placement(), actor, None)
         self._clip = ClipCalibration(config.algorithm, self._logprobs_of_now)
         self.version = 0
         if start is not None:
@@ -101,8 +105,10 @@ class Loop:
     def _step(self, step: int) -> dict[str, float]:
         with self._phase("generate"):
             rollout = self.sync.serving(self.version, lambda: self._worker.collect(self.version))
+        self._turns.trainers()
         metrics = rollout_metrics(rollout) | self._after_row
-        sequences = to_sequences(rollout, self.actor.routing.shape if self.config.algorithm.routing_replay == "engine" else None)
+        routing = self.actor.routing.shape if self.config.algorithm.routing_replay == "engine" else None
+        sequences = to_sequences(rollout, self.version, routing)
         with self._phase("logprobs", metrics):
             metrics |= self._score(sequences)
         causes = self._begin_attribution(step, sequences, metrics)
@@ -118,6 +124,7 @@ class Loop:
             for completion, sequence in zip(rollout.completions_B, sequences, strict=True):
                 completion.advantage = sequence.advantage
             self._log.samples(step, sample_rows(step, rollout.completions_B, self.config.log.samples))
+        self._turns.engines()
         self.version += 1
         self._mark = self._mark_now(metrics)
         with self._phase("sync"):
@@ -137,7 +144,8 @@ class Loop:
         if self.reference is not None:
             for sequence, logprobs in zip(sequences, self.reference.logprobs(sequences)[0], strict=True):
                 sequence.reference_logprobs = logprobs
-        return {"entropy": entropy, **mismatch(sequences), **watch.metrics()}
+        ages = staleness(sequences) if self.config.placement.max_staleness else {}
+        return {"entropy": entropy, **mismatch(sequences), **ages, **watch.metrics()}
 
     def _score_freely(self, sequences: list[Sequence]) -> dict[str, float]:
         """What the mismatch would be without replay, and how many tokens would go to other experts than the engine's; a forward pass."""
@@ -194,19 +202,23 @@ class Loop:
         if is_rank0():
             self._log.now(name)
         phases.enter(name)
+        self._turns.begin()
         start = time.perf_counter()
         yield
+        self._turns.end(name)
         if metrics is not None:
             metrics[f"time/{name}"] = time.perf_counter() - start
 
     def _record(self, metrics: dict[str, float]) -> None:
+        memory = self._turns.memory()
         if is_rank0():
-            self._log.step({"step": self.version, "policy_version": self.version, **metrics})
+            self._log.step({"step": self.version, "policy_version": self.version, **metrics, **memory})
         self._mark = replace(self._mark, unrecorded=None)
 
 
-def to_sequences(rollout: Rollout, routing: RoutingShape | None = None) -> list[Sequence]:
-    """The trainer's view of the completions; rewards and the engine's log-probs included, and its routing where `routing` is given.
+def to_sequences(rollout: Rollout, version: int = 0, routing: RoutingShape | None = None) -> list[Sequence]:
+    """The view of the completions that the trainer has at `version`; rewards and the engine's log-probs included, and its routing where
+    `routing` is given.
 
     Raises RunError where that does not fit.
     """
@@ -223,6 +235,7 @@ def to_sequences(rollout: Rollout, routing: RoutingShape | None = None) -> list[
             rollout_logprobs=_sampled(torch.tensor(completion.logprobs_T), completion.sampled_T),
             sampled=completion.sampled_T,
             experts=torch.empty(0) if routing is None else torch.from_numpy(completion.experts_T),
+            ages=_sampled(version - torch.tensor(completion.versions_T), completion.sampled_T) if completion.versions_T else torch.empty(0),
         )
         for completion in rollout.completions_B
     ]
@@ -230,13 +243,3 @@ def to_sequences(rollout: Rollout, routing: RoutingShape | None = None) -> list[
 
 def _sampled(values_T: torch.Tensor, sampled_T: list[bool]) -> torch.Tensor:
     return values_T[torch.tensor(sampled_T)] if sampled_T else values_T
-
-
-def mismatch(sequences: list[Sequence]) -> dict[str, float]:
-    """Differences between trainer and engine for the same tokens under the same weights: |dlogp| and the k3 KL(engine || trainer)."""
-    difference = torch.cat([sequence.old_logprobs - sequence.rollout_logprobs for sequence in sequences])
-    return {
-        "mismatch/abs_mean": float(difference.abs().mean()),
-        "mismatch/abs_max": float(difference.abs().max()),
-        "mismatch/k3_kl": float(k3(difference).mean()),
-    }

@@ -266,6 +266,11 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
             (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", cause) for cause in _CAUSES), "log"),),
         ),
         Plot(
+            "Age of the tokens",
+            "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction.",
+            (Panel("policy versions", (("staleness/mean", "mean"), ("staleness/max", "oldest")), zero=True),),
+        ),
+        Plot(
             "Weight sync",
             "Bytes should be the same at every sync; the proof should cost little beside the sync itself.",
             (
@@ -334,6 +339,14 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
             "Time by phase",
             "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
             (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_phases),),
+        ),
+        Plot(
+            "Memory by phase",
+            "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak.",
+            (
+                Panel("trainer (MiB)", pattern=r"memory/(?!engine_|device_)(\w+)_mb", zero=True),
+                Panel("engine, or device (MiB)", pattern=r"memory/(?:engine|device)_(\w+)_mb", zero=True),
+            ),
         ),
         Plot(
             "Generation speed",

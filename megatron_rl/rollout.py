@@ -53,8 +53,9 @@ class RolloutWorker:
         return self._stream.state_dict()
 
     def collect(self, version: int) -> Rollout:
-        """Samples and scores one step's groups. Raises RunError where a completion was sampled by another policy version, LostError
-        where the engine was lost: the problems then stand where they stood.
+        """Samples and scores the groups that the trainer trains on at `version`. Raises RunError where a token was sampled by another
+        policy version than this and the `placement.max_staleness` before it, LostError where the engine was lost: the problems then stand
+        where they stood.
 
         Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earn the same teaches nothing, and is drawn anew from the
         next problem; after the last round such groups fill what is missing, so that the batch keeps its size.
@@ -91,7 +92,7 @@ class RolloutWorker:
         """The groups of the next `prompts` problems, with the penalty for length where it is on; `drawn`: rounds before in this step."""
         problems_P = self._stream.next_batch(prompts)
         problems_B = [problem for problem in problems_P for _ in range(self._config.rollout.group_size)]
-        rollout = self._sample(problems_B, version, f"train/{drawn}")
+        rollout = self._sample(problems_B, version, f"train/{drawn}", self._config.placement.max_staleness)
         algorithm, longest = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
             completion.overlong = overlong_reward(completion.sampled_count, longest, algorithm.overlong_share, algorithm.overlong_penalty)
@@ -105,12 +106,12 @@ class RolloutWorker:
         completions = self._sample(self._held_out, version, "eval").completions_B
         return {**accuracies(completions, "eval/accuracy", "eval/level_", "eval/source_"), "time/eval": time.perf_counter() - start}
 
-    def _sample(self, problems_B: Sequence[Problem], version: int, purpose: str) -> Rollout:
+    def _sample(self, problems_B: Sequence[Problem], version: int, purpose: str, staleness: int = 0) -> Rollout:
         config, seed = self._config.rollout, self._config.train.seed
         start = time.perf_counter()
         seeds = [draw_seed(seed, version, purpose, index) for index in range(len(problems_B))]
         samplings = [Sampling(config.temperature, config.max_new_tokens, one) for one in seeds]
-        completions = self._turns.answer(problems_B, samplings, version)
+        completions = self._turns.answer(problems_B, samplings, version, staleness)
         generated = time.perf_counter()
         phases.enter("reward")
         give_rewards(completions, self._rewards)
@@ -173,7 +174,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "length/max": float(max(lengths)),
         "length/truncated": sum(completion.finish_reason == "length" for completion in completions) / count,
         "tokens/generated": float(sum(lengths)),
-        "tokens/per_second": sum(lengths) / rollout.seconds["time/generate"],
+        "tokens/per_second": sum(lengths) / rollout.seconds.get("ahead/generate", rollout.seconds["time/generate"]),
         **_environment_metrics(completions),
         **rollout.seconds,
         **rollout.sampling,

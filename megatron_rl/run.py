@@ -50,6 +50,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
     if config.algorithm.calibrate_every and config.precision.mode != "fp8_unified":
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
+    check_placement(config)
     check_transport(config.sync)
     check_devices(config)
     _check_waits(config)
@@ -149,6 +150,20 @@ def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeo
     checkpoint, contract = Checkpoint(config.model.path, hf_config), PrecisionContract.of(config.precision)
     checkpoint.check(geometry)
     checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
+
+
+def check_placement(config: Config) -> None:
+    """Raises UserError where stale tokens would be trained on as if they were new."""
+    staleness, algorithm = config.placement.max_staleness, config.algorithm
+    if staleness and algorithm.correction == "none" and algorithm.old_policy == "trainer":
+        rule = "trains on tokens of older versions, and nothing corrects for that"
+        raise UserError("placement.max_staleness", staleness, rule, 'set algorithm.correction = "tis", or old_policy = "engine"')
+    if staleness and config.sync.running == "continue" and algorithm.routing_replay == "engine":
+        rule = "replays one routing per token, and a completion that goes on over a switch has been routed by several versions"
+        raise UserError("algorithm.routing_replay", "engine", rule, 'set sync.running = "finish", or routing_replay = "none"')
+    if staleness and config.log.attribute_every:
+        rule = "tells causes apart for tokens of the trainer's own version only"
+        raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0, or placement.max_staleness to 0")
 
 
 def check_environment(config: Config) -> None:

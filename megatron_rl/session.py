@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl import hf, phases
+from megatron_rl.ahead import Ahead
 from megatron_rl.causes import MismatchCauses
 from megatron_rl.checkpointing import Checkpoints
 from megatron_rl.checkpoints import set_aside
@@ -30,6 +31,7 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint_writer import load
 from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
 from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.placement import DeviceTurns
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.rank_log import rank_log
 from megatron_rl.ranks import is_rank0, lost_rank, on_rank0, raise_together
@@ -147,9 +149,10 @@ class Session:
         self.say(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
         saved = -1 if mark is None else mark.version
         checkpoints = Checkpoints(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
+        turns = DeviceTurns(self.config.placement, actor, engines)
         causes = MismatchCauses(actor, live, self.contract.activation_format)
         steady = SteadySync(sync, engines, self.say)
-        return Loop(self.config, actor, self._reference(hf_config), steady, worker, self.log, checkpoints, causes, mark)
+        return Loop(self.config, actor, self._reference(hf_config), steady, worker, self.log, checkpoints, causes, mark, turns)
 
     def _go_on(self, actor: Actor) -> Mark | None:
         """Loads the checkpoint that the run goes on from; None in a new run."""
@@ -161,7 +164,7 @@ class Session:
         actor.steps_done = mark.optimizer_steps
         return mark
 
-    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engines | None, RolloutWorker | None]:
+    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engines | None, RolloutWorker | Ahead | None]:
         """Engines, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
         found: list[Any] = [None, None]
 
@@ -179,6 +182,9 @@ class Session:
             found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.say)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
+            if config.placement.max_staleness:
+                found[1] = Ahead(found[1], config.placement.max_staleness, config.train.steps, found[0].stop)
+                self._resources.callback(found[1].close)
 
         on_rank0(start)
         return found[0], found[1]

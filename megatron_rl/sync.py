@@ -143,7 +143,7 @@ class WeightSync:
         return outbox
 
     def _stop_serving(self) -> None:
-        self._engine.pause(restart=self._settings.running == "restart")
+        self._engine.pause(self._settings.running)
         self._engine.begin_sync()
 
     def _begin(self, hashing: bool) -> None:

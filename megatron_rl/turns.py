@@ -65,11 +65,13 @@ class Turns:
     def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
 
-    def answer(self, problems_B: Sequence[Problem], sampling: Sampling | Sequence[Sampling], version: int) -> list[Completion]:
+    def answer(
+        self, problems_B: Sequence[Problem], sampling: Sampling | Sequence[Sampling], version: int, staleness: int = 0
+    ) -> list[Completion]:
         """One completion for each problem, in order, not yet scored; `max_new_tokens` of `sampling`, one for all or one for each, bounds
         all turns of a completion together.
 
-        Raises RunError where any turn was sampled by another policy version.
+        Raises RunError where any token was sampled by another policy version than `version` or the `staleness` before it.
         """
         samplings = [sampling] * len(problems_B) if isinstance(sampling, Sampling) else sampling
         if self._environments is not None:
@@ -77,7 +79,7 @@ class Turns:
         dialogues = [self._begin(problem, one, version) for problem, one in zip(problems_B, samplings, strict=True)]
         running = dialogues
         while running:
-            self._sample(running, version)
+            self._sample(running, range(version - staleness, version + 1))
             running = self._hear_environments(running) if self._environments is not None else []
         for dialogue in dialogues:
             dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
@@ -87,19 +89,22 @@ class Turns:
         prompt = self._tokenizer.encode(problem.prompt, add_special_tokens=False)
         return _Dialogue(Completion(problem, prompt, [], [], "", version, ""), Episode(**vars(problem)), sampling)
 
-    def _sample(self, running: list[_Dialogue], version: int) -> None:
+    def _sample(self, running: list[_Dialogue], allowed: range) -> None:
         """The next turn of all."""
         answers = [dialogue.completion for dialogue in running]
         phases.enter("generate")
         left = [replace(one.sampling, max_new_tokens=one.sampling.max_new_tokens - one.completion.sampled_count) for one in running]
         found = self._engine.generate([answer.prompt_ids_T + answer.output_ids_T for answer in answers], left)
         for dialogue, generation in zip(running, found, strict=True):
-            if generation.policy_version != version:
-                held = f"the trainer holds version {version}"
-                raise RunError(f"a completion was sampled by policy version {generation.policy_version}, {held}")
-            self._extend(dialogue.completion, generation.output_ids_T, generation.logprobs_T, True)
-            dialogue.completion.experts_T = extended(dialogue.completion.experts_T, generation.experts_T)
-            dialogue.completion.finish_reason = generation.finish_reason
+            wrong = {generation.policy_version, *generation.versions_T} - set(allowed)
+            if wrong:
+                held = f"the trainer holds version {allowed[-1]}" + (f" and takes {allowed[0]} and newer" if len(allowed) > 1 else "")
+                raise RunError(f"a completion was sampled by policy version {min(wrong)}, {held}")
+            completion = dialogue.completion
+            self._extend(completion, generation.output_ids_T, generation.logprobs_T, True)
+            completion.experts_T = extended(completion.experts_T, generation.experts_T)
+            completion.versions_T += generation.versions_T or [generation.policy_version] * len(generation.output_ids_T)
+            completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
 
     def _hear_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:
         """Adds what the environments reply; returns the dialogues that go on."""
@@ -128,6 +133,7 @@ class Turns:
             return False
         dialogue.episode = replace(dialogue.episode, state=reply.state)
         self._extend(completion, ids, [0.0] * len(ids), False)
+        completion.versions_T += [completion.policy_version] * len(ids)
         return True
 
     def _extend(self, completion: Completion, ids: list[int], logprobs: list[float], sampled: bool) -> None:

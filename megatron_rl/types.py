@@ -30,7 +30,8 @@ class Generation:
     output_ids_T: list[int]
     logprobs_T: list[float]
     finish_reason: str  # "stop" (end token or stop string sampled) | "length" (cut at max_new_tokens)
-    policy_version: int
+    policy_version: int  # the one that sampled the last token
+    versions_T: list[int] = field(default_factory=list)  # per token; empty: policy_version sampled all
     experts_T: np.ndarray | None = None  # the routing of all its tokens, prompt included (`routing`), where the engine records it
 
 
@@ -66,6 +67,7 @@ class Completion:
     experts_T: np.ndarray | None = None  # the engine's routing of prompt and output (`routing`), where it records it
     tool_errors: int = 0  # messages by which the environment refused what the policy asked for
     environment_error: str = ""  # why the environment broke; the sample then scores 0
+    versions_T: list[int] = field(default_factory=list)  # per output token, the policy version of its turn; empty: policy_version's all
 
     @property
     def sampled_count(self) -> int:

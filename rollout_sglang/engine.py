@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 
 from megatron_rl.config import Config
+from megatron_rl.config_sync import Running
 from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import LostError, RunError
 from megatron_rl.graph import Graph
 from megatron_rl.types import Generation, Sampling
+from rollout_sglang import memory
 from rollout_sglang.gate import Gate
 from rollout_sglang.live import FAILED, PREFIX
 from rollout_sglang.requests import LiveRequests
@@ -23,6 +26,7 @@ from rollout_sglang.routing import RecordedRouting
 from rollout_sglang.start import Start
 from rollout_sglang.watch import Watch
 
+_CACHES = (memory.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
 _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
@@ -56,6 +60,9 @@ class SGLangEngine(LiveRequests):
         self._gate = Gate(self._rollout.request_timeout)
         self._watch = Watch(self._ask, self._give_up, self._rollout.health_timeout)
         self._changing = False  # SGLang's weight update is open
+        self._held = False  # SGLang holds the requests that run
+        self._away: list[str] = []  # memory that was given back
+        self._mixes = False  # completions may hold tokens of several versions
         self._receiving = self._hung = False
         self._begin()
 
@@ -117,7 +124,7 @@ class SGLangEngine(LiveRequests):
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
-                    found[index] = _generation(answer)
+                    found[index] = _generation(answer, self._mixes)
                     if self._routing is not None:
                         found[index].experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
         return [found[index] for index in range(len(prompts_B))]
@@ -125,10 +132,12 @@ class SGLangEngine(LiveRequests):
     def start_receiving(self, hashing: bool) -> None:
         super().start_receiving(hashing)
         self._receiving = True
+        self._watch.go_on()
         self._watch.begin()  # it receives in the background, and answers meanwhile
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         self._end_receiving()  # its answer may take as long as what is left to receive
+        self._watch.rest()  # also from those whose completions it holds
         return super().finish_receiving(hashing)
 
     def disconnect(self) -> None:
@@ -149,13 +158,48 @@ class SGLangEngine(LiveRequests):
     def graph(self) -> list[Graph]:
         return [Graph.from_json(json.loads(rank["graph"])) for rank in self._live({"verb": "graph"})]
 
-    def pause(self, restart: bool) -> None:
-        self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if restart else None)
+    def pause(self, running: Running) -> None:
+        """`continue`: SGLang frees the cache of what runs and queues it; the cache of its tokens is computed anew by the new weights."""
+        if running == "continue":
+            self._gate.shut_behind()
+            if not self._held:  # else a sync before this one broke
+                self._post("/pause_generation", {"mode": "retract"})
+            self._held = self._mixes = True
+        else:
+            self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
 
     def resume(self) -> None:
+        if self._held:
+            self._post("/continue_generation", {"torch_empty_cache": False})
+            self._held = False
+        self._watch.go_on()
         self._gate.open()
 
+    def release(self) -> None:
+        self._gate.shut()
+        self._empty_caches()
+        away = [*_CACHES, memory.WEIGHTS] if torch.cuda.is_available() else [memory.CACHE]
+        wanted = [tag for tag in away if tag not in self._away]
+        if wanted and torch.cuda.is_available():
+            self._post("/release_memory_occupation", {"tags": wanted})
+        elif wanted:
+            self._live({"verb": "release"})
+        self._away = away
+
+    def _take_again(self, *tags: str) -> None:
+        """Memory that was given back; none where it was not."""
+        wanted = [tag for tag in tags if tag in self._away]
+        if wanted and torch.cuda.is_available():
+            self._post("/resume_memory_occupation", {"tags": wanted})
+        elif wanted:
+            self._live({"verb": "restore"})
+        self._away = [tag for tag in self._away if tag not in tags]
+
+    def memory_mb(self) -> float:
+        return self.process.memory_mb()
+
     def begin_sync(self) -> None:
+        self._take_again(memory.WEIGHTS)
         self._empty_caches()
         if not self._changing:  # else a sync before this one broke
             self._post("/begin_weight_update", {})
@@ -166,6 +210,7 @@ class SGLangEngine(LiveRequests):
         self._changing = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._empty_caches()
+        self._take_again(*_CACHES)
 
     def _empty_caches(self) -> None:
         """Raises RunError where requests run that are not ours.
@@ -248,17 +293,21 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
     return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
 
 
-def _generation(answer: dict[str, Any]) -> Generation:
-    """Raises RunError for an answer that more than one policy version sampled, or with log-probs that are no numbers."""
+def _generation(answer: dict[str, Any], mixes: bool) -> Generation:
+    """Raises RunError for an answer that more than one policy version sampled, unless it `mixes`, or with log-probs that are no numbers."""
     meta = answer["meta_info"]
-    versions = {span["version"] for span in meta.get("weight_versions", [])} | {meta["weight_version"]}
-    if len(versions) > 1:
+    spans = meta.get("weight_versions") or []
+    versions = {span["version"] for span in spans} | {meta["weight_version"]}
+    if len(versions) > 1 and not mixes:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
     if any(entry[0] is None for entry in meta["output_token_logprobs"]):  # JSON has no NaN
         raise RunError("the engine computed a log-probability that is no finite number: its weights or its FP8 scales are broken")
     logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
     ids = [int(entry[1]) for entry in meta["output_token_logprobs"]]
-    return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]))
+    versions_T = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])] if len(versions) > 1 else []
+    if versions_T and len(versions_T) != len(ids):
+        raise RunError(f"the engine tells the policy versions of {len(versions_T)} tokens in a completion of {len(ids)}")
+    return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)
 
 
 def _live_tensor(text: str) -> LiveTensor:

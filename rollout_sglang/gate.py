@@ -40,14 +40,18 @@ class Gate:
         Raises RunError where somebody stays inside, and opens again.
         """
         deadline = time.monotonic() + self._timeout
-        with self._changed:
-            self._shut = True
+        self.shut_behind()
         while not self._is_empty(_NUDGE_SECONDS):
             if time.monotonic() > deadline:
                 self.open()
                 raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
             if hurry is not None:
                 hurry()
+
+    def shut_behind(self) -> None:
+        """Lets nobody in; whoever is inside stays."""
+        with self._changed:
+            self._shut = True
 
     def open(self) -> None:
         """Lets requests in."""

@@ -38,6 +38,11 @@ def check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwarg
     return original(runner, *args, **kwargs)
 
 
+def runner() -> Any:
+    """SGLang's ModelRunner of this process; one of our requests must have come before."""
+    return _runner
+
+
 def rank_graph(model: Any, activation_scales: Mapping[str, str]) -> Graph:
     """The graph of the model that this rank serves. `activation_scales` names the scale format of every FP8 module's activations
     (`live.activation_scale_formats`). Raises ValueError for a module it does not know."""

@@ -12,6 +12,8 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
+    {"verb": "release"}                                        the KV cache's memory is given back (`rollout_sglang.memory`)
+    {"verb": "restore"}                                        and taken again
     {"verb": "tap"}                                            begins to record what operators give (`rollout_sglang.taps`)
     {"verb": "untap", "folder": PATH}                          "file" -> what was recorded
 """
@@ -29,7 +31,7 @@ from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
 from parallel.pieces import Rect
 from parallel.regions import digests
-from rollout_sglang import activations, graph, taps, values
+from rollout_sglang import activations, graph, memory, taps, values
 from rollout_sglang.receiver import Receiver
 
 PREFIX = "megatron_rl:"
@@ -72,6 +74,12 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
     if verb == "digest":
         values.forget()  # what is served next is made from the bytes hashed here
         return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
+    if verb == "release":
+        memory.release(graph.runner().token_to_kv_pool)
+        return {}
+    if verb == "restore":
+        memory.restore()
+        return {}
     if verb in ("tap", "untap"):
         return taps.answer(request, rank, model)
     if verb in ("connect", "disconnect"):

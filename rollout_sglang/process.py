@@ -57,6 +57,13 @@ class EngineProcess:
         with contextlib.suppress(psutil.Error):
             self._below = psutil.Process(self.pid).children(recursive=True)
 
+    def memory_mb(self) -> float:
+        """MiB resident in all processes together; pages that they share count in each."""
+        with contextlib.suppress(psutil.Error):
+            server = psutil.Process(self.pid)
+            return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 2**20
+        return 0.0
+
     def log_tail(self) -> str:
         """The last lines of the log."""
         with contextlib.suppress(OSError):

@@ -63,6 +63,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         options["quantization"] = contract.engine_quantization
     if torch.cuda.is_available():
         options["base-gpu-id"] = number * rollout.tp
+        flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
         # the cache's size is max-total-tokens; SGLang compares the machine's free memory before and after loading, which others use too
         options |= {"device": "cpu", "attention-backend": "torch_native", "mem-fraction-static": 0.9}

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from sync_baselines import GatherAndQuantise, PlainCopy, Setup, contract, flat_plan, flat_tensors
 
-from megatron_rl.config_sync import Sync
+from megatron_rl.config_sync import Running, Sync
 from megatron_rl.engine import Engine
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
@@ -115,7 +115,7 @@ class PlainEngine(LiveRequests):
     def __init__(self, pipes: Sequence[Connection], which: str, fp8: bool) -> None:
         self._pipes, self._which, self._fp8 = pipes, which, fp8
 
-    def pause(self, restart: bool) -> None: ...
+    def pause(self, running: Running) -> None: ...
     def resume(self) -> None: ...
     def begin_sync(self) -> None: ...
     def end_sync(self, version: int) -> None: ...

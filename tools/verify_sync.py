@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.architecture import traits_of
 from megatron_rl.config import Precision
-from megatron_rl.config_sync import Sync
+from megatron_rl.config_sync import Running, Sync
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import fp8_layers
@@ -124,7 +124,7 @@ class HeldEngine:
         for receiver in self._receivers.values():
             receiver.close()
 
-    def pause(self, restart: bool) -> None: ...
+    def pause(self, running: Running) -> None: ...
     def resume(self) -> None: ...
     def begin_sync(self) -> None: ...
     def end_sync(self, version: int) -> None: ...

@@ -20,6 +20,7 @@ from megatron_rl.mcore.context import Share
 from megatron_rl.mcore.linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import Model, chunks_of, global_name
+from megatron_rl.mcore.offload import Offload
 from megatron_rl.mcore.packing import packed
 from megatron_rl.mcore.routing import Routing
 from megatron_rl.ranks import raise_together
@@ -145,6 +146,16 @@ class Actor(Policy):
             ),
             self._forward_chunks,
         )
+        self._offload = Offload(self._forward_chunks, self.optimizer, self._device)
+
+    def optimizer_to_host(self) -> None:
+        """Frees device memory that only `update` needs; nothing to do on a CPU. See `mcore.offload`."""
+        if self._device.type != "cpu":
+            self._offload.to_host()
+
+    def optimizer_to_device(self) -> None:
+        """Undoes `optimizer_to_host`."""
+        self._offload.to_device()
 
     def update(self, sequences: list[Sequence], loss: Loss) -> dict[str, float]:
         """One optimizer step on all sequences. Returns `grad_norm`, `learning_rate`, `tokens/padding` (the share of places in micro-batches

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _Weight = ShardedTensor | ShardedTensorFactory
 
 
@@ -30,7 +30,7 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, sharded_chunks: list[dict[str, Any]]) -> None:
-        self._parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+        self._parts = optimizers(optimizer)
         kept = {id(parameter): (share, tensors) for part in self._parts for parameter, share, tensors in _kept(part)}
         self._entries: dict[str, _Entry] = {}
         for number, weights in enumerate(sharded_chunks):
@@ -66,6 +66,19 @@ class OptimizerState:
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["step"] = step
+
+
+def optimizers(optimizer: Any) -> list[Any]:
+    """Those that a chained one is made of and that have parameters on this rank."""
+    return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+
+
+def sixteen_bit(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(parameter, its FP32 master) of every 16-bit parameter; of a distributed optimizer those with places on this rank, which are the
+    master."""
+    if isinstance(part, DistributedOptimizer):
+        return _pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups)
+    return _pairs(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []))
 
 
 @dataclass(frozen=True)
@@ -132,14 +145,13 @@ def _kept(part: Any) -> Iterator[tuple[torch.Tensor, _Share | None, dict[str, to
     part.init_state_fn(part.optimizer, part.config)
     for parameter, tensor, share in _shared_out(part) if isinstance(part, DistributedOptimizer) else _whole(part):
         moments = part.optimizer.state.get(tensor, {})
-        tensors = {kind: moments.get(kind, tensor.new_empty(0)) for kind in _MOMENTS}
+        tensors = {kind: moments.get(kind, tensor.new_empty(0)) for kind in MOMENTS}
         yield parameter, share, tensors if parameter.dtype is torch.float32 else {**tensors, "master": tensor}
 
 
 def _whole(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
     """(parameter, what Adam steps: itself or its FP32 master, None)."""
-    sixteen_bit = _pairs(getattr(part, "float16_groups", []), getattr(part, "fp32_from_float16_groups", []))
-    parameters = {id(master): parameter for parameter, master in sixteen_bit}
+    parameters = {id(master): parameter for parameter, master in sixteen_bit(part)}
     for group in part.optimizer.param_groups:
         for tensor in group["params"]:
             yield parameters.get(id(tensor), tensor), tensor, None
@@ -149,8 +161,8 @@ def _shared_out(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Share]
     """(parameter, this rank's FP32 places of it, where they are), of all parameters.
 
     Not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others."""
-    sixteen_bit = _pairs(part.model_float16_groups, part.shard_fp32_from_float16_groups)
-    places = {id(parameter): tensor for parameter, tensor in (*sixteen_bit, *_pairs(part.model_fp32_groups, part.shard_fp32_groups))}
+    own = _pairs(part.model_fp32_groups, part.shard_fp32_groups)
+    places = {id(parameter): tensor for parameter, tensor in (*sixteen_bit(part), *own)}
     for parameter in (parameter for buffer in part.buffers for parameter in buffer.params):
         tensor, start = places.get(id(parameter)), 0
         if tensor is None:

@@ -9,6 +9,7 @@ A completion that any of them fails on has no verdict at all: a sum with a term 
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,7 @@ class Scorer:
         self._config, self._say, self._parts, self._judge = config, say, config.parts, config.judge
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
+        self._one_at_a_time = threading.Lock()
         self._servers = {label: RewardServer(part) for label, part in self._parts.items() if part.name == "http"}
 
     def __enter__(self) -> Scorer:
@@ -50,8 +52,14 @@ class Scorer:
 
         A completion without a verdict has an `error`, and what `reward.on_error` gives it; `broken_B` says of each completion why there
         can be none, "" where there can. Raises RunError where that is `stop`,
-        and when workers cannot be started.
+        and when workers cannot be started. Threads take turns.
         """
+        with self._one_at_a_time:
+            return self._score(texts_B, problems_B, lengths_B, broken_B)
+
+    def _score(
+        self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], broken_B: Sequence[str] | None
+    ) -> list[Reward]:
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
         if self._local:
             for verdicts, judged in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):

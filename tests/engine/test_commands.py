@@ -32,6 +32,7 @@ SMALL = {  # over configs/quickstart.toml
     "sync.bucket_mb": 1,
 }
 TWO_STAGES = {"train__layout__pp": 2, "model__create__num_hidden_layers": 2}
+TWO_RANKS = {"train__layout__tp": 2, "placement__kind": "disaggregated", "placement__max_staleness": 1, "algorithm__correction": "tis"}
 
 
 def train(folder: Path, *, config: str = "quickstart", before: tuple = (), **changes: object) -> Command:
@@ -54,8 +55,8 @@ def runs(tmp_path_factory) -> dict[str, tuple[Path, Done]]:
     with ThreadPoolExecutor(2) as pool:
         work = {
             "killed": pool.submit(lambda: run_and_kill_its_engine(folders["killed"])),
-            "plain": pool.submit(lambda: finish(train(folders["plain"]))),
-            "two_ranks": pool.submit(lambda: finish(train(folders["two_ranks"], before=TORCHRUN, train__layout__tp=2))),
+            "plain": pool.submit(lambda: finish(train(folders["plain"], rollout__max_total_tokens=1 << 16))),
+            "two_ranks": pool.submit(lambda: finish(train(folders["two_ranks"], before=TORCHRUN, **TWO_RANKS))),
             "two_stages": pool.submit(lambda: finish(train(folders["two_stages"], before=TORCHRUN, **TWO_STAGES))),
         }
         mixed = several_sets(folders["mixture"])
@@ -115,8 +116,10 @@ def test_a_run_leaves_everything_behind(runs, name, tensors):
         assert row["sync/proved"] == row["sync/tensors"] == tensors and row["sync/bytes"] > 0
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
     for row in rows(run)[1:]:
-        assert {"reward/mean", "mismatch/k3_kl", "loss/policy", "loss/kl", "grad_norm", "entropy", "time/step"} <= row.keys()
-        assert row["mismatch/abs_mean"] < 1e-3 and row["tokens/generated"] > 0
+        assert {"reward/mean", "loss/policy", "loss/kl", "grad_norm", "entropy", "time/step", "memory/train_mb"} <= row.keys()
+        assert row["tokens/generated"] > 0
+        if row.get("staleness/share") != 1:  # else no token is of the trainer's own version
+            assert row["mismatch/abs_mean"] < 1e-3 and "mismatch/k3_kl" in row
     assert "eval/accuracy" in rows(run)[0] and "eval/accuracy" in rows(run)[2]
     assert {sample["step"] for sample in rows(run, "samples.jsonl")} == {1, 2}
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
@@ -125,6 +128,19 @@ def test_a_run_leaves_everything_behind(runs, name, tensors):
     assert graphs["differences"] == [] and graphs["rollout"][0]["ranks"] == [0]
     assert [folder.name for folder in (run / "checkpoints").iterdir()] == ["step_00002"]
     assert not list(Path("/dev/shm").glob(f"megatron-rl-{read_run(run)['pid']}-*"))
+
+
+def test_on_shared_devices_the_engine_has_its_cache_in_its_own_turn_only(runs):
+    """64 MiB for each of keys and values, written once a sync has given them back."""
+    row = rows(runs["plain"][0])[2]
+    assert row["memory/engine_generate_mb"] - row["memory/engine_train_mb"] > 100, row
+    assert row["memory/engine_sync_mb"] - row["memory/engine_train_mb"] > 100, row
+
+
+def test_ranks_may_train_while_the_engine_generates_for_the_next_step(runs):
+    first, second = rows(runs["two_ranks"][0])[1:]
+    assert (first["staleness/max"], second["staleness/max"]) == (0, 1)
+    assert all({"ahead/generate", "ahead/reward", "staleness/mean"} <= row.keys() for row in (first, second))
 
 
 def test_a_runs_checkpoint_is_exported(runs, tmp_path):

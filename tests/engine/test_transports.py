@@ -43,7 +43,7 @@ def test_requests_that_run_during_syncs_belong_to_one_version_each(served, way, 
     found = served.call("support.switched:switch_under_load", settings, first, 2, BATCH, PROMPTS, TOKENS, seconds=200)[0]
     assert [report["proved"] for report in found["reports"]] == [TENSORS] * 2
     assert all(report["bytes"] > 0 and 0 < report["proof_seconds"] < report["seconds"] for report in found["reports"])
-    assert max(found["running"]) > 0  # the question was put
+    assert max(found["running"]) > 0 and found["mixed"] == 0  # the question was put
     assert set(found["logprobs"]) == {first, first + 1, first + 2}
     for version, (engine, trainer) in found["logprobs"].items():
         difference = (engine - trainer).abs()

@@ -27,8 +27,8 @@ def switch_under_load(
 ) -> dict[str, Any]:
     """Four threads ask all the time, while the policy is trained and synced as versions first, first + 1, ...
 
-    Returns the syncs' reports, how many requests were running when each sync began, and for each version the engine's log-probs and
-    those of the trainer that held it, of all tokens sampled by it.
+    Returns the syncs' reports, how many requests were running when each sync began, how many completions hold tokens of several
+    versions, and for each version the engine's log-probs and those of the trainer that held it, of all tokens sampled by it.
     """
     served, stop, answers = _now[0], threading.Event(), Answers()
     sync = new_sync(served, Sync.model_validate(settings))
@@ -57,7 +57,8 @@ def switch_under_load(
                 task.result(60)
     finally:
         sync.close()
-    return {"reports": reports, "running": running, "logprobs": compared(served, masters, answers)}
+    mixed = sum(len(set(generation.versions_T)) > 1 for _, generation in answers)
+    return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compared(served, masters, answers)}
 
 
 def new_sync(served: Served, settings: Sync) -> WeightSync:
@@ -72,17 +73,19 @@ def wait_for_answers(answers: Answers, more: int, asking: list[Any]) -> None:
 
 
 def compared(served: Served, masters: dict[int, dict[str, torch.Tensor]], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """version -> (engine's, trainer's) log-probs, with the trainer put back to that version."""
+    """version -> (engine's, trainer's) log-probs of its tokens, with the trainer put back to that version."""
     found = {}
-    for version in sorted({generation.policy_version for _, generation in answers}):
-        mine = [(prompt, generation) for prompt, generation in answers if generation.policy_version == version]
+    versions = [generation.versions_T or [generation.policy_version] * len(generation.output_ids_T) for _, generation in answers]
+    for version in sorted({one for each in versions for one in each}):
+        mine = [answer for answer, each in zip(answers, versions, strict=True) if version in each]
+        own = torch.tensor([one for each in versions if version in each for one in each]) == version
         with torch.no_grad():
             for name, parameter in served.trainer.model.named_parameters():
                 parameter.copy_(masters[version][name])
         quantize_model(served.trainer.model)
         sequences = [Sequence(prompt, generation.output_ids_T) for prompt, generation in mine]
         engine = torch.tensor([value for _, generation in mine for value in generation.logprobs_T])
-        found[version] = engine, torch.cat(served.trainer.actor.logprobs(sequences)[0])
+        found[version] = engine[own], torch.cat(served.trainer.actor.logprobs(sequences)[0])[own]
     return found
 
 

@@ -143,7 +143,7 @@ def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
     assert [answer.output_ids_T[0] for answer in answers] == list(range(1, 41)) and {answer.policy_version for answer in answers} == {1}
     assert any("engine 0 is lost: engine 0 is gone; another one starts" in line for line in two.said) and len(two.said) == 1
     with pytest.raises(LostError, match="engine 0 is gone"):
-        two.engines.pause(False)
+        two.engines.pause("finish")
     assert two.engines.revive(LostError("")) == 1
     assert lost.stopped == "at once" and len(two.started) == 3 and len(two.threads) == 1
     two.engines.generate(prompts(40), GREEDY)
@@ -160,6 +160,19 @@ def test_without_an_engine_left_generating_says_why(fleet):
         one.engines.generate(prompts(3), GREEDY)
     assert error.value.log_tail == "its last words"
     assert one.engines.revive(error.value) == 1
+
+
+def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(fleet):
+    three = fleet(engines=3)
+    three.started[0].dead = True
+    three.engines.generate(prompts(1), GREEDY)
+    three.started[2].dead = True
+    three.engines.release()
+    assert ("release",) in three.started[1].calls and len(three.said) == 2
+    with pytest.raises(LostError, match="is gone"):
+        three.engines.begin_sync()
+    assert three.engines.revive(LostError("")) == 2
+    three.engines.begin_sync()
 
 
 def test_restarts_are_counted_between_policy_versions(fleet):

@@ -25,7 +25,8 @@ STEP = {
     "time/sync": 0.2, "time/proof": 0.1, "time/step": 3.5, "tokens/generated": 900.0, "tokens/per_second": 450.0,
     "correction/mean_positive": 1.0, "correction/mean_negative": 0.9, "correction/touched_positive": 0.0, "clip/bound_low": 0.7,
     "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0, "router/load_mean": 1.2, "router/load_max": 1.4, "router/dropped": 0.0,
-    "router/load/layer_0": 1.0, "router/entropy": 1.5, "router/entropy_min": 1.4, "router/differs": 0.01,
+    "router/load/layer_0": 1.0, "router/entropy": 1.5, "router/entropy_min": 1.4, "router/differs": 0.01, "staleness/mean": 0.5,
+    "memory/train_mb": 900.0,
 }  # fmt: skip
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSES for what in ("abs_mean", "abs_max", "mean", "k3")}
 

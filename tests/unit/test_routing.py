@@ -59,7 +59,7 @@ def _with(value: int) -> np.ndarray:
 def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
     completion = Completion(Problem("1", "", ""), [1, 2, 3], [4, 5], [-1.0, -1.0], "stop", 0, "", experts_T=wrong)
     with pytest.raises(RunError, match=line) as raised:
-        to_sequences(Rollout([completion]), SHAPE)
+        to_sequences(Rollout([completion]), routing=SHAPE)
     assert "\n" not in str(raised.value)
 
 

@@ -84,3 +84,15 @@ def test_a_request_that_fails_leaves():
     with pytest.raises(KeyError), gate.passing():
         raise KeyError
     gate.shut()
+
+
+def test_a_gate_may_be_shut_behind_those_who_are_inside():
+    gate, release = Gate(0.2), threading.Event()
+    running = hold(gate, release)
+    gate.shut_behind()
+    with pytest.raises(RunError, match="weights were being changed"), gate.passing():
+        pass
+    gate.open()
+    with gate.passing():
+        release.set()
+    running.join(5)

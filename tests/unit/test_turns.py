@@ -53,7 +53,7 @@ class ScriptedEngine:
             kept = ids[: one.max_new_tokens]
             logprobs = [-float(token) for token in kept]
             routing = np.full((len(prompt) + len(kept) - 1, 1, 1), len(self.asked), np.uint8)  # every token goes to the turn's number
-            found.append(Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], routing))
+            found.append(Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], experts_T=routing))
         return found
 
 
@@ -141,7 +141,7 @@ def test_without_an_environment_an_answer_is_one_turn():
             return [Generation([97, 62], [-1.0, -2.0], "stop", VERSION) for _ in prompts_B]
 
     (completion,) = Turns(Engine(), PairTokenizer()).answer([Problem("0", "A", "")], Sampling(1.0, 9), VERSION)  # type: ignore[arg-type]
-    assert completion == Completion(Problem("0", "A", ""), [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>")
+    assert completion == Completion(Problem("0", "A", ""), [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>", versions_T=[VERSION] * 2)
     assert completion.sampled_count == 2 and "dialogue" not in sample_rows(1, [completion], 1)[0]
 
 

@@ -32,6 +32,22 @@ def test_an_engine_is_asked_only_while_it_works():
     assert not asked.acquire(timeout=0.1)
 
 
+def test_an_engine_that_rests_is_not_asked_though_somebody_waits():
+    asked = threading.Semaphore(0)
+    watch = Watch(lambda: asked.release(), lambda: None, 0.01)
+    watch.rest()
+    with watch.working():
+        assert not asked.acquire(timeout=0.1)
+        watch.go_on()
+        assert asked.acquire(timeout=10)
+        watch.rest()
+        while asked.acquire(timeout=0.2):
+            pass
+        watch.go_on()
+        watch.go_on()
+        assert asked.acquire(timeout=10)
+
+
 def test_a_question_that_fails_after_the_work_is_done_is_no_loss():
     asking, done, given_up = threading.Event(), threading.Event(), []
 

@@ -1,0 +1,64 @@
+"""What only an optimizer step needs, out of the device's way until the next one: Adam's moments, separate FP32 masters, gradients.
+
+Moments and masters wait in host memory, in buffers that are made once; gradients are zeroed before a step anyway, so their memory is
+given back without a copy. Ranks of a distributed optimizer send away their places of them. FP32 weights that are their own masters, as
+those of the FP8 layers are, are part of the model and stay. Megatron's own `offload_to_cpu` would take them too, and with them norms
+and embeddings that the sync reads.
+
+A checkpoint can be written meanwhile: Megatron copies what it saves to the host, where the tensors are already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.mcore.optimizer_state import MOMENTS, optimizers, sixteen_bit
+
+
+class Offload:
+    """For one actor. Both methods may be called again and again; only the first call in a row does something."""
+
+    def __init__(self, wrapped_chunks: list[Any], optimizer: Any, device: torch.device) -> None:
+        """`wrapped_chunks` are Megatron's DistributedDataParallel of each of the model's chunks, which own the gradients."""
+        self._buffers = [buffer for chunk in wrapped_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self._optimizers, self._device = optimizers(optimizer), device
+        self._host: dict[tuple[int, str], torch.Tensor] = {}
+        self._away = False
+
+    def to_host(self) -> None:
+        """After this no optimizer step is possible until `to_device`."""
+        if self._away:
+            return
+        self._move(self._host_copy)
+        for buffer in self._buffers:
+            buffer.offload_to_cpu(move_params=False, move_grads=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the copies are whole before what they were made from is given back
+            torch.cuda.empty_cache()
+        self._away = True
+
+    def to_device(self) -> None:
+        """All is where it was, gradients are 0."""
+        if not self._away:
+            return
+        self._move(lambda _, tensor: tensor.to(self._device, non_blocking=True, copy=True))
+        for buffer in self._buffers:
+            buffer.reload_from_cpu(move_params=False, move_grads=True)
+        self._away = False
+
+    def _move(self, moved: Any) -> None:
+        """Puts `moved(key, tensor)` in the place of every tensor."""
+        for part in self._optimizers:
+            for state in part.optimizer.state.values():
+                for kind in MOMENTS:
+                    if kind in state:
+                        state[kind] = moved((id(state), kind), state[kind])
+            for _, master in sixteen_bit(part):
+                master.data = moved((id(master), "master"), master.data)
+
+    def _host_copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:
+        if key not in self._host:
+            self._host[key] = torch.empty_like(tensor, device="cpu", pin_memory=self._device.type == "cuda")
+        return self._host[key].copy_(tensor, non_blocking=True)

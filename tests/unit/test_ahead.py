@@ -1,0 +1,227 @@
+"""Generation ahead of training: who may begin when, what a stopped run keeps, and what is said of stale tokens."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.ahead import Ahead
+from megatron_rl.batch import Sequence
+from megatron_rl.config import Config
+from megatron_rl.errors import LostError, RunError, UserError
+from megatron_rl.loop import to_sequences
+from megatron_rl.mismatch import mismatch, staleness
+from megatron_rl.rollout import Rollout, rollout_metrics
+from megatron_rl.run import check_placement
+from megatron_rl.turns import Turns
+from megatron_rl.types import Completion, Generation, Problem, Sampling
+from rollout_sglang.engine import _generation
+
+
+class Worker:
+    """Its groups tell for which version they are, and at which the trainer stood when they began."""
+
+    def __init__(self) -> None:
+        self.trainer, self.made, self.broken, self.hold = 0, 0, -1, threading.Event()
+        self.hold.set()
+        self.error = RunError("the engine is gone")
+
+    def collect(self, version: int) -> Rollout:
+        began = self.trainer
+        assert self.hold.wait(10)
+        if version == self.broken:
+            raise self.error
+        self.made += 1
+        return Rollout(
+            [SimpleNamespace(version=version, began=began)], {"time/generate": 2.0, "time/reward": 1.0}, [], {"sampling/rounds": 1}
+        )
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.made}
+
+
+def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[SimpleNamespace]:
+    ahead = Ahead(worker, max_staleness, steps, lambda: None)
+    worker.made, found = start, []
+    for version in range(start, steps):
+        worker.trainer = version
+        found += ahead.collect(version).completions_B
+        assert ahead.state_dict() == {"position": version + 1}
+    ahead.close()
+    return found
+
+
+@given(st.integers(0, 4), st.integers(0, 3), st.integers(1, 8))
+def test_nothing_begins_before_the_trainer_is_near_enough(max_staleness, start, more):
+    worker = Worker()
+    found = run(worker, max_staleness, start + more, start)
+    assert [made.version for made in found] == list(range(start, start + more)) and worker.made == start + more
+    assert all(0 <= made.version - made.began <= max_staleness for made in found)
+
+
+def test_the_next_groups_are_made_while_the_trainer_trains():
+    worker = Worker()
+    ahead = Ahead(worker, 1, 9, lambda: None)
+    ahead.collect(0)
+    ahead._thread.submit(lambda: None).result(10)  # after all that has begun
+    assert worker.made == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
+    ahead.collect(1)
+    ahead.close()
+
+
+def test_what_fails_ahead_is_raised_in_its_turn():
+    worker = Worker()
+    worker.broken = 1
+    ahead = Ahead(worker, 1, 9, lambda: None)
+    ahead.collect(0)
+    with pytest.raises(RunError, match="the engine is gone"):
+        ahead.collect(1)
+    ahead.close()
+
+
+def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped():
+    """Lost in the groups for version 1: those for 2 had begun behind them."""
+    worker = Worker()
+    worker.broken, worker.error = 1, LostError("the engine is gone")
+    ahead = Ahead(worker, 2, 9, lambda: None)
+    ahead.collect(0)
+    ahead._thread.submit(lambda: None).result(10)
+    assert worker.made == 1, "nothing comes before the groups that failed"
+    worker.broken = 2
+    assert ahead.collect(1).completions_B[0].version == 1, "a sync has brought the engine back since"
+    with pytest.raises(LostError, match="the engine is gone"):
+        ahead.collect(2)
+    assert ahead.state_dict() == {"position": 2}
+    worker.broken = -1
+    assert [ahead.collect(version).completions_B[0].version for version in (2, 3, 4)] == [2, 3, 4]
+    assert ahead.state_dict() == {"position": 5}
+    ahead.close()
+
+
+def test_closing_breaks_off_what_is_made():
+    worker, stopped = Worker(), []
+    ahead = Ahead(worker, 2, 9, lambda: (stopped.append(True), worker.hold.set()))
+    ahead.collect(0)
+    worker.hold.clear()
+    ahead._thread.submit(worker.hold.wait, 10)
+    ahead.close()
+    assert stopped == [True]
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        ahead._thread.submit(print)
+
+
+def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
+    ahead = Ahead(Worker(), 1, 1, lambda: None)
+    rollout = ahead.collect(0)
+    ahead.close()
+    assert rollout.seconds == {"time/generate": pytest.approx(0, abs=1), "ahead/generate": 2.0, "ahead/reward": 1.0}
+    assert rollout.sampling == {"sampling/rounds": 1}
+    rollout.completions_B = [Completion(Problem("0", "", ""), [1], [2] * 6, [-1.0] * 6, "stop", 0, "")]
+    assert rollout_metrics(rollout)["tokens/per_second"] == 3
+
+
+class Engine:
+    """One answer of two tokens for every prompt, by the versions that are told."""
+
+    def __init__(self, *versions: int) -> None:
+        self.versions = list(versions)
+
+    def generate(self, prompts_B, samplings):
+        return [Generation([97, 98], [-1.0, -2.0], "stop", self.versions[-1], self.versions) for _ in prompts_B]
+
+
+def answer(engine: Engine, version: int, staleness: int) -> Completion:
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [65], decode=lambda ids, skip_special_tokens: "")
+    return Turns(engine, tokenizer).answer([Problem("0", "A", "")], Sampling(1.0, 9), version, staleness)[0]  # type: ignore[arg-type]
+
+
+def test_tokens_within_the_bound_are_taken_with_their_versions():
+    completion = answer(Engine(4, 5), 6, 2)
+    assert (completion.versions_T, completion.policy_version) == ([4, 5], 5)
+    (sequence,) = to_sequences(Rollout([completion]), 6)
+    assert sequence.ages.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("versions, line", [((3, 5), "policy version 3, "), ((6, 7), "policy version 7, ")])
+def test_older_and_newer_tokens_break_the_run(versions, line):
+    with pytest.raises(RunError, match=f"{line}the trainer holds version 6 and takes 4 and newer"):
+        answer(Engine(*versions), 6, 2)
+
+
+def sampled(ages: list[int], difference: list[float]) -> Sequence:
+    old = torch.full((len(ages),), -2.0)
+    return Sequence([1], [2] * len(ages), old_logprobs=old, rollout_logprobs=old - torch.tensor(difference), ages=torch.tensor(ages))
+
+
+def close(value: float) -> object:
+    return pytest.approx(value, rel=1e-3)  # differences of float32 log-probs
+
+
+def test_stale_tokens_do_not_count_as_mismatch():
+    sequences = [sampled([1, 1, 0], [0.5, -0.3, 0.001]), sampled([0], [-0.003])]
+    assert mismatch(sequences)["mismatch/abs_mean"] == close(0.002) and mismatch(sequences)["mismatch/abs_max"] == close(0.003)
+    found = staleness(sequences)
+    assert (found["staleness/mean"], found["staleness/max"], found["staleness/share"], found["staleness/mixed"]) == (0.5, 1, 0.5, 0.5)
+    assert found["staleness/abs_mean"] == close(0.4)
+    assert mismatch([*sequences[:1], sampled([2], [1.0])])["mismatch/abs_max"] == close(0.001)
+    assert mismatch([sampled([1], [1.0])]) == {}, "what was not measured is not told"
+    assert "staleness/abs_mean" not in staleness([sampled([0], [1.0])])
+
+
+def meta(spans: list[tuple[str, int, int]], tokens: int) -> dict:
+    logprobs = [[-0.5, 10 + number, None] for number in range(tokens)]
+    told = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+    return {
+        "meta_info": {
+            "weight_versions": told,
+            "weight_version": spans[-1][0],
+            "output_token_logprobs": logprobs,
+            "finish_reason": {"type": "stop"},
+        }
+    }
+
+
+def test_the_engine_tells_every_tokens_version():
+    assert _generation(meta([("3", 0, 4)], 4), True).versions_T == []
+    found = _generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
+    assert (found.versions_T, found.policy_version, found.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
+    with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
+        _generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
+    with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
+        _generation(meta([("3", 0, 1), ("4", 1, 4)], 4), False)
+
+
+def config(**sections: dict) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, **sections}, strict=False)
+
+
+ASYNC = {"kind": "disaggregated", "max_staleness": 1}
+
+
+def test_who_takes_turns_cannot_run_ahead():
+    with pytest.raises(ValueError, match='set kind "disaggregated"'):
+        config(placement={"max_staleness": 1})
+
+
+@pytest.mark.parametrize(
+    "sections, line",
+    [
+        ({}, r'placement.max_staleness = 1: .*nothing corrects .*algorithm.correction = "tis"'),
+        ({"algorithm": {"correction": "tis"}, "log": {"attribute_every": 2}}, "log.attribute_every = 2: "),
+        ({"algorithm": {"correction": "tis", "routing_replay": "engine"}, "sync": {"running": "continue"}}, "algorithm.routing_replay = "),
+    ],
+)
+def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line):
+    with pytest.raises(UserError, match=line):
+        check_placement(config(placement=ASYNC, **sections))
+
+
+@pytest.mark.parametrize("algorithm", [{"correction": "tis"}, {"old_policy": "engine"}])
+def test_with_one_they_may_be_trained_on(algorithm):
+    check_placement(config(placement=ASYNC, algorithm=algorithm))
+    check_placement(config(log={"attribute_every": 2}))
