@@ -240,6 +240,8 @@ def test_a_host_that_stands_for_every_interface_is_refused(field, host):
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.3.7", "node17", "::1", "localhost"])
 def test_a_host_of_one_interface_is_taken(host):
     assert load_config(ROOT / "configs" / "quickstart.toml", [f"--rollout.host={host}"]).rollout.host == host
+
+
 def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
     from megatron_rl.run import _check_waits
 
