@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast
 
+from megatron_rl import phases
 from megatron_rl.engines import Engines
 from megatron_rl.errors import LostError
 from megatron_rl.ranks import on_rank0
+from megatron_rl.stop import check_stop
 from megatron_rl.sync import SyncReport, WeightSync
 from megatron_rl.sync_plan import check_live_engine
 
@@ -59,6 +61,8 @@ class SteadySync:
             return report
 
     def _replace_lost(self, loss: LostError) -> None:
+        check_stop()  # a cluster's signal goes to engines as well
+        phases.enter("restarting engines")
         self._since = self._since or time.perf_counter()
         self._sync.close()
         self._restarts += on_rank0(lambda: self._engines.revive(loss))

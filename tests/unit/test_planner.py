@@ -254,9 +254,9 @@ def test_impossible_clusters_are_one_line(options, start):
 @pytest.mark.parametrize(
     "options, line",
     [
-        (["--train.layout.tp=3"], "train.layout.tp = 3: must divide vocab_size (151936)"),
+        (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)"),
         (["--train.layout.tp=8", "--train.layout.dp=2", "--nodes", "1"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8"),
-        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 245.4 GiB of a GPU in phase train, of which 75.7 may"),
+        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 187.9 GiB of a GPU in phase train, of which 75.7 may"),
         (["--rollout.tp=16"], "rollout.tp = 16: is more than a node's 8 GPUs"),
     ],
 )
