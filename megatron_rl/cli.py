@@ -1,4 +1,4 @@
-"""The command line: `megatron-rl train | eval | graph | export | report | doctor`.
+"""The command line: `megatron-rl train | eval | plan | graph | export | report | doctor`.
 
 Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
 line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
@@ -82,6 +82,29 @@ def evaluate(
         folder = run_evaluation(cfg, Request(checkpoint, baseline, samples, at, greedy, output))
         print(f"results: {folder / 'eval.json'}")
         print(f"page:    {folder / 'eval.html'}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster; default: what train.layout fills.", show_default=False)] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    gpu: Annotated[str, typer.Option(help="h100, h200, h800 or h20.")] = "h100",
+    top: Annotated[int, typer.Option(help="Layouts to rank.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="Also write the plan into this file.")] = None,
+    sbatch: Annotated[Path | None, typer.Option(help="Also write a batch file for SLURM that starts the plan.")] = None,
+) -> None:
+    """Tell what a run would hold, move and wait for on a cluster, without a GPU: memory by phase, block alignment, the sync, and the best
+    layouts. Of the model, config.json alone is read."""
+    with _expected_errors():
+        from megatron_rl.config import load_config
+
+        cfg = load_config(config, overrides or [])
+        from megatron_rl.plan.command import Request, run_plan
+
+        given = tuple(overrides or [])
+        run_plan(cfg, Request(config, given, nodes, gpus_per_node, gpu, top, json, sbatch))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

@@ -1,4 +1,4 @@
-"""Reads and writes Hugging Face checkpoints: config.json, safetensors, tokenizer; a folder is whole or absent."""
+"""Reads and writes Hugging Face checkpoints: config.json, safetensors, tokenizer; a folder is whole or absent. Imports without torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import Architecture
 from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -34,6 +34,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], tokenizer_from: Path | None) -> None:
     """Writes config.json and model.safetensors into an existing folder, and copies the tokenizer's files from another checkpoint."""
+    from safetensors.torch import save_file
+
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer_from is not None:
@@ -81,6 +83,8 @@ def new_config(architecture: Architecture, eos_token_id: int, high: str) -> dict
 
 def random_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     """Fresh float32 weights: norms are one, everything else is N(0, initializer_range)."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * config["initializer_range"]

@@ -33,6 +33,7 @@ TORCH_FREE = (
     "megatron_rl.cli",
     "megatron_rl.graph",
     "megatron_rl.graph_decoder",
+    "megatron_rl.plan.command",
     "parallel.layout",
     "rollout_sglang",
 )

@@ -1,0 +1,71 @@
+"""The planner's bytes against those of real Megatron models: weights, blocks, gradients and optimizer exactly, activations nearly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from support.models import ARCHITECTURES, make_model
+
+from megatron_rl.config import Config
+from megatron_rl.plan import activations, memory
+from megatron_rl.plan.candidate import Candidate, Job
+from parallel.layout import Layout
+
+pytestmark = pytest.mark.slow
+
+UNIFIED, BF16 = {"mode": "fp8_unified", "high": "bf16"}, {"mode": "bf16", "high": "bf16"}
+HELD = [
+    ("qwen3", Layout(tp=2, pp=2), UNIFIED, False),
+    ("qwen3", Layout(pp=2, vpp=2, dp=2), UNIFIED | {"high": "fp32"}, False),
+    ("qwen3", Layout(tp=2, dp=2), UNIFIED, True),
+    ("qwen2", Layout(tp=2, pp=2), BF16, False),  # tied: the last stage has an embedding of its own
+    ("qwen3_moe", Layout(tp=2, ep=2, etp=1, dp=2), BF16, True),
+    ("deepseek_v3", Layout(tp=2, pp=2, ep=2, etp=1), UNIFIED, False),
+]
+
+
+def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Job:
+    config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": precision}))
+    return replace(Job.of(config, ARCHITECTURES[name]), sharded_optimizer=sharded)
+
+
+@pytest.mark.parametrize("name, layout, precision, sharded", HELD, ids=[f"{name}-{layout}-{sharded}" for name, layout, _, sharded in HELD])
+def test_what_every_rank_holds(four, tmp_path, name, layout, precision, sharded):
+    folder = make_model(tmp_path / name, ARCHITECTURES[name])
+    found = four.call("support.measured:held", folder, precision, layout, sharded, seconds=300)
+    job, candidate = job_of(name, precision, sharded), Candidate(layout)
+    for rank, measured in enumerate(found):
+        expected = memory.trainer_held(job, candidate, layout.coordinates(rank).pp)._asdict()
+        if sharded:  # Megatron pads buffers, and cuts them anywhere
+            assert measured == pytest.approx(expected, rel=1e-3), rank
+        else:
+            assert measured == expected, rank
+    if sharded:
+        totals = {part: sum(measured[part] for measured in found) for part in ("masters", "moments")}
+        planned = [memory.trainer_held(job, candidate, 0)._asdict() for _ in found]
+        assert totals == {part: sum(one[part] for one in planned) for part in totals}
+
+
+SAVED = [
+    ("qwen3", Layout(tp=2), UNIFIED, 0.002),
+    ("qwen3", Layout(tp=2), UNIFIED | {"high": "fp32"}, 0.001),
+    ("qwen2", Layout(tp=2), BF16, 0.002),
+    ("qwen3_moe", Layout(tp=2, ep=2, etp=1), BF16, 0.04),  # an expert of few tokens is padded on a CPU
+    ("deepseek_v3", Layout(tp=2, ep=2, etp=1), UNIFIED, 0.04),
+]
+
+
+@pytest.mark.parametrize(
+    "name, layout, precision, tolerance", SAVED, ids=[f"{name}-{how['mode']}-{how['high']}" for name, _, how, _ in SAVED]
+)
+def test_what_a_layer_keeps_for_the_backward_pass(two, tmp_path, name, layout, precision, tolerance):
+    lengths = [96, 64, 96]
+    folder = make_model(tmp_path / name, ARCHITECTURES[name])
+    ranks = two.call("support.measured:saved", folder, precision, layout, lengths, seconds=300)
+    job = job_of(name, precision)
+    widths = activations.widths(job, layout, sum(lengths), cpu=True)
+    for layer, measured in enumerate(zip(*ranks, strict=True)):
+        expected = activations.layer_bytes(job, layout, widths, job.model.has_experts(layer))
+        assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer
