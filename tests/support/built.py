@@ -52,18 +52,25 @@ def train(folder: Path, layout: Layout, batches: list[list[Sequence]]) -> tuple[
     return steps, gather_tensors(planes(model, shards, contract), geometry, layout, frozenset(), "fp32")
 
 
+def loaded_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
+    """This rank's virtual pipeline stages, built, loaded and quantised."""
+    start(layout)
+    hf_config = hf.read_config(folder)
+    chunks = chunks_of(build_model(hf_config, layout, contract))
+    load_checkpoint(chunks, folder, rank_shards(hf_config, layout, dist.get_rank()))
+    for chunk in chunks:
+        quantize_model(chunk)
+    return chunks
+
+
 def compare_planes(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
     """Builds, loads and quantises this rank's part, then holds its planes against the checkpoint's own grid.
 
     Returns `missing` and `surplus` names, the names that are `different`, and how many planes there are of each kind; `computed` FP8
     layers hold dequantised values already.
     """
-    start(layout)
     hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(**precision))
-    chunks = chunks_of(build_model(hf_config, layout, contract))
-    load_checkpoint(chunks, folder, rank_shards(hf_config, layout, dist.get_rank()))
-    for chunk in chunks:
-        quantize_model(chunk)
+    chunks = loaded_chunks(folder, contract, layout)
     shards = trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantised=contract.rollout_fp8)[dist.get_rank()]
     found = planes(chunks, shards, contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)

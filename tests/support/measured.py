@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_rl import hf
 from megatron_rl.batch import Sequence
 from megatron_rl.config import Precision
-from megatron_rl.mcore.linear import fp8_layers, quantize_model
-from megatron_rl.mcore.model import build_chunks
-from megatron_rl.mcore.weights import load_checkpoint, rank_shards
+from megatron_rl.mcore.linear import fp8_layers
 from megatron_rl.precision import PrecisionContract
 from parallel.layout import Layout
-from support.built import start
+from support.built import loaded_chunks
 from support.trainer import Trainer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -26,7 +22,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
     """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.plan.memory.Held`."""
-    chunks = _chunks(folder, precision, layout)
+    chunks = loaded_chunks(folder, PrecisionContract.of(Precision(**precision)), layout)
     layers = [layer for chunk in chunks for layer in fp8_layers(chunk).values()]
     how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     wrapped = [DistributedDataParallel(chunk.config, how, chunk) for chunk in chunks]
@@ -86,16 +82,6 @@ class _Kept:
         if address not in self._known:
             self._found[address] = tensor
         return tensor
-
-
-def _chunks(folder: Path, precision: dict[str, Any], layout: Layout) -> list[Any]:
-    start(layout)
-    hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(**precision))
-    chunks = build_chunks(hf_config, layout, contract)
-    load_checkpoint(chunks, folder, rank_shards(hf_config, layout, dist.get_rank()))
-    for chunk in chunks:
-        quantize_model(chunk)
-    return chunks
 
 
 def _router_buffers(chunk: torch.nn.Module) -> list[torch.Tensor]:
