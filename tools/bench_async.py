@@ -11,15 +11,10 @@ from __future__ import annotations
 
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import typer
-from study import ROOT, application
-
-from megatron_rl.errors import RunError
-from megatron_rl.runlog import read_metrics
+from study import application, measure_run
 
 COMMON = {"data.eval_every": 1000, "data.eval_size": 8, "checkpoint.resume": "never", "algorithm.correction": "tis"}
 KINDS = {
@@ -31,12 +26,12 @@ SHOWN = {"time/step": "step", "time/generate": "waited", "time/train": "trained"
 
 def main(context: typer.Context, steps: int = 12, rounds: int = 2, folder: Path = Path("runs/bench-async")) -> None:
     """Measures and prints."""
+    folder = folder.resolve()
     found: dict[str, dict[str, list[float]]] = {kind: {metric: [] for metric in SHOWN} for kind in KINDS}
     for number in range(rounds):
         for kind, own in KINDS.items():
-            rows = run(
-                folder / f"{kind.replace(' ', '-')}-{number}", {**COMMON, **own, "train.steps": steps}, folder / "model", context.args
-            )
+            settings = {**COMMON, **own, "train.steps": steps, "model.path": folder / "model"}
+            rows = measure_run(folder / f"{kind.replace(' ', '-')}-{number}", settings, context.args)
             for metric, values in found[kind].items():
                 values += [row[metric] for row in rows[2:-1] if metric in row]
     typer.echo(
@@ -47,16 +42,6 @@ def main(context: typer.Context, steps: int = 12, rounds: int = 2, folder: Path 
         typer.echo(f"{kind:10} {', '.join(told)}")
     before, after = (statistics.median(found[kind]["time/step"]) for kind in KINDS)
     typer.echo(f"one ahead is {before / after:.2f} times as fast")
-
-
-def run(folder: Path, settings: dict[str, object], model: Path, others: list[str]) -> list[dict]:
-    """The rows of one training run. Raises RunError where it broke; what it says goes to the console."""
-    options = [f"--{name}={value}" for name, value in {**settings, "model.path": model, "log.dir": folder}.items()]
-    command = [sys.executable, "-m", "megatron_rl", "train", "configs/quickstart.toml", *options, *others]
-    code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False).returncode
-    if code:
-        raise RunError(f"the run below {folder} ended with exit code {code}")
-    return read_metrics(folder / "latest")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ anew, so a study that was stopped goes on where it was.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +16,9 @@ from pathlib import Path
 import typer
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.report_plots import Panel, Plot, Rows, svg
-from megatron_rl.runlog import read_run
+from megatron_rl.runlog import read_metrics, read_run
 
 ROOT = Path(__file__).parents[1]
 BROKEN = 3
@@ -53,6 +54,21 @@ def ensure_run(config: Path, folder: Path, overrides: Sequence[str]) -> int:
         return 0
     command = [sys.executable, "-m", "megatron_rl", "train", str(config), *overrides]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def measure_run(folder: Path, settings: Mapping[str, object], others: Sequence[str] = (), ranks: int = 1) -> Rows:
+    """Makes a run of the quickstart with `settings` below `folder`, on `ranks` trainer ranks; returns its rows.
+
+    Raises RunError where it broke; what it says goes to the console.
+    """
+    options = [f"--{name}={value}" for name, value in {**settings, "log.dir": folder}.items()]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "-m", "megatron_rl", "train", "configs/quickstart.toml", *options, *others]
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False, env=environment).returncode
+    if code:
+        raise RunError(f"the run below {folder} ended with exit code {code}")
+    return read_metrics(folder / "latest")
 
 
 def _is_finished(folder: Path, config: Config) -> bool:

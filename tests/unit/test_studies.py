@@ -85,3 +85,20 @@ def test_the_precision_study_shows_modes_side_by_side(tmp_path):
     assert line.format("fp8_rollout+tis", "37.5 %", "37.5 %", "0.0 %", "0") in page
     assert "<td>bf16+tis</td><td>–</td><td>–</td><td>0.125</td>" in page
     assert page.count("<svg ") == 3  # accuracy, reward, mismatch
+
+
+def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from bench_scaling import medians, table
+
+    def row(trainer: float) -> dict[str, float]:
+        parts = {"time/logprobs": trainer / 4, "time/train": 3 * trainer / 4, "time/generate": 1.0, "time/sync": 0.375, "time/proof": 0.125}
+        return {**parts, "time/step": sum(parts.values())}
+
+    found = {1: medians([row(2.5), row(2.0), row(99.0)]), 2: medians([row(1.25)])}
+    strong, weak = (table(kind, found).splitlines()[2:] for kind in ("strong", "weak"))
+    assert strong == [
+        "| 1 | 4.00 | 2.50 | 1.00 | 1.00 | 1.00 | 0.500 | 12.5 % | 3.1 % |",
+        "| 2 | 2.75 | 1.25 | 2.00 | 1.45 | 1.00 | 0.500 | 18.2 % | 4.5 % |",
+    ]
+    assert weak[1].split(" | ")[3:5] == ["4.00", "2.91"]
