@@ -145,6 +145,7 @@ class Actor(Policy):
                 use_distributed_optimizer=sharded,
             ),
             self._forward_chunks,
+            use_gloo_process_groups=False,
         )
         self._offload = Offload(self._forward_chunks, self.optimizer, self._device)
 

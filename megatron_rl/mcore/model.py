@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.architecture import traits_of
 from megatron_rl.config import Train
-from megatron_rl.mcore import adam, cpu
+from megatron_rl.mcore import adam, cpu, gloo
 from megatron_rl.mcore.layers import block_spec
 from megatron_rl.mcore.names import Model, chunks_of
 from megatron_rl.mcore.options import attention_options, expert_options, layout_options, recompute_options
@@ -65,7 +65,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if torch.cuda.is_available() else gloo.backend()
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=_MEETING_TIMEOUT)
         else:
@@ -78,6 +78,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,
+        create_gloo_process_groups=False,  # Megatron's own checkpoints of a distributed optimizer want them
     )
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))

@@ -181,13 +181,13 @@ def work(rank: int, folder: str) -> None:
     from megatron.core.transformer import multi_latent_attention as latent
     from support.trainer import leave_layout
 
-    from megatron_rl.mcore import cpu
+    from megatron_rl.mcore import cpu, gloo
 
     torch.set_num_threads(1)
     cpu.install()
     if not isinstance(latent.TELinear, type):  # without Transformer Engine, MLASelfAttention still asks isinstance(..., TELinear)
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group(gloo.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     report = []
     for name, layout in CASES:
         parallel_state.initialize_model_parallel(
@@ -197,6 +197,7 @@ def work(rank: int, folder: str) -> None:
             context_parallel_size=layout.cp,
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
+            create_gloo_process_groups=False,
         )
         model_parallel_cuda_manual_seed(0)
         place = layout.coordinates(rank)

@@ -30,7 +30,7 @@ def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool)
     settings = OptimizerConfig(
         optimizer="adam", lr=1e-3, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=sharded
     )
-    optimizer = get_megatron_optimizer(settings, wrapped)
+    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=False)
     parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
     for part in parts:
         part.init_state_fn(part.optimizer, part.config)

@@ -82,7 +82,7 @@ def start(layout: Layout | None = None) -> Layout:
 
 
 def leave_layout() -> None:
-    """Ends Megatron's groups, which Megatron itself only forgets: each keeps three threads of gloo awake, and a layout has dozens."""
+    """Ends Megatron's groups, which Megatron itself only forgets: each keeps two threads of gloo, and a layout has dozens."""
     if not dist.is_initialized():
         return
     parallel_state.destroy_model_parallel()

@@ -1,0 +1,38 @@
+"""gloo with one event loop for a process, whatever the number of its groups.
+
+torch gives every gloo group a device of its own, whose thread asks a hundred times a second whether there is anything to do. Megatron
+makes some twenty groups, so eight ranks on one machine wake 16,000 times a second and leave little of two cores. torch's own hook for
+backends lets all groups share a device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+_NAME = "gloo_one_loop"
+
+
+@functools.cache
+def backend() -> str:
+    """The name to give to `init_process_group`; groups made later inherit it. Registered with torch at the first call."""
+    dist.Backend.register_backend(_NAME, _new_group, devices=["cpu"])
+    return _NAME
+
+
+@functools.cache
+def _devices() -> list[Any]:
+    """As torch chooses them: the interfaces of GLOO_SOCKET_IFNAME, or the one that this machine's name belongs to."""
+    gloo: Any = dist.ProcessGroupGloo
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
+
+
+def _new_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = _devices(), timeout
+    return gloo(store, rank, size, options)
