@@ -7,9 +7,10 @@ batch, `_T` tokens of one sequence. Example: `rewards_G` is the list of rewards 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:  # a reward worker imports this file and little else
+    import numpy as np
 
 
 @dataclass(frozen=True)

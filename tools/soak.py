@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 _POLL_SECONDS = 0.05
-_IGNORED = ("time", "second", "engine/restarts")
+_IGNORED = ("time", "second", "memory/", "engine/restarts")
 
 
 @dataclass

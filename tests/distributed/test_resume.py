@@ -34,7 +34,7 @@ def fp8_checkpoint(tmp_path_factory):
 
 
 def without_times(rows: list[dict]) -> list[dict]:
-    return [{name: value for name, value in row.items() if not name.startswith("time/")} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))} for row in rows]
 
 
 def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:

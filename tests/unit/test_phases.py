@@ -19,7 +19,7 @@ from pathlib import Path
 from megatron_rl import phases
 from megatron_rl.rank_log import rank_log
 
-rank, folder, phases = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+rank, folder, steps = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
 def say(line):
     with (folder / "said").open("a") as file:
@@ -31,7 +31,7 @@ def wait_for_another_rank():
 with rank_log(folder, rank, 2) as log, phases.watched(folder, rank, 2, 2.0, log, say):
     while not all((folder / "ranks" / f"rank_0000{one}.json").exists() for one in range(2)):
         time.sleep(0.05)
-    for step in range(1, phases + 1):
+    for step in range(1, steps + 1):
         phases.enter("train", step)
         time.sleep(0.5)
     (folder / f"reached{rank}").touch()
