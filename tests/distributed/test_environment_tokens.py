@@ -47,4 +47,4 @@ def test_log_probs_of_an_environments_tokens_change_nothing(one, checkpoint):
 
 
 def without_times(row: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if not name.startswith("time/")}
+    return {name: value for name, value in row.items() if not name.startswith(("time/", "memory/"))}
