@@ -44,6 +44,8 @@ def test_losses_clip_counts_and_gradient_norms_of_every_step(trained):
     assert any(step["clip/positive"] > 0 for step in alone["steps"]) and any(step["clip/negative"] > 0 for step in alone["steps"])
     for a, b in zip(alone["steps"], together["steps"], strict=True):
         assert {"grad_norm", "loss/total", "loss/policy", "loss/kl"} <= a.keys()
+        for step in (a, b):
+            del step["tokens/padding"]  # sequence parallelism pads rows
         assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
 
 

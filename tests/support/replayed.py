@@ -14,6 +14,7 @@ from megatron_rl.mcore.emulate import with_engine_weights
 from megatron_rl.routing import extended
 from megatron_rl.types import Sampling
 from rollout_sglang import engine
+from rollout_sglang import start as engine_start
 from support import served
 from support.trainer import Trainer
 
@@ -25,8 +26,8 @@ def start(checkpoint: Path, folder: Path, precision: dict[str, Any]) -> None:
     """Brings up both."""
     here = served.Served(checkpoint, folder, precision)
     here.config = here.config.model_copy(update={"algorithm": Algorithm(routing_replay="engine")})
-    arguments = engine._server_arguments
-    engine._server_arguments = lambda *given: [word for word in arguments(*given) if word != "--disable-radix-cache"]
+    arguments = engine_start._server_arguments
+    engine_start._server_arguments = lambda *given: [word for word in arguments(*given) if word != "--disable-radix-cache"]
     here.engine = engine.launch(here.config, here.save(folder / "engine_model"), folder)
     served._now[:] = [here]
 

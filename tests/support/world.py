@@ -54,7 +54,7 @@ class World:
         """All ranks and everything below them."""
         return [process for rank in range(len(self._ranks)) for process in family(self.pid(rank))]
 
-    def call(self, function: str, *args: Any, seconds: float = 120) -> list[Any]:
+    def call(self, function: str, *args: Any, seconds: float = 240) -> list[Any]:
         """Runs a function on every rank; returns the ranks' results.
 
         An expected error (MegatronRLError) that every rank raised is raised here. Anything else that goes wrong, a wait of more than
