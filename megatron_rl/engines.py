@@ -43,11 +43,16 @@ def start_engines(config: Config, model_path: Path, log_dir: Path, say: Callable
 
 
 def check_devices(config: Config) -> None:
-    """Raises UserError where this machine has fewer GPUs than its engines need."""
+    """Raises UserError where a node, taken to be like this machine, has fewer GPUs than its engines need."""
     rollout, found = config.rollout, torch.cuda.device_count()
-    if torch.cuda.is_available() and rollout.engines * rollout.tp > found:
-        rule = f"needs {rollout.engines} * {rollout.tp} GPUs (rollout.engines * rollout.tp), this machine has {found}"
-        raise UserError("rollout.engines", rollout.engines, rule, "lower one of them")
+    if not torch.cuda.is_available():
+        return
+    if rollout.tp > found:
+        raise UserError("rollout.tp", rollout.tp, f"is more than a node's {found} GPUs, and an engine has one node", "lower it")
+    if rollout.engines_per_node * rollout.tp > found:
+        share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
+        needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
+        raise UserError("rollout.engines", rollout.engines, f"needs {needed}, this one has {found}", "lower one of them")
 
 
 @dataclass(eq=False)

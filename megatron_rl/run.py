@@ -10,6 +10,7 @@ from megatron_rl import hf
 from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import check_data
+from megatron_rl.engine_slots import check_slots
 from megatron_rl.engines import check_devices
 from megatron_rl.environment import load_environment
 from megatron_rl.errors import UserError
@@ -52,6 +53,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_placement(config)
     check_transport(config.sync)
+    check_slots(config)
     check_devices(config)
     _check_waits(config)
     check_environment(config)
