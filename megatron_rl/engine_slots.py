@@ -52,7 +52,7 @@ def check_slots(config: Config) -> None:
         raise UserError(LAUNCHER_VARIABLE, None, rule, "give it a line of its own for each of rollout.hosts")
     if any(launchers) and config.sync.transport in ("shared_memory", "cuda_ipc"):
         rule = f"needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
-        raise UserError("sync.transport", config.sync.transport, rule, "use process_group, or disk with a shared folder")
+        raise UserError("sync.transport", config.sync.transport, rule, "use process_group, gloo, or disk with a shared folder")
 
 
 def _launchers() -> list[str]:

@@ -52,7 +52,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_placement(config)
-    check_transport(config.sync)
+    check_transport(config.sync, shared=config.placement.kind == "colocated")
     check_slots(config)
     check_devices(config)
     _check_waits(config)

@@ -246,7 +246,7 @@ def test_a_host_of_one_interface_is_taken(host):
 
 def test_hosts_are_a_list():
     for override, line in {
-        "--rollout.hosts=10.0.3.7": 'rollout.hosts = \'10.0.3.7\': must be a valid array; the default is ["127.0.0.1"]',
+        "--rollout.hosts=10.0.3.7": "rollout.hosts = '10.0.3.7': must be a valid array; the default is [\"127.0.0.1\"]",
         "--rollout.host=10.0.3.7": "rollout.host = '10.0.3.7': unknown key; did you mean rollout.hosts?",
     }.items():
         with pytest.raises(UserError) as error:

@@ -92,7 +92,7 @@ def test_every_node_serves_as_many_engines():
             ("", "srun a"),
             {"transport": "cuda_ipc"},
             f"sync.transport = 'cuda_ipc': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others; "
-            "use process_group, or disk with a shared folder",
+            "use process_group, gloo, or disk with a shared folder",
         ),
     ],
 )
@@ -108,7 +108,10 @@ def test_a_node_has_devices_for_all_its_engines(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     check_devices(config(4, tp=2))
     mistakes = {
-        (6, 2): "rollout.engines = 6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them",
+        (
+            6,
+            2,
+        ): "rollout.engines = 6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them",
         (2, 8): "rollout.tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it",
     }
     for (engines, tp), line in mistakes.items():
