@@ -26,7 +26,7 @@ class Slot:
     launcher: str = ""
     """Words before its command; none on this machine."""
     index: int = 0
-    """Its number among the engines of its node: it has the node's devices from index * `rollout.tp` on."""
+    """Its number among the engines of its node, which take the node's devices in this order."""
     neighbours: int = 1
     """Engines of its node, itself included."""
 
@@ -36,6 +36,14 @@ def slot_of(rollout: Rollout, number: int) -> Slot:
     node, index = divmod(number, rollout.engines_per_node)
     launchers = _launchers()
     return Slot(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index, rollout.engines_per_node)
+
+
+def first_device(config: Config, slot: Slot) -> int:
+    """The first of the `rollout.tp` devices of its node that an engine has: after those of the engines before it, and of the trainer's
+    ranks where these are on this machine and keep their devices to themselves."""
+    alone = config.placement.kind == "disaggregated" and not slot.launcher
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank
+    return (ranks if alone else 0) + slot.index * config.rollout.tp
 
 
 def check_slots(config: Config) -> None:

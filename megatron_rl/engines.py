@@ -23,6 +23,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.config_sync import Running
 from megatron_rl.engine import Engine, LiveTensor, find_launcher
+from megatron_rl.engine_slots import first_device, slot_of
 from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.graph import Graph
 from megatron_rl.transport import Link
@@ -49,10 +50,12 @@ def check_devices(config: Config) -> None:
         return
     if rollout.tp > found:
         raise UserError("rollout.tp", rollout.tp, f"is more than a node's {found} GPUs, and an engine has one node", "lower it")
-    if rollout.engines_per_node * rollout.tp > found:
+    before = first_device(config, slot_of(rollout, 0))
+    if before + rollout.engines_per_node * rollout.tp > found:
         share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
         needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
-        raise UserError("rollout.engines", rollout.engines, f"needs {needed}, this one has {found}", "lower one of them")
+        beside = f" beside the trainer's {before}" if before else ""
+        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {found}", "lower one of them")
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, slot_of
+from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, first_device, slot_of
 from megatron_rl.errors import UserError
 from megatron_rl.precision import PrecisionContract
 from rollout_sglang import activations
@@ -64,7 +64,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if torch.cuda.is_available():
-        options["base-gpu-id"] = slot.index * rollout.tp
+        options["base-gpu-id"] = first_device(config, slot)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
         # the cache's size is max-total-tokens; SGLang compares the machine's free memory before and after loading, which others use too

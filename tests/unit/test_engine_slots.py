@@ -9,7 +9,7 @@ import torch
 from support.processes import ROOT
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, check_slots, slot_of
+from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
 from megatron_rl.engines import check_devices
 from megatron_rl.errors import UserError
 from megatron_rl.precision import PrecisionContract
@@ -58,6 +58,22 @@ def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch)
     words = [start._server_arguments(told, contract, Path("x"), 1, slot) for slot in slots]
     assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
     assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]
+
+
+def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(launchers, monkeypatch):
+    told = Config.model_validate(
+        {"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}, "placement": {"kind": "disaggregated"}}, strict=False
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [first_device(told, slot_of(told.rollout, number)) for number in range(2)] == [4, 6]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    check_devices(told)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
+        check_devices(told)
+    launchers("srun --nodelist=node2")
+    assert [first_device(told, slot_of(told.rollout, number)) for number in range(2)] == [0, 2]
 
 
 def test_neighbours_on_another_machine_never_choose_the_same_port():
