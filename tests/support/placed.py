@@ -7,9 +7,12 @@ logs where they are and what they were told, and then leave every signal unheard
 from __future__ import annotations
 
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import psutil
 
 from megatron_rl.config import load_config
 from megatron_rl.engine_slots import check_slots
@@ -40,6 +43,8 @@ def main() -> None:
     finally:
         with ThreadPoolExecutor(len(engines)) as threads:
             list(threads.map(EngineProcess.kill, engines))
+    pids = [int(re.findall(r'"pid": (\d+)', engine.log.read_text())[0]) for engine in engines]
+    until(lambda: not any(map(psutil.pid_exists, pids)), 30, "the engines' end")  # the end of the job would end them in any case
 
 
 if __name__ == "__main__":
