@@ -157,7 +157,7 @@ class Rollout(_Section):
     engine: str = "sglang"
     """Name of the engine's entry point in the group `megatron_rl.rollout`."""
     engines: int = Field(1, ge=1)
-    """Engines, side by side on this machine, each on `tp` devices of its own; a request goes to the one with the least to do."""
+    """Engines, each on `tp` devices of its own; a request goes to the one with the least to do."""
     tp: int = Field(1, ge=1)
     """Tensor parallel ranks of each engine."""
     ep: int = Field(1, ge=1)
@@ -171,8 +171,9 @@ class Rollout(_Section):
     """Sequences that an engine decodes at once."""
     max_total_tokens: int = Field(65536, ge=256)
     """Tokens that an engine's KV cache holds."""
-    host: Host = "127.0.0.1"
-    """Address of the one interface that engines listen on: this machine's own, or one of a private network. See docs/security.md."""
+    hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
+    """The nodes that engines run on, as many on each: for each the address of the one interface that its engines listen on, this machine's
+    own or one of a private network. See docs/slurm.md and docs/security.md."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds an engine may take to become healthy."""
     request_timeout: float = Field(600.0, gt=0)
@@ -181,6 +182,20 @@ class Rollout(_Section):
     """Seconds an engine at work may leave a question unanswered; it then counts as hung and is ended."""
     max_restarts: int = Field(3, ge=0)
     """How often, between one policy version and the next, engines that were lost are started anew; 0: the first loss ends the run."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Rollout:
+        if self.engines % len(self.hosts):
+            nodes = len(self.hosts)
+            raise ValueError(
+                f"engines ({self.engines}) must be a multiple of the nodes that hosts names ({nodes}), for each runs as many; "
+                f"set engines to {-(-self.engines // nodes) * nodes}, or name fewer hosts"
+            )
+        return self
+
+    @property
+    def engines_per_node(self) -> int:
+        return self.engines // len(self.hosts)
 
 
 class Checkpoint(_Section):

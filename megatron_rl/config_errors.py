@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
 
-_NUMBER_OR_BOOL = re.compile(r"[-+]?[0-9_.]+(e[-+]?[0-9]+)?|true|false")
+_NUMBER_OR_BOOL = re.compile(r"[-+]?[0-9_]+(\.[0-9_]+)?(e[-+]?[0-9]+)?|true|false")
 _RULES = {
     "missing": "is required",
     "extra_forbidden": "unknown key",

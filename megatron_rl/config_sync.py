@@ -15,15 +15,16 @@ Running = Literal["finish", "restart", "continue"]
 IN_FLIGHT = 2
 """Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
 
-_LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16 << 20, "cuda_ipc": 1 << 30}
+_LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16 << 20, "gloo": 16 << 20, "cuda_ipc": 1 << 30}
 """Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
 
 
 class Sync(Section):
     """Moving weights from the actor to the engine. See docs/sync.md."""
 
-    transport: Literal["shared_memory", "process_group", "cuda_ipc", "disk"] = "shared_memory"
-    """`shared_memory`: one host. `process_group`: NCCL or gloo, any hosts. `cuda_ipc`: one host with CUDA. `disk`: a shared folder."""
+    transport: Literal["shared_memory", "process_group", "gloo", "cuda_ipc", "disk"] = "shared_memory"
+    """`shared_memory`: one host. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through the host's memory,
+    also where trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder."""
     bucket_mb: int = Field(256, ge=1)
     """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
     staged: bool = False
@@ -34,7 +35,7 @@ class Sync(Section):
     proof: Literal["streamed", "reread"] = "reread"
     """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
     host: Host = "127.0.0.1"
-    """process_group: address of the first trainer rank's host, where all ranks meet."""
+    """process_group, gloo: address of the first trainer rank's host, where all ranks meet."""
     dir: Path | None = None
     """disk: the folder."""
     timeout: float = Field(600.0, gt=0)

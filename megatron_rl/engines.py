@@ -23,6 +23,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.config_sync import Running
 from megatron_rl.engine import Engine, LiveTensor, find_launcher
+from megatron_rl.engine_slots import first_device, slot_of
 from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.graph import Graph
 from megatron_rl.transport import Link
@@ -43,11 +44,18 @@ def start_engines(config: Config, model_path: Path, log_dir: Path, say: Callable
 
 
 def check_devices(config: Config) -> None:
-    """Raises UserError where this machine has fewer GPUs than its engines need."""
+    """Raises UserError where a node, taken to be like this machine, has fewer GPUs than its engines need."""
     rollout, found = config.rollout, torch.cuda.device_count()
-    if torch.cuda.is_available() and rollout.engines * rollout.tp > found:
-        rule = f"needs {rollout.engines} * {rollout.tp} GPUs (rollout.engines * rollout.tp), this machine has {found}"
-        raise UserError("rollout.engines", rollout.engines, rule, "lower one of them")
+    if not torch.cuda.is_available():
+        return
+    if rollout.tp > found:
+        raise UserError("rollout.tp", rollout.tp, f"is more than a node's {found} GPUs, and an engine has one node", "lower it")
+    before = first_device(config, slot_of(rollout, 0))
+    if before + rollout.engines_per_node * rollout.tp > found:
+        share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
+        needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
+        beside = f" beside the trainer's {before}" if before else ""
+        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {found}", "lower one of them")
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ from megatron_rl import hf
 from megatron_rl.architecture import rope_theta, traits_of
 from megatron_rl.config import Config
 from megatron_rl.data import check_data
+from megatron_rl.engine_slots import check_slots
 from megatron_rl.engines import check_devices
 from megatron_rl.environment import load_environment
 from megatron_rl.errors import UserError
@@ -18,6 +19,7 @@ from megatron_rl.hf_checkpoint import Checkpoint
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.resume import run_to_resume
 from megatron_rl.rewards.scorer import check_rewards
+from megatron_rl.rules import check_layout_of, check_lengths, check_placement
 from megatron_rl.sync_plan import SyncPlan
 from megatron_rl.transport import check_transport
 from parallel.geometry import GeometryError, ModelGeometry
@@ -51,7 +53,8 @@ def preflight(config: Config, data: bool = True) -> Layout:
         rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_placement(config)
-    check_transport(config.sync)
+    check_transport(config.sync, shared=config.placement.kind == "colocated")
+    check_slots(config)
     check_devices(config)
     _check_waits(config)
     check_environment(config)
@@ -99,16 +102,7 @@ def _check_model(config: Config, layout: Layout) -> None:
     traits_of(hf_config)
     try:
         geometry = ModelGeometry.from_hf_config(hf_config)
-        if geometry.vocab % layout.tp:  # padded rows would take part in the softmax
-            raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({geometry.vocab})", "use a divisor of it")
-        if layout.cp > 1 and geometry.heads % (layout.tp * layout.cp):  # attention is computed for some heads of all tokens
-            rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({geometry.heads})"
-            raise UserError("train.layout.cp", layout.cp, rule, "use a smaller one")
-        if geometry.experts is not None and layout.tp > 1 and not config.train.layout.sequence_parallel:
-            rule = f"is what Megatron's experts need where tp is {layout.tp}"
-            raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
-        if geometry.experts is None and layout.etp != layout.tp:  # it would be ignored without a word
-            raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {geometry.kind} has none", "leave it out")
+        check_layout_of(geometry, layout, config.train.layout)
         _check_experts(config, geometry)
         SyncPlan.of_config(geometry, layout, config)
         needs.check_model(config.precision, geometry, layout)
@@ -134,36 +128,11 @@ def _check_experts(config: Config, geometry: ModelGeometry) -> None:
         raise UserError("train.router_bias_rate", config.train.router_bias_rate, rule, "use train.router_aux_loss")
 
 
-def check_lengths(config: Config, hf_config: dict[str, Any]) -> None:
-    """Raises UserError where the longest prompt and the longest answer, an environment's messages included, exceed its positions."""
-    said = config.environment.max_tokens if config.environment else 0
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens + said
-    limit = hf_config.get("max_position_embeddings", longest)
-    if longest > limit:
-        others = f"data.max_prompt_tokens ({config.data.max_prompt_tokens})" + (f" and environment.max_tokens ({said})" if said else "")
-        rule = f"with {others} exceeds the model's {limit} positions"
-        raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
-
-
 def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeometry) -> None:
     """Names, shapes and dtypes from the files' headers, and an FP8 checkpoint's scales; the weights themselves are read at loading."""
     checkpoint, contract = Checkpoint(config.model.path, hf_config), PrecisionContract.of(config.precision)
     checkpoint.check(geometry)
     checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
-
-
-def check_placement(config: Config) -> None:
-    """Raises UserError where stale tokens would be trained on as if they were new."""
-    staleness, algorithm = config.placement.max_staleness, config.algorithm
-    if staleness and algorithm.correction == "none" and algorithm.old_policy == "trainer":
-        rule = "trains on tokens of older versions, and nothing corrects for that"
-        raise UserError("placement.max_staleness", staleness, rule, 'set algorithm.correction = "tis", or old_policy = "engine"')
-    if staleness and config.sync.running == "continue" and algorithm.routing_replay == "engine":
-        rule = "replays one routing per token, and a completion that goes on over a switch has been routed by several versions"
-        raise UserError("algorithm.routing_replay", "engine", rule, 'set sync.running = "finish", or routing_replay = "none"')
-    if staleness and config.log.attribute_every:
-        rule = "tells causes apart for tokens of the trainer's own version only"
-        raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0, or placement.max_staleness to 0")
 
 
 def check_environment(config: Config) -> None:

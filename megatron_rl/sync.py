@@ -24,7 +24,7 @@ from megatron_rl.engine import Engine
 from megatron_rl.errors import LostError, RunError
 from megatron_rl.ranks import gathered, on_rank0
 from megatron_rl.sync_plan import SyncPlan
-from megatron_rl.transport import Link, Outbox, check_hosts, make_outbox
+from megatron_rl.transport import GROUPS, Link, Outbox, check_hosts, make_outbox
 from megatron_rl.transport.chunks import chunks_of, source_memory
 from parallel.blocks import BLOCK
 from parallel.pieces import Rect
@@ -183,7 +183,7 @@ class WeightSync:
             result = part()
         except (OSError, RuntimeError) as error:
             failure = f"trainer rank {self._rank}: {error}"
-            lost = isinstance(error, OSError) or self._settings.transport == "process_group"  # whose errors are all RuntimeErrors
+            lost = isinstance(error, OSError) or self._settings.transport in GROUPS  # whose errors are all RuntimeErrors
             if self._outbox is not None:
                 self._outbox.close()  # the engine's ranks that wait for this one are told
         told = gathered((result, failure, lost))

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl.engine_slots import LAUNCHER_VARIABLE
+
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """The run's API key comes by the environment: everybody on a machine can read command lines."""
-LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
-"""Words before an engine's command that run it on another machine, such as `srun --nodelist=node2`; see launch/slurm/disaggregated.sbatch.
-They must end the engine when they are ended, hand on the environment, and see the folders that this machine sees."""
 _TAIL_LINES = 25
 _GRACE = 10.0
 
@@ -23,9 +22,10 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 def _own_environment() -> dict[str, str]:
-    """This process's environment without torchrun's variables: with them the engine would wait to join the trainer's process group."""
-    prefixes = ("TORCHELASTIC_", "ROLE_")
-    return {name: value for name, value in os.environ.items() if name not in _TORCHRUN and not name.startswith(prefixes)}
+    """This process's environment without torchrun's variables, with which the engine would wait to join the trainer's process group, and
+    without all nodes' launchers, of which an engine is told its own."""
+    prefixes, others = ("TORCHELASTIC_", "ROLE_"), {*_TORCHRUN, LAUNCHER_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name not in others and not name.startswith(prefixes)}
 
 
 class EngineProcess:
@@ -33,6 +33,7 @@ class EngineProcess:
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
+        self._launched = bool(environment.get(LAUNCHER_VARIABLE))
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments],
@@ -87,7 +88,10 @@ class EngineProcess:
 
     def kill(self) -> None:
         """As `stop`, at once: for processes that may be stopped or stuck. Python's resource trackers end by themselves, when they have
-        cleaned up /dev/shm."""
+        cleaned up /dev/shm. A launcher is asked to end all the same: killed, it would leave its engine where it is."""
+        if self._launched:
+            self.stop()
+            return
         processes = self._all()
         for process in processes:
             with contextlib.suppress(psutil.Error):

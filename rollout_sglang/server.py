@@ -14,6 +14,7 @@ import signal
 import sys
 from typing import Any
 
+from megatron_rl.engine_slots import LAUNCHER_VARIABLE
 from rollout_sglang import process, standins
 
 standins.install()
@@ -53,7 +54,7 @@ def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
 def main(arguments: list[str]) -> None:
     """Serves until it is ended. `--parent PID` and `--host ADDRESS` first, then SGLang's own other arguments."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning goes to every process, and is the trainer's business
-    launcher = os.environ.pop(process.LAUNCHER_VARIABLE, "")
+    launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
     if (parent := int(arguments[1])) != _ELSEWHERE:
         die_with_parent(parent, by=signal.SIGTERM if launcher else signal.SIGKILL)
     if launcher:  # takes this process's place, and ends what it started when it is asked to end

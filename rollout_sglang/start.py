@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from megatron_rl.config import Config
+from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, first_device, slot_of
 from megatron_rl.errors import UserError
 from megatron_rl.precision import PrecisionContract
 from rollout_sglang import activations
 from rollout_sglang.platform import NAME as CPU_PLATFORM
-from rollout_sglang.process import API_KEY_VARIABLE, LAUNCHER_VARIABLE, EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -33,17 +34,18 @@ class Start:
     def __call__(self) -> tuple[EngineProcess, str, str]:
         """The process, the server's URL, and the key that every request must carry. Raises UserError where the host cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.of(self.config.precision)
-        port, key = _free_port(rollout.host), secrets.token_hex(24)
-        arguments = _server_arguments(self.config, contract, self.model_path, port, self.number)
-        environment = {API_KEY_VARIABLE: key, **_environment(rollout.tp, contract, self.number)}
+        slot = slot_of(rollout, self.number)
+        port, key = _free_port(slot), secrets.token_hex(24)
+        arguments = _server_arguments(self.config, contract, self.model_path, port, slot)
+        environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: slot.launcher, **_environment(rollout.tp, contract, slot)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
-        return EngineProcess(arguments, environment, log), f"http://{rollout.host}:{port}", key
+        return EngineProcess(arguments, environment, log), f"http://{slot.host}:{port}", key
 
 
-def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, number: int) -> list[str]:
+def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, slot: Slot) -> list[str]:
     rollout = config.rollout
     options: dict[str, Any] = {
-        "host": rollout.host,
+        "host": slot.host,
         "port": port,
         "model-path": model_path,
         "dtype": _DTYPE[contract.high],
@@ -62,7 +64,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if torch.cuda.is_available():
-        options["base-gpu-id"] = number * rollout.tp
+        options["base-gpu-id"] = first_device(config, slot)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
         # the cache's size is max-total-tokens; SGLang compares the machine's free memory before and after loading, which others use too
@@ -71,25 +73,25 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(tp: int, contract: PrecisionContract, number: int) -> dict[str, str]:
+def _environment(tp: int, contract: PrecisionContract, slot: Slot) -> dict[str, str]:
     if torch.cuda.is_available():
         return {activations.VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
     cores = os.cpu_count() or 1
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,
         "OMP_NUM_THREADS": "1",  # by far the fastest for small models
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((number * tp + rank) % cores) for rank in range(tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((slot.index * tp + rank) % cores) for rank in range(tp)),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards choke on the stand-in for Triton
     }
 
 
-def _free_port(host: str) -> int:
-    if os.environ.get(LAUNCHER_VARIABLE):  # another machine's ports; one that is taken shows when the engine starts
-        return 20000 + secrets.randbelow(10000)
+def _free_port(slot: Slot) -> int:
+    if slot.launcher:  # another machine's ports; one that is taken shows when the engine starts, and no neighbour takes it
+        return 20000 + secrets.randbelow(10000 // slot.neighbours) * slot.neighbours + slot.index
     try:
         with socket.socket() as probe:
-            probe.bind((host, 0))
+            probe.bind((slot.host, 0))
             return probe.getsockname()[1]
     except OSError as error:
-        raise UserError("rollout.host", host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine") from None
+        raise UserError("rollout.hosts", slot.host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine") from None

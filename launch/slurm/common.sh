@@ -31,26 +31,44 @@ prepare() {
 
 # address NODE: how other nodes reach it.
 address() {
-  scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p'
+  local found
+  found=$(scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+  [ -n "$found" ] || fail "scontrol does not tell the address of node '$1'"
+  echo "$found"
 }
 
-# run_ranks NODES CONFIG ARGUMENT...: `megatron-rl train` with one task per rank on these nodes of the job, every rank's output in a file of
+# place_engines NODE...: rollout.engines run on these nodes, as many on each. Those of rank 0's node are its children and listen to nobody
+# else; on other nodes rank 0 starts each as a step of the job.
+place_engines() {
+  local node host hosts=() launchers=""
+  for node; do
+    host=127.0.0.1
+    if [ "$node" != "${rank_nodes[0]}" ]; then
+      host=$(address "$node")
+      launchers+="srun --overlap --nodelist=$node --nodes=1 --ntasks=1 --input=none --cpu-bind=none"
+    fi
+    launchers+=$'\n'
+    hosts+=("\"$host\"")
+  done
+  settings+=("--rollout.hosts=[$(IFS=,; echo "${hosts[*]}")]")
+  export MEGATRON_RL_ENGINE_LAUNCHER=${launchers%$'\n'}
+}
+
+# run_ranks CONFIG ARGUMENT...: `megatron-rl train` with one task per rank on the `rank_nodes` of the job, every rank's output in a file of
 # its own; sets `code` to how they ended. SLURM's warning is handed on to them. `settings`: what the script itself sets.
 run_ranks() {
-  local -a nodes
-  mapfile -t nodes < <(scontrol show hostnames "$1")
-  local config=$2
-  shift 2
-  MASTER_ADDR=$(address "${nodes[0]}")
-  [ -n "$MASTER_ADDR" ] || fail "scontrol does not tell the address of node '${nodes[0]}'"
+  local config=$1
+  shift
+  MASTER_ADDR=$(address "${rank_nodes[0]}")
   export MASTER_ADDR
   settings+=(--checkpoint.resume=auto)
   if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then # the default transport is for one host
-    settings+=(--sync.transport=process_group "--sync.host=$MASTER_ADDR")
+    settings+=(--sync.transport="$transport" "--sync.host=$MASTER_ADDR")
   fi
-  echo "megatron-rl slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), ranks on ${nodes[*]}, logs in $logs"
-  # wait: ranks stop together, but rank 0 has a report to write. cpu-bind: the engine is a child of rank 0 and needs more than its share.
-  srun --nodelist="$(IFS=,; echo "${nodes[*]}")" --nodes="${#nodes[@]}" --ntasks="$((${#nodes[@]} * SLURM_NTASKS_PER_NODE))" --input=none \
+  echo "megatron-rl slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), ranks on ${rank_nodes[*]}, logs in $logs"
+  local ranks=$((${#rank_nodes[@]} * SLURM_NTASKS_PER_NODE))
+  # wait: ranks stop together, but rank 0 has a report to write. cpu-bind: engines are children of rank 0 and need more than its share.
+  srun --nodelist="$(IFS=,; echo "${rank_nodes[*]}")" --nodes="${#rank_nodes[@]}" --ntasks="$ranks" --input=none \
     --output="$logs/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' rank \
     "$python" -m megatron_rl train "$config" "${settings[@]}" "$@" &

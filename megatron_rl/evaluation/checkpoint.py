@@ -18,7 +18,7 @@ from megatron_rl.export import convert, save_hf
 from megatron_rl.hf_checkpoint import Checkpoint, is_fp8
 from megatron_rl.mcore.checkpoint import load_alone, read_state
 from megatron_rl.precision import PrecisionContract
-from megatron_rl.run import check_lengths
+from megatron_rl.rules import check_lengths
 from megatron_rl.sync_plan import SyncPlan
 from parallel.geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout

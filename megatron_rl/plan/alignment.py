@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.errors import UserError
 from megatron_rl.fp8.backends import needs
 from megatron_rl.plan.candidate import Candidate, Job
+from megatron_rl.rules import check_layout_of
 from parallel.blocks import SCHEMES
 from parallel.geometry import GeometryError, Shard
 from parallel.layout import Layout
@@ -74,11 +75,10 @@ Refusal = GeometryError | UserError
 
 def trainer_refusal(job: Job, layout: Layout) -> Refusal | None:
     """Why the trainer's layout cannot work, as `train` would say it; None where it can."""
-    if job.model.vocab % layout.tp:
-        return UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({job.model.vocab})", "use a divisor of it")
     once = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
     roles = job.contract.fp8_roles()
     try:
+        check_layout_of(job.model, layout, job.config.train.layout)
         check_layout(job.model, layout)
         if (error := trainer_problem(job.model, once, roles, bool(roles))) is not None:
             return error

@@ -11,6 +11,7 @@ from megatron_rl.architecture import Routing, traits_of
 from megatron_rl.config import Config
 from megatron_rl.plan.hardware import Cluster
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.rules import longest_sequence, stale_conflicts
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
 
@@ -67,8 +68,7 @@ class Job:
 
     @property
     def longest(self) -> int:
-        said = self.config.environment.max_tokens if self.config.environment else 0
-        return self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens + said
+        return longest_sequence(self.config)
 
     @property
     def mean_answer(self) -> float:
@@ -133,6 +133,15 @@ class Candidate:
         """Nodes that have a GPU of an engine."""
         return len({cluster.node_of(self.engine_gpu(rank)) for rank in range(self.engine_gpus)})
 
+    def not_started(self, cluster: Cluster) -> str:
+        """Why no batch script of launch/slurm starts it: there the trainer's ranks fill their nodes, and every node that has engines has
+        as many. "" where one does."""
+        served = self.engine_nodes(cluster)
+        trained, served = (cluster.nodes, cluster.nodes) if self.colocated else (cluster.nodes - served, served)
+        if self.train.world_size != min(self.train.world_size, cluster.gpus_per_node) * trained:
+            return "the trainer's ranks do not fill nodes of their own"
+        return f"{self.engines} engines are not as many on each of {served} nodes" if self.engines % served else ""
+
     @property
     def gpus(self) -> int:
         return max(self.train.world_size, self.engine_gpus) if self.colocated else self.train.world_size + self.engine_gpus
@@ -161,8 +170,10 @@ class Candidate:
             wanted["train.layout.etp"] = layout.etp
         wanted |= {"train.recompute": self.recompute, "placement.kind": self.placement}
         wanted |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
-        if not self.colocated and not setting(config, "placement.max_staleness", 1):
-            wanted["placement.max_staleness"] = 1  # generation goes on while the trainer trains
+        staleness = 0 if self.colocated else config.placement.max_staleness or 1  # generation goes on while the trainer trains
+        wanted["placement.max_staleness"] = staleness
+        for _, mended in stale_conflicts(config, staleness):
+            wanted |= mended
         return [f"--{field}={value}" for field, value in wanted.items() if is_field(field) and setting(config, field, None) != value]
 
     def words(self) -> str:

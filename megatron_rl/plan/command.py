@@ -16,6 +16,7 @@ from megatron_rl.plan.hardware import GIB, Cluster
 from megatron_rl.plan.phases import offloaded, usable
 from megatron_rl.plan.sbatch import write_sbatch
 from megatron_rl.plan.search import Found, Planner, Verdict, reason
+from megatron_rl.rules import check_lengths
 from parallel.geometry import GeometryError
 
 
@@ -95,14 +96,11 @@ def _job(config: Config) -> Job:
         hf_config = read_config(folder)
     else:
         hf_config = new_config(create, 0, config.precision.high)
+    check_lengths(config, hf_config)
     try:
-        job = Job.of(config, hf_config)
+        return Job.of(config, hf_config)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
-    if job.positions and job.longest > job.positions:
-        rule = f"with prompts of data.max_prompt_tokens ({config.data.max_prompt_tokens}) exceeds the model's {job.positions} positions"
-        raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
-    return job
 
 
 def _is_configured(config: Config) -> bool:

@@ -33,5 +33,6 @@ def write_sbatch(plan: Plan, request: Request) -> str:
         words=candidate.words(),
         engines=candidate.engine_words(),
         engine_nodes=candidate.engine_nodes(cluster),
+        problem=candidate.not_started(cluster),
         arguments=shlex.join((str(request.path), *request.overrides, *candidate.overrides(plan.job.config))),
     )

@@ -33,8 +33,8 @@ def print_plan(plan: Plan) -> None:
     console.print(_memory(chosen, plan.cluster))
     if host := offloaded(job, chosen.candidate):
         console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
-    if (nodes := chosen.candidate.engine_nodes(plan.cluster)) > 1:
-        console.print(f"Planned, not launched yet: engines on {nodes} nodes. A run starts those of one node.")
+    if problem := chosen.candidate.not_started(plan.cluster):
+        console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
     console.print(_alignment(plan))
     console.print(_sync(chosen, plan.cluster))

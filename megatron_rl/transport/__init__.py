@@ -2,6 +2,7 @@
 
     shared_memory   one host: a ring of buffers in anonymous shared memory
     process_group   any hosts: torch's point-to-point sends, NCCL on GPUs and gloo on CPUs
+    gloo            any hosts: the same through the host's memory, also between processes that share a GPU
     cuda_ipc        one host, CUDA: a ring of buffers in the sender's device memory, opened by the receiver
     disk            any hosts that share a folder
 
@@ -21,6 +22,9 @@ import torch
 from megatron_rl.config_sync import Sync
 from megatron_rl.errors import UserError
 from megatron_rl.transport.chunks import Chunk
+
+GROUPS = ("process_group", "gloo")
+"""Those that are torch's process groups."""
 
 
 class Outbox(Protocol):
@@ -88,8 +92,11 @@ def make_inbox(link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
     return importlib.import_module(f"megatron_rl.transport.{link.transport}").Inbox(link, rank, chunks)
 
 
-def check_transport(settings: Sync) -> None:
-    """Raises UserError for a transport that cannot work on this machine."""
+def check_transport(settings: Sync, shared: bool = False) -> None:
+    """Raises UserError for a transport that cannot work on this machine. `shared`: trainer and engines have the same devices."""
+    if settings.transport == "process_group" and shared and torch.cuda.is_available():
+        rule = "is NCCL's, which takes no GPU twice, and trainer and engines share theirs (placement.kind)"
+        raise UserError("sync.transport", "process_group", rule, "use cuda_ipc on one host, gloo on several")
     if settings.transport == "cuda_ipc" and not torch.cuda.is_available():
         raise UserError("sync.transport", "cuda_ipc", "needs CUDA, and this machine has no CUDA device", "use shared_memory")
     if settings.transport == "disk" and settings.dir is None:
@@ -100,4 +107,4 @@ def check_hosts(settings: Sync, hosts: Sequence[str]) -> None:
     """Raises UserError where trainer ranks on these hosts, and an engine on the first of them, cannot use the transport."""
     if settings.transport in ("shared_memory", "cuda_ipc") and len(set(hosts)) > 1:
         rule = f"needs trainer and engine on one host; the trainer's ranks are on {len(set(hosts))}"
-        raise UserError("sync.transport", settings.transport, rule, "use process_group, or disk with a shared folder")
+        raise UserError("sync.transport", settings.transport, rule, "use process_group, gloo, or disk with a shared folder")

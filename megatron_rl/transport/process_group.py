@@ -23,6 +23,9 @@ from megatron_rl.transport.store import listening_store
 class Outbox:
     """See `megatron_rl.transport.Outbox`."""
 
+    on_device = True
+    """Sends from the GPU's memory where there is one."""
+
     def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
         self._sources = sorted({chunk.source for chunk in chunks})
@@ -42,16 +45,17 @@ class Outbox:
             return
         place, size = self._sources.index(self._rank), len(self._sources) + len(self._targets)
         store = self._store or _store(addresses[self._sources[0]], self._timeout)
-        self._group = _group(store, place, size, self._host, self._timeout)
-        self._buffers = _buffers(self._size)
+        device = _device(self.on_device)
+        self._group = _group(store, place, size, self._host, self._timeout, device)
+        self._buffers = _buffers(self._size, device)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if len(self._sending) == IN_FLIGHT:
             self._wait_for_oldest()
-        return self._buffers[self._sent % IN_FLIGHT][: chunk.nbytes]
+        return self._next(chunk)
 
     def send(self, chunk: Chunk) -> None:
-        flat = self._buffers[self._sent % IN_FLIGHT][: chunk.nbytes]
+        flat = self._next(chunk)
         to = len(self._sources) + self._targets.index(chunk.target)
         self._sending.append((self._group.send([flat], to, 0), flat))
         self._sent += 1
@@ -67,6 +71,9 @@ class Outbox:
         self._sending.clear()
         self._buffers = []
 
+    def _next(self, chunk: Chunk) -> torch.Tensor:
+        return self._buffers[self._sent % IN_FLIGHT][: chunk.nbytes]
+
     def _wait_for_oldest(self) -> None:
         self._sending[0][0].wait()
         self._sending.popleft()
@@ -75,12 +82,15 @@ class Outbox:
 class Inbox:
     """See `megatron_rl.transport.Inbox`. Receives are posted ahead, as far as there are buffers."""
 
+    on_device = True
+
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
         first, timeout = link.addresses[str(link.sources[0])], link.timeout
         self._place = {source: place for place, source in enumerate(link.sources)}
         own, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
-        self._group: Any = _group(_store(first, timeout), own, size, first[0], timeout)
-        self._buffers = _buffers(link.largest)
+        device = _device(self.on_device)
+        self._group: Any = _group(_store(first, timeout), own, size, first[0], timeout, device)
+        self._buffers = _buffers(link.largest, device)
         self._chunks, self._asked, self._lent = chunks, 0, 0
         self._coming: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -113,10 +123,14 @@ def _store(address: Any, timeout: float) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
-def _group(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
+def _device(on_device: bool) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_device and torch.cuda.is_available() else torch.device("cpu")
+
+
+def _group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
     """The process group; returns when every member has joined."""
     wait = timedelta(seconds=timeout)
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, size, options)
@@ -127,6 +141,5 @@ def _group(store: Any, rank: int, size: int, host: str, timeout: float) -> Any:
     return gloo(store, rank, size, options)
 
 
-def _buffers(nbytes: int) -> list[torch.Tensor]:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]

@@ -1,12 +1,14 @@
-"""launch/slurm against a real SLURM of two nodes on this machine: Debian's packages, unpacked, not installed (support/slurm.py)."""
+"""launch/slurm against a real SLURM of three nodes on this machine: Debian's packages, unpacked, not installed (support/slurm.py)."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
-TWO_NODES = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
+EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
 SMALL = {  # over configs/quickstart.toml
     "model.warm_start.steps": 0,
     "model.create.num_hidden_layers": 1,
@@ -34,14 +36,20 @@ SMALL = {  # over configs/quickstart.toml
     "sync.bucket_mb": 1,
     "checkpoint.every": 1,
 }
+BOTH_HERE = '--rollout.hosts=["127.0.0.1","127.0.0.1"]'  # as all nodes of this SLURM have one address
+FOUR_ENGINES = ("--model.path=model", "--rollout.engines=4")
 PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
 STAND_IN = """#!/usr/bin/env bash
 # Stands in for the trainer's Python: notes how it was started, then ends as the file `codes` says, a line for each start; with `stop` it
-# waits for a signal and ends as the trainer does.
+# waits for a signal and ends as the trainer does; with `engines` rank 0 starts and ends them.
 echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $*" >>"$PWD/started.$RANK"
-echo "${MEGATRON_RL_ENGINE_LAUNCHER:-}" >launcher
 code=$(sed -n "$(wc -l <"$PWD/started.$RANK")p" codes)
 echo "rank $RANK was here"
+if [ "$code" = engines ]; then
+  code=0
+  if [ "$RANK" = 0 ]; then "$REAL_PYTHON" -m support.placed "$@" || code=$?; touch ended; fi
+  until [ -e ended ]; do sleep 0.2; done
+fi
 [ "$code" != stop ] || { trap 'exit 143' USR1 TERM; while :; do sleep 0.1; done; }
 exit "$code"
 """
@@ -54,7 +62,7 @@ def cluster(tmp_path_factory):
         root = unpack_slurm(folder)
     except NoSlurmError as error:
         pytest.skip(f"no SLURM: {error}")
-    with Cluster(root, folder / "cluster", 2) as cluster:
+    with Cluster(root, folder / "cluster", 3) as cluster:
         yield cluster
 
 
@@ -68,13 +76,16 @@ def quickstarts(cluster, tmp_path_factory) -> Iterator[dict[str, Future[Job]]]:
 
 
 class Job:
-    """A script submitted for two nodes from `folder`, which gets all its files."""
+    """A script submitted for the first nodes of the cluster from `folder`, which gets all its files."""
 
-    def __init__(self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, **variables: str) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, nodes: int = 2, **variables: str
+    ) -> None:
         self.cluster, self.folder = cluster, folder
         here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
         here |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
-        self.id = cluster.run("sbatch", "--parsable", f"--chdir={folder}", *TWO_NODES, script, *arguments, env=here)
+        where = (f"--nodes={nodes}", f"--nodelist=node[1-{nodes}]", f"--chdir={folder}")
+        self.id = cluster.run("sbatch", "--parsable", *where, *EACH_NODE, script, *arguments, env=here)
 
     def state(self) -> dict[str, str]:
         return self.cluster.job(self.id)
@@ -104,9 +115,9 @@ def stand_in(cluster, tmp_path):
     python.chmod(0o755)
     (tmp_path / "run.toml").write_text("")
 
-    def submit(*codes: object, script: Path = COLOCATED, **variables: str) -> Job:
+    def submit(*codes: object, arguments: tuple[str, ...] = ("--train.steps=3",), **named: Any) -> Job:
         (tmp_path / "codes").write_text("\n".join(map(str, codes)) + "\n")
-        return Job(cluster, tmp_path, "run.toml", "--train.steps=3", script=script, PYTHON=str(python), **variables)
+        return Job(cluster, tmp_path, "run.toml", *arguments, PYTHON=str(python), REAL_PYTHON=sys.executable, **named)
 
     return submit
 
@@ -119,18 +130,36 @@ def starts(job: Job, rank: int = 0) -> list[str]:
 def test_ranks_know_their_place_and_have_files_of_their_own(stand_in):
     job = stand_in(0)
     assert job.wait(60) == "COMPLETED 0", job.texts()
-    told = "-m megatron_rl train run.toml --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1 --train.steps=3"
+    told = f"-m megatron_rl train run.toml {BOTH_HERE} --checkpoint.resume=auto --sync.transport=gloo --sync.host=127.0.0.1 --train.steps=3"
     assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {told}"] for rank in range(2)]
     assert [job.rank(rank).read_text() for rank in range(2)] == ["rank 0 was here\n", "rank 1 was here\n"]
     assert f"ranks on node1 node2, logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
 
 
-def test_the_last_node_is_the_engines(stand_in):
-    job = stand_in(0, script=DISAGGREGATED)
-    assert job.wait(60) == "COMPLETED 0", job.texts()
-    settings = "--rollout.host=127.0.0.1 --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
-    assert starts(job) == [f"0 0 1 127.0.0.1 -m megatron_rl train run.toml {settings} --train.steps=3"] and not starts(job, 1)
-    assert "--nodelist=node2 " in (job.folder / "launcher").read_text() and "ranks on node1, logs in" in job.printed()
+def test_every_node_of_a_colocated_job_has_engines(stand_in):
+    job = stand_in("engines", arguments=FOUR_ENGINES, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    assert job.wait(150) == "COMPLETED 0", job.texts()
+    assert_engines(job, ["node1", "node1", "node2", "node2"])
+
+
+def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
+    named = {"script": DISAGGREGATED, "nodes": 3, "ENGINE_NODES": "2", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    job = stand_in("engines", arguments=FOUR_ENGINES, **named)
+    assert job.wait(150) == "COMPLETED 0", job.texts()
+    settings = f"--placement.kind=disaggregated {BOTH_HERE} --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
+    assert starts(job) == [f"0 0 1 127.0.0.1 -m megatron_rl train run.toml {settings} {' '.join(FOUR_ENGINES)}"] and not starts(job, 1)
+    assert "ranks on node1, logs in" in job.printed()
+    assert_engines(job, ["node2", "node2", "node3", "node3"])
+
+
+def assert_engines(job: Job, nodes: list[str]) -> None:
+    """Engines 0, 1, ... told that they are there and counted their devices node by node. `support.placed` has seen them end."""
+    logs = [(job.folder / f"engine{number}.log").read_text().splitlines() for number in range(len(nodes))]
+    told = [json.loads(next(line for line in log if line.startswith("{"))) for log in logs]
+    assert [(one["node"], one["host"]) for one in told] == [(node, "127.0.0.1") for node in nodes]
+    cores = os.cpu_count() or 1
+    assert [one["cores"] for one in told] == [str(nodes[:number].count(node) % cores) for number, node in enumerate(nodes)]
+    assert_nothing_is_left(job.folder)
 
 
 def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
@@ -180,7 +209,7 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
         (("run.toml",), {"MASTER_PORT": "80"}, "MASTER_PORT = '80': must be a whole number from 1024 to 65535"),
         (("run.toml",), {"PYTHON": "/none"}, "PYTHON = '/none': cannot be run"),
         (("run.toml",), {"MEGATRON_RL_ROOT": "/none"}, "MEGATRON_RL_ROOT = '/none': is not the repository"),
-        (("run.toml",), {"script": DISAGGREGATED, "ENGINE_NODES": "2"}, "ENGINE_NODES = '2': one node serves; more than that is not built"),
+        (("run.toml",), {"script": DISAGGREGATED, "ENGINE_NODES": "2"}, "ENGINE_NODES = '2': must be a whole number from 1 to 1"),
     ]
     jobs = [Job(cluster, tmp_path, *arguments, **variables) for arguments, variables, _ in mistakes]
     for job, (_, _, line) in zip(jobs, mistakes, strict=True):
@@ -197,7 +226,7 @@ def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], scrip
 
 
 def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
-    job = quickstart(cluster, folder, {}, COLOCATED)
+    job = quickstart(cluster, folder, {"rollout.hosts": '["127.0.0.1"]'}, COLOCATED)  # one engine, on the first node
     run = folder / "runs" / "small" / "latest"
     until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 280, f"the first step\n{job.texts()}")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)

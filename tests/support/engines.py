@@ -25,7 +25,7 @@ def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[
     """
     config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 240.0))
     if "port" in fault:
-        start._free_port = lambda host: fault["port"]
+        start._free_port = lambda slot: fault["port"]
     if "argument" in fault:
         arguments = start._server_arguments
         start._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]

@@ -25,6 +25,7 @@ from bench_sync import MODELS, Model, contract, empty_planes, random_planes
 
 from megatron_rl.config import Config
 from megatron_rl.config_sync import Sync
+from megatron_rl.engine_slots import Slot
 from megatron_rl.engines import Engines
 from megatron_rl.ranks import is_rank0, on_rank0
 from megatron_rl.steady import SteadySync
@@ -129,7 +130,7 @@ class LightStart:
     number: int
 
     def __call__(self) -> tuple[EngineProcess, str, str]:
-        port, key = _free_port("127.0.0.1"), secrets.token_hex(24)
+        port, key = _free_port(Slot()), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
         return EngineProcess(["127.0.0.1", str(port)], environment, log, "support.light"), f"http://127.0.0.1:{port}", key

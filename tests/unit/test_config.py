@@ -226,20 +226,32 @@ def test_several_reward_functions_are_read_back():
     assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
 
 
-@pytest.mark.parametrize("field", ["rollout.host", "sync.host"])
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "0x0", "", "::ffff:0.0.0.0"])
-def test_a_host_that_stands_for_every_interface_is_refused(field, host):
-    with pytest.raises(UserError) as error:
-        load_config(ROOT / "configs" / "quickstart.toml", [f"--{field}={host}"])
-    assert str(error.value) == (
-        f"{field} = {host!r}: stands for every interface of the machine; name one, loopback or of a private network; "
-        'the default is "127.0.0.1"'
-    )
+def test_a_host_that_stands_for_every_interface_is_refused(host):
+    line = "stands for every interface of the machine; name one, loopback or of a private network"
+    refused = {
+        f"--sync.host={host}": f'sync.host = {host!r}: {line}; the default is "127.0.0.1"',
+        f'--rollout.hosts=["10.0.3.7", "{host}"]': f"rollout.hosts.1 = {host!r}: {line}",
+    }
+    for override, told in refused.items():
+        with pytest.raises(UserError) as error:
+            load_config(ROOT / "configs" / "quickstart.toml", [override])
+        assert str(error.value) == told
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.3.7", "node17", "::1", "localhost"])
 def test_a_host_of_one_interface_is_taken(host):
-    assert load_config(ROOT / "configs" / "quickstart.toml", [f"--rollout.host={host}"]).rollout.host == host
+    assert load_config(ROOT / "configs" / "quickstart.toml", [f'--rollout.hosts=["{host}"]']).rollout.hosts == (host,)
+
+
+def test_hosts_are_a_list():
+    for override, line in {
+        "--rollout.hosts=10.0.3.7": "rollout.hosts = '10.0.3.7': must be a valid array; the default is [\"127.0.0.1\"]",
+        "--rollout.host=10.0.3.7": "rollout.host = '10.0.3.7': unknown key; did you mean rollout.hosts?",
+    }.items():
+        with pytest.raises(UserError) as error:
+            load_config(ROOT / "configs" / "quickstart.toml", [override])
+        assert str(error.value) == line
 
 
 def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):

@@ -252,7 +252,7 @@ def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
     check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}}, strict=False))
     with pytest.raises(UserError) as error:
         check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 3, "tp": 2}}, strict=False))
-    line = "rollout.engines = 3: needs 3 * 2 GPUs (rollout.engines * rollout.tp), this machine has 4; lower one of them"
+    line = "rollout.engines = 3: needs 3 * 2 GPUs of a machine (rollout.engines * rollout.tp), this one has 4; lower one of them"
     assert str(error.value) == line
 
 

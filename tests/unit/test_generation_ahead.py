@@ -17,7 +17,7 @@ from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.loop import to_sequences
 from megatron_rl.mismatch import mismatch, staleness
 from megatron_rl.rollout import Rollout, rollout_metrics
-from megatron_rl.run import check_placement
+from megatron_rl.rules import check_placement
 from megatron_rl.turns import Turns
 from megatron_rl.types import Completion, Generation, Problem, Sampling
 from rollout_sglang.engine import _generation

@@ -35,6 +35,8 @@ TORCH_FREE = (
     "megatron_rl.graph_decoder",
     "megatron_rl.phases",
     "megatron_rl.plan.command",
+    "megatron_rl.rules",
+    "megatron_rl.engine_slots",
     "parallel.layout",
     "rollout_sglang",
 )

@@ -23,6 +23,7 @@ from megatron_rl.plan.hardware import GIB, GPUS, Cluster
 from megatron_rl.plan.search import Planner, reason
 from megatron_rl.plan.sync_load import sync_load
 from megatron_rl.precision import PrecisionContract
+from megatron_rl.rules import check_placement
 from megatron_rl.sync_plan import SyncPlan
 from parallel.geometry import ModelGeometry
 from parallel.layout import Layout
@@ -208,6 +209,70 @@ def test_only_fields_that_exist_are_suggested():
     assert Candidate.of_config(config, cluster).overrides(config) == []
 
 
+ALONE = "--placement.kind=disaggregated"
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        [ALONE],
+        ["--algorithm.correction=icepop"],
+        ["--algorithm.old_policy=engine"],
+        ["--log.attribute_every=5"],
+        ["--sync.running=continue", "--algorithm.routing_replay=engine"],
+        [ALONE, "--placement.max_staleness=3", "--log.attribute_every=5"],
+    ],
+)
+def test_what_is_suggested_passes_the_rules_of_train(told, placement):
+    file = ROOT / "configs" / "quickstart.toml"
+    words = Candidate(Layout(tp=2), 2, engines=2, placement=placement).overrides(load_config(file, told))
+    suggested = load_config(file, [*told, *words])
+    check_placement(suggested)
+    assert suggested.placement.kind == placement and bool(suggested.placement.max_staleness) == (placement == "disaggregated")
+    assert ("--algorithm.correction=tis" in words) == (placement == "disaggregated" and not any("algorithm" in word for word in told[:1]))
+
+
+def test_train_and_plan_refuse_the_same_layouts():
+    dense, experts = job(), job("Qwen3-30B-A3B", train={"layout": {"sequence_parallel": False}})
+    mistakes = [
+        (dense, Layout(tp=3), "train.layout.tp = 3: must divide vocab_size (151936)"),
+        (dense, Layout(tp=4, cp=16), "train.layout.cp = 16: tp * cp = 4 * 16 must divide num_attention_heads (32)"),
+        (dense, Layout(tp=2, etp=1), "train.layout.etp = 1: needs a model with experts"),
+        (experts, Layout(tp=2), "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2"),
+    ]
+    for one, layout, line in mistakes:
+        assert str(alignment.trainer_refusal(one, layout)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    "candidate, nodes, problem",
+    [
+        (Candidate(Layout(tp=8, dp=4), 8, 1, 4), 4, ""),
+        (Candidate(Layout(tp=4), 4, 1, 1), 1, ""),
+        (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "1 engines are not as many on each of 2 nodes"),
+        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "the trainer's ranks do not fill nodes of their own"),
+        (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
+        (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "3 engines are not as many on each of 2 nodes"),
+        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "the trainer's ranks do not fill nodes of their own"),
+    ],
+)
+def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
+    assert candidate.not_started(Cluster.of(nodes, 8, "h100")) == problem
+
+
+def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
+    file = tmp_path / "job.sbatch"
+    told = ["--nodes", "3", "--top", "1", "--sbatch", str(file), ALONE, "--rollout.tp=8", "--rollout.engines=2"]
+    layout = ["--train.layout.tp=8", "--train.layout.dp=1"]
+    result = CliRunner().invoke(app, ["plan", "configs/qwen3_8b.toml", *told, *layout])
+    assert result.exit_code == 0, result.output
+    batch = file.read_text()
+    assert "export ENGINE_NODES=2\nexec bash" in batch and "launch/slurm/disaggregated.sbatch" in batch and "does not start" not in batch
+    assert "--placement.max_staleness=1 --algorithm.correction=tis" in batch
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_shipped_examples_fit(name, tmp_path):
     config, out = ROOT / "configs" / f"{name}.toml", tmp_path / "plan.json"
@@ -220,6 +285,7 @@ def test_the_shipped_examples_fit(name, tmp_path):
     batch = (tmp_path / "job.sbatch").read_text()
     assert f"#SBATCH --nodes={EXAMPLES[name]}\n" in batch and "#SBATCH --ntasks-per-node=8\n" in batch
     assert f"configs/{name}.toml" in batch
+    assert "does not start" not in batch and "No batch script" not in result.stdout
     subprocess.run(["bash", "-n", tmp_path / "job.sbatch"], check=True)
 
 
@@ -241,7 +307,7 @@ def test_a_model_that_is_still_to_be_made():
         (["--nodes", "0"], "--nodes = 0: must be a positive number"),
         (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20"),
         (["--rollout.max_total_tokens=100000000"], "--nodes = 1: nothing fits on 1 node of 8 H100 SXM 80GB: the closest, "),
-        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: with prompts of data.max_prompt_tokens (1024) exceeds"),
+        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: with data.max_prompt_tokens (1024) exceeds"),
         (["--model.path=nowhere"], "model.path = 'nowhere': holds no config.json"),
     ],
 )

@@ -95,7 +95,7 @@ def test_engine_ranks_take_turns():
 
 def test_the_largest_chunk_keeps_to_the_setting():
     assert Sync(bucket_mb=1).chunk_bytes == 512 << 10
-    for transport in ("shared_memory", "process_group", "cuda_ipc", "disk"):
+    for transport in ("shared_memory", "process_group", "gloo", "cuda_ipc", "disk"):
         for bucket_mb in (1, 2, 16, 4096):
             assert 2 * Sync(transport=transport, bucket_mb=bucket_mb).chunk_bytes <= bucket_mb << 20
 

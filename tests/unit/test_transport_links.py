@@ -12,10 +12,10 @@ import torch
 
 from megatron_rl.config_sync import IN_FLIGHT, Sync
 from megatron_rl.errors import UserError
-from megatron_rl.transport import Link, check_hosts, check_transport, cuda_ipc, make_inbox, make_outbox, ring
+from megatron_rl.transport import Link, check_hosts, check_transport, cuda_ipc, gloo, make_inbox, make_outbox, process_group, ring
 from megatron_rl.transport.chunks import Chunk
 
-ON_CPU = ["shared_memory", "process_group", "disk"]
+ON_CPU = ["shared_memory", "process_group", "gloo", "disk"]
 
 
 def chunks_between(sources: int, targets: int, sizes: list[int]) -> list[Chunk]:
@@ -178,9 +178,32 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(monkeypatch):
         check_transport(Sync(transport="cuda_ipc"))
     for transport in ("shared_memory", "cuda_ipc"):
         check_hosts(Sync(transport=transport), ["a", "a"])
-        with pytest.raises(UserError, match="needs trainer and engine on one host; the trainer's ranks are on 2; use process_group"):
+        with pytest.raises(UserError, match="needs trainer and engine on one host; the trainer's ranks are on 2; use process_group, gloo"):
             check_hosts(Sync(transport=transport), ["a", "b", "a"])
-    check_hosts(Sync(transport="process_group"), ["a", "b"])
+    for transport in ("process_group", "gloo"):
+        check_hosts(Sync(transport=transport), ["a", "b"])
+        check_transport(Sync(transport=transport), shared=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_transport(Sync(transport="gloo"), shared=True)
+    check_transport(Sync(transport="process_group"), shared=False)
+    with pytest.raises(UserError, match="'process_group': is NCCL's, which takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
+        check_transport(Sync(transport="process_group"), shared=True)
+
+
+def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch):
+    packed: list[torch.Tensor] = []  # stands for the GPU's memory, a buffer on each side
+
+    def on_gpu(nbytes: int) -> torch.Tensor:
+        packed.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return packed[-1]
+
+    monkeypatch.setattr(gloo, "on_gpu", on_gpu)
+    monkeypatch.setattr(process_group, "_device", lambda on_device: torch.device("cuda" if on_device else "cpu"))
+    chunks = chunks_between(1, 1, [100, 4096, 7])
+    outboxes, inboxes = open_all(settings("gloo", tmp_path), chunks)
+    for turn in range(2):
+        assert run_all(lambda t=turn: send_all(outboxes[0], 0, chunks, t), lambda t=turn: receive_all(inboxes[0], 0, chunks, t))[1] == 3
+    assert len(packed) == 2 and all(torch.equal(buffer[:7], content(chunks[-1], 1)) for buffer in packed)
 
 
 def test_ipc_handles_survive_their_way_as_text():

@@ -1,0 +1,51 @@
+"""Stands in for the trainer of a batch job: starts the engines of its configuration where they belong, and ends them as engines that hang.
+
+`python -m support.placed`, then the trainer's own words. The engines are stand-ins too: where SGLang would start, they tell into their
+logs where they are and what they were told, and then leave every signal unheard that they may.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.config import load_config
+from megatron_rl.engine_slots import check_slots
+from rollout_sglang.process import EngineProcess
+from rollout_sglang.start import Start
+from support.processes import until
+
+ENGINE = """# Python runs this first, as sitecustomize
+import json, os, signal, sys, time
+if "rollout_sglang.server" in sys.orig_argv and not os.environ.get("MEGATRON_RL_ENGINE_LAUNCHER"):  # else it is to become its launcher
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    host = sys.orig_argv[sys.orig_argv.index("--host") + 1]
+    told = {"node": os.environ["SLURMD_NODENAME"], "host": host, "cores": os.environ["SGLANG_CPU_OMP_THREADS_BIND"], "pid": os.getpid()}
+    print(json.dumps(told), flush=True)
+    time.sleep(600)
+"""
+
+
+def main() -> None:
+    folder = Path.cwd()
+    (folder / "sitecustomize.py").write_text(ENGINE)
+    os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
+    config = load_config(Path(sys.argv[4]), sys.argv[5:])  # -m megatron_rl train CONFIG ...
+    check_slots(config)
+    engines = [Start(config, folder, folder, number)()[0] for number in range(config.rollout.engines)]
+    try:
+        until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 90, "every engine")
+    finally:
+        with ThreadPoolExecutor(len(engines)) as threads:
+            list(threads.map(EngineProcess.kill, engines))
+    pids = [int(re.findall(r'"pid": (\d+)', engine.log.read_text())[0]) for engine in engines]
+    until(lambda: not any(map(psutil.pid_exists, pids)), 30, "the engines' end")  # the end of the job would end them in any case
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Engines on several nodes: where each one runs, who starts it there, on which devices, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import ROOT
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
+from megatron_rl.engines import check_devices
+from megatron_rl.errors import UserError
+from megatron_rl.precision import PrecisionContract
+from rollout_sglang import start
+
+NODES = ("10.0.0.5", "10.0.0.6")
+
+
+def config(engines: int = 4, tp: int = 1, hosts: tuple[str, ...] = NODES, transport: str = "process_group") -> Config:
+    told = {"model": {"path": "x"}, "rollout": {"engines": engines, "tp": tp, "hosts": hosts}, "sync": {"transport": transport}}
+    return Config.model_validate(told, strict=False)
+
+
+@pytest.fixture
+def launchers(monkeypatch):
+    def set_lines(*lines: str) -> None:
+        monkeypatch.setenv(LAUNCHER_VARIABLE, "\n".join(lines))
+
+    monkeypatch.delenv(LAUNCHER_VARIABLE, raising=False)
+    return set_lines
+
+
+def test_engines_are_spread_evenly_in_order(launchers):
+    launchers("", "srun --nodelist=node2")
+    assert [slot_of(config().rollout, number) for number in range(4)] == [
+        Slot("10.0.0.5", "", 0, 2),
+        Slot("10.0.0.5", "", 1, 2),
+        Slot("10.0.0.6", "srun --nodelist=node2", 0, 2),
+        Slot("10.0.0.6", "srun --nodelist=node2", 1, 2),
+    ]
+
+
+def test_without_a_word_all_engines_are_on_this_machine(launchers):
+    alone = config(2, hosts=("127.0.0.1",), transport="shared_memory")
+    check_slots(alone)
+    assert [slot_of(alone.rollout, number) for number in range(2)] == [Slot(index=index, neighbours=2) for index in range(2)]
+
+
+def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
+    launchers("srun --nodelist=node3", "srun --nodelist=node4")
+    told = config(tp=2)
+    contract = PrecisionContract.of(told.precision)
+    slots = [slot_of(told.rollout, number) for number in range(4)]
+    assert [start._environment(2, contract, slot)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for slot in slots] == [1] * 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    words = [start._server_arguments(told, contract, Path("x"), 1, slot) for slot in slots]
+    assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
+    assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]
+
+
+def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(launchers, monkeypatch):
+    told = Config.model_validate(
+        {"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}, "placement": {"kind": "disaggregated"}}, strict=False
+    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert [first_device(told, slot_of(told.rollout, number)) for number in range(2)] == [4, 6]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    check_devices(told)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
+        check_devices(told)
+    launchers("srun --nodelist=node2")
+    assert [first_device(told, slot_of(told.rollout, number)) for number in range(2)] == [0, 2]
+
+
+def test_neighbours_on_another_machine_never_choose_the_same_port():
+    for _ in range(50):
+        ports = [start._free_port(Slot("10.0.0.5", "srun", index, 8)) for index in range(8)]
+        assert [port % 8 for port in ports] == list(range(8)) and 20000 <= min(ports) <= max(ports) < 30000
+
+
+def test_every_node_serves_as_many_engines():
+    with pytest.raises(UserError) as error:
+        load_config(ROOT / "configs" / "quickstart.toml", ['--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=3"])
+    rule = "engines (3) must be a multiple of the nodes that hosts names (2), for each runs as many"
+    assert str(error.value) == f"rollout: {rule}; set engines to 4, or name fewer hosts"
+
+
+@pytest.mark.parametrize(
+    "lines, changes, line",
+    [
+        (
+            ("srun --nodelist=node2",),
+            {},
+            f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them; "
+            "start with launch/slurm, or give the variable a line for each node",
+        ),
+        (
+            ("srun a", "srun a"),
+            {},
+            f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; "
+            "give it a line of its own for each of rollout.hosts",
+        ),
+        (
+            ("", "srun a"),
+            {"transport": "cuda_ipc"},
+            f"sync.transport = 'cuda_ipc': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others; "
+            "use process_group, gloo, or disk with a shared folder",
+        ),
+    ],
+)
+def test_engines_that_cannot_be_where_they_should_are_refused(launchers, lines, changes, line):
+    launchers(*lines)
+    with pytest.raises(UserError) as error:
+        check_slots(config(**changes))
+    assert str(error.value) == line
+
+
+def test_a_node_has_devices_for_all_its_engines(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_devices(config(4, tp=2))
+    mistakes = {
+        (
+            6,
+            2,
+        ): "rollout.engines = 6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them",
+        (2, 8): "rollout.tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it",
+    }
+    for (engines, tp), line in mistakes.items():
+        with pytest.raises(UserError) as error:
+            check_devices(config(engines, tp))
+        assert str(error.value) == line
