@@ -1,4 +1,4 @@
-"""What an FP8 linear layer keeps of its input for the backward pass: what WGrad takes of it, no other copy. Stand-ins for the GPU's kernels."""
+"""What an FP8 linear layer keeps of its input for the backward pass: what WGrad takes of it, no other copy. Stand-ins play the kernels."""
 
 from __future__ import annotations
 
