@@ -22,7 +22,7 @@ from rollout_sglang.engine import SGLangEngine
 PRECISIONS = {"bf16": Precision(mode="bf16"), "fp8": Precision(mode="fp8_unified"), "int8": Precision(mode="int8_rollout")}
 BATCHES = (1, 16, 64, 256)
 _PROMPT = 32
-_ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 65536, "start_timeout": 90.0, "request_timeout": 60.0}
+_ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 90.0, "request_timeout": 90.0}
 
 
 def part(rows: Rows) -> None:

@@ -43,7 +43,7 @@ from rollout_sglang.engine import SGLangEngine
 
 _TOKENS = 8192  # of a micro-batch, as by default
 _PROMPTS, _PROMPT, _NEW_TOKENS = 64, 64, 192
-_ROLLOUT = {"max_running_requests": _PROMPTS, "max_total_tokens": 32768, "start_timeout": 90.0, "request_timeout": 60.0}
+_ROLLOUT = {"max_running_requests": _PROMPTS, "max_total_tokens": 32768, "start_timeout": 90.0, "request_timeout": 90.0}
 _ORDER = ("rollout", "reference forward", "actor forward", "actor update", "sync", "whole step")
 
 
