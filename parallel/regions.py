@@ -51,9 +51,30 @@ def byte_flat(flat: torch.Tensor) -> ByteMatrix:
     return flat if flat.is_cuda else flat.numpy()
 
 
-def host_bytes(matrix: ByteMatrix) -> np.ndarray:
-    """A byte matrix, or a part of one, as contiguous memory of the host; copies only where it must."""
-    return np.ascontiguousarray(matrix if isinstance(matrix, np.ndarray) else matrix.cpu().numpy())
+class Hash:
+    """128 bits of XXH3 over the bytes it is given, piece by piece. Of bytes on a GPU it hashes what `device_digest` makes of them there:
+    another digest than the host's of the same bytes, so both sides must hold them on the same kind of device."""
+
+    def __init__(self) -> None:
+        self._state = xxhash.xxh3_128()
+        self._pending: list[torch.Tensor] = []
+
+    def update(self, matrix: ByteMatrix) -> None:
+        """uint8 [rows, bytes of a row]. On a GPU this only starts the work, on the current stream."""
+        if isinstance(matrix, np.ndarray):
+            self._state.update(np.ascontiguousarray(matrix).data)
+            return
+        from parallel.device_digest import run_sums
+
+        self._state.update(matrix.numel().to_bytes(8, "little"))
+        self._pending.append(run_sums(matrix.contiguous().view(-1)))
+
+    def hexdigest(self) -> str:
+        """32 hex digits; on a GPU, waits for the work there."""
+        if self._pending:
+            self._state.update(torch.cat(self._pending).cpu().numpy().data)
+            self._pending.clear()
+        return self._state.hexdigest()
 
 
 def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
@@ -62,11 +83,23 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 
 def digest(tensor: torch.Tensor, rect: Rect) -> str:
-    """128-bit XXH3 of a rectangle's raw bytes in row order, as 32 hex digits. Detects corruption; it is no cryptographic hash."""
-    return xxhash.xxh3_128_hexdigest(raw_bytes(region(tensor, rect)).data)
+    """`Hash` of a rectangle's raw bytes in row order. Detects corruption; it is no cryptographic hash."""
+    return _started(tensor, rect).hexdigest()
 
 
 def digests(tensors: Mapping[str, torch.Tensor], places: Sequence[Place]) -> list[str]:
-    """`digest` of every place, in order, on all cores this process may use: XXH3 runs outside Python's lock."""
+    """`digest` of every place, in order. On the host, on all cores this process may use: XXH3 runs outside Python's lock."""
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        started = [_started(tensors[name], rect) for name, rect in places]  # all work is under way before the first is waited for
+        return [each.hexdigest() for each in started]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda place: digest(tensors[place[0]], place[1]), places))
+
+
+def _started(tensor: torch.Tensor, rect: Rect) -> Hash:
+    found = Hash()
+    if tensor.is_cuda:
+        found.update(region(tensor, rect).detach().contiguous().reshape(-1).view(torch.uint8))
+    else:
+        found.update(raw_bytes(region(tensor, rect)))
+    return found

@@ -19,6 +19,9 @@ from rollout_sglang import activations
 from rollout_sglang.platform import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 
+_PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
+"""SGLang would compile DeepGEMM's kernels for 16,384 batch sizes before it is ready, in 10 to 20 minutes by its own words, longer than
+`rollout.start_timeout`. Without, a kernel is compiled when it is first used, in seconds."""
 _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -30,13 +33,15 @@ class Start:
     model_path: Path
     log_dir: Path
     number: int = 0
+    arguments: tuple[str, ...] = ()
+    """More of SGLang's own, for measuring: such as weights that it makes up."""
 
     def __call__(self) -> tuple[EngineProcess, str, str]:
         """The process, the server's URL, and the key that every request must carry. Raises UserError where the host cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.of(self.config.precision)
         slot = slot_of(rollout, self.number)
         port, key = _free_port(slot), secrets.token_hex(24)
-        arguments = _server_arguments(self.config, contract, self.model_path, port, slot)
+        arguments = _server_arguments(self.config, contract, self.model_path, port, slot) + self.arguments
         environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: slot.launcher, **_environment(rollout.tp, contract, slot)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
         return EngineProcess(arguments, environment, log), f"http://{slot.host}:{port}", key
@@ -75,7 +80,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
 
 def _environment(tp: int, contract: PrecisionContract, slot: Slot) -> dict[str, str]:
     if torch.cuda.is_available():
-        return {activations.VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
+        scales = {activations.VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
+        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
     cores = os.cpu_count() or 1
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,

@@ -18,6 +18,7 @@ from gpu_parts import outcome, table
 from gpu_parts.found import Machine, find, fix
 from gpu_parts.outcome import Outcome
 from gpu_parts.parts import PARTS, TOTAL_SECONDS, Part
+from gpu_parts.targets import reached
 
 ROOT = Path(__file__).parents[1]
 _LEAST_SECONDS = 5.0
@@ -85,15 +86,19 @@ def run_one(machine: Machine, part: Part, folder: Path, seconds_left: float) -> 
     if lacks := machine.lacks(part.needs):
         return Outcome(part.name, part.title, "left out", why=f"needs {', '.join(f'{lack} ({fix(lack)})' for lack in lacks)}")
     if seconds_left < _LEAST_SECONDS:
-        return Outcome(part.name, part.title, "left out", why=f"the {TOTAL_SECONDS} s of the whole check are over")
+        return Outcome(
+            part.name, part.title, "left out", why=f"the {TOTAL_SECONDS} s of the whole check are over; --only {part.name} runs it"
+        )
     return outcome.run(part, folder, min(part.seconds, seconds_left), machine.lacks(part.uses))
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """For the console: a line per part that did not pass, what was missing anywhere, and the count."""
+    """For the console: a line per part that did not pass, what was missing anywhere, the figures to beat, and the count."""
     lines = [f"{found.status}: {found.title}: {found.why}" for found in outcomes if found.status != "passed"]
     missing = dict.fromkeys(lack for found in outcomes for lack in found.missing)
     lines += [f"rows left out without {lack}: {fix(lack)}" for lack in missing]
+    figures = [row for found in outcomes for row in reached(found.rows)]
+    lines += [f"{target}: {ratio:.2f} ({what}); to beat {to_beat:.2f}: {told}" for target, what, ratio, to_beat, told in figures]
     passed = sum(found.status == "passed" for found in outcomes)
     return [*lines, f"{passed} of {len(outcomes)} parts passed"]
 

@@ -123,7 +123,7 @@ class GatherAndQuantise:
             for piece in self._shards[rank][name].pieces:
                 tensor = piece.tensor
                 if tensor.name not in whole:
-                    whole[tensor.name] = torch.empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), dtype=torch.bfloat16)
+                    whole[tensor.name] = value.new_empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols))
                 held = Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
                 region(whole[tensor.name], piece.source).copy_(region(value, held))
         return whole

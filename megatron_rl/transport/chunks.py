@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from parallel.buckets import Bucket, part_of
 from parallel.pieces import Rect
 from parallel.plan import Move
-from parallel.regions import ByteMatrix, Place, byte_matrix, host_bytes
+from parallel.regions import ByteMatrix, Hash, Place, byte_matrix
 
 _TILE = 256 << 10
 """Bytes. On the machine this was measured on, hashing 256 KiB just before they are copied costs 5 % of the copy; later, 100 %."""
@@ -78,13 +78,40 @@ def chunks_of(moves: Sequence[Move], buckets: Sequence[Bucket]) -> list[Chunk]:
     return chunks
 
 
+class Clock:
+    """Adds up the seconds of something that is done in pieces. On a GPU, which works on while Python goes on, by events."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self, on_gpu: bool) -> Iterator[None]:
+        if on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+
+    @property
+    def seconds(self) -> float:
+        """On a GPU, waits until the last piece is done."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
+
+
 class Memory:
     """Named tensors as byte matrices, made once per sync: what chunks are copied from, copied to, and hashed in."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Raises ValueError, by name, for a tensor that is missing or whose rows are no runs of bytes."""
-        self.hash_seconds = 0.0
-        """Spent on hashing so far."""
+        self._clock = Clock()
         self._matrices: dict[str, tuple[ByteMatrix, int]] = {}
         for name in names:
             if name not in tensors:
@@ -93,6 +120,11 @@ class Memory:
                 self._matrices[name] = byte_matrix(tensors[name]), tensors[name].element_size()
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+
+    @property
+    def hash_seconds(self) -> float:
+        """Spent on hashing so far; on a GPU, waits until that is done."""
+        return self._clock.seconds
 
     def part(self, place: Place) -> ByteMatrix:
         """The bytes of a rectangle, a view."""
@@ -103,44 +135,40 @@ class Memory:
     def pack(self, places: Iterable[Place], flat: ByteMatrix, hashing: bool) -> str:
         """Copies rectangles into `flat`, uint8 [bytes], one after the other.
 
-        Where `hashing`, returns 128 bits of XXH3 over the rectangles' bytes in that order, as 32 hex digits; else an empty text.
+        Where `hashing`, returns `Hash` of the rectangles' bytes in that order, as 32 hex digits; else an empty text.
         """
-        state, at = self._new_state(hashing), 0
+        state, at = Hash() if hashing else None, 0
         for tile in self._tiles(places):
             rows, cols = tile.shape
             self._hash(state, tile)
             flat[at : at + rows * cols].reshape(rows, cols)[...] = tile
             at += rows * cols
         _check_filled(at, flat)
-        return state.hexdigest() if hashing else ""
+        return state.hexdigest() if state else ""
 
     def unpack(self, places: Iterable[Place], flat: ByteMatrix, hashing: bool) -> str:
         """The inverse of `pack`; hashes what the rectangles hold after they were written."""
-        state, at = self._new_state(hashing), 0
+        state, at = Hash() if hashing else None, 0
         for tile in self._tiles(places):
             rows, cols = tile.shape
             tile[...] = flat[at : at + rows * cols].reshape(rows, cols)
             at += rows * cols
             self._hash(state, tile)
         _check_filled(at, flat)
-        return state.hexdigest() if hashing else ""
+        return state.hexdigest() if state else ""
 
     def copy(self, places: Sequence[Place], other: Memory, hashing: bool) -> str:
         """Copies the same rectangles of `other` here; else as `unpack`."""
-        state = self._new_state(hashing)
+        state = Hash() if hashing else None
         for tile, theirs in zip(self._tiles(places), other._tiles(places), strict=True):
             tile[...] = theirs
             self._hash(state, tile)
-        return state.hexdigest() if hashing else ""
+        return state.hexdigest() if state else ""
 
-    def _new_state(self, hashing: bool) -> Any:
-        return xxhash.xxh3_128() if hashing else None
-
-    def _hash(self, state: Any, tile: ByteMatrix) -> None:
+    def _hash(self, state: Hash | None, tile: ByteMatrix) -> None:
         if state is not None:
-            start = time.perf_counter()
-            state.update(host_bytes(tile))
-            self.hash_seconds += time.perf_counter() - start
+            with self._clock.running(on_gpu=not isinstance(tile, np.ndarray)):
+                state.update(tile)
 
     def _tiles(self, places: Iterable[Place]) -> Iterator[ByteMatrix]:
         """The rectangles in runs of rows that are hashed while a core's cache still holds them; on a GPU, uncut."""

@@ -27,10 +27,10 @@ from parallel.layout import Layout
 rows, tiny = Rows(Path(sys.argv[1])), Architecture(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
 start_megatron(Layout(), seed=0)
 layer.check(rows, ["emulated"], tiny, tokens=64)
-speed_layer.measure(rows, "tiny", tiny, ["emulated"], tokens=64, repeat=1)
+speed_layer.measure(rows, "tiny layer", tiny, ["emulated"], tokens=64, repeat=1)
 stop_megatron()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-speed_sync.measure(rows, "tiny", Sync(transport="shared_memory", proof="streamed", timeout=60.0), "cpu", repeat=1)
+speed_sync.measure(rows, "tiny", [Sync(transport="shared_memory", proof="streamed", timeout=60.0)], "cpu", repeat=1)
 dist.destroy_process_group()
 """
 
@@ -49,5 +49,8 @@ def test_layer_and_sync_parts_compute(tmp_path):
         assert furthest.numbers["relative_l2"] == 0
     for what in ("forward", "step"):
         assert rows[f"tiny layer {what}, emulated"].numbers["seconds"] > 0 and rows[f"tiny layer {what}, bf16"].numbers["of_bf16"] == 1
-    for case in ("sync", "sync with the streamed proof", "copy on the device"):
-        assert rows[f"shared_memory, model tiny: {case}"].numbers["bytes"] > 10e6
+    sync = "shared_memory, model tiny, bucket_mb 256"
+    for case in ("sync without its proof", "sync with the streamed proof", "copy on the device", "gather, convert, quantise"):
+        assert rows[f"{sync}: {case}"].numbers["bytes"] > 10e6
+    assert rows[f"{sync}: sync without its proof"].numbers["to_beat"] == 0.8
+    assert rows[f"{sync}: the proof's share"].numbers["share"] < 1

@@ -6,10 +6,27 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from gpu_parts import backends, bridge, gpu_tests, parts, products, quantisers, quickstart, speed_linears, training
+from gpu_parts import (
+    backends,
+    bridge,
+    gpu_tests,
+    parts,
+    products,
+    quantisers,
+    quickstart,
+    sizes,
+    speed_decode,
+    speed_linears,
+    speed_stack,
+    speed_step,
+    speed_sync,
+    targets,
+    training,
+)
 from gpu_parts.rows import Row, Rows, read_rows
 from support import fake_kernels
 from support.hopper import H200
@@ -120,7 +137,8 @@ def test_speed_of_linears_is_told_as_rates_and_ratios(rows):
 def test_shapes_for_which_no_time_is_left_are_named(rows, monkeypatch):
     monkeypatch.setenv(parts.SECONDS, "0")
     speed_linears.part(rows)
-    assert {row.found for what, row in found(rows).items() if "[" in what} == {"left out: no time left"}
+    left_out = {what: row.found for what, row in found(rows).items() if not what.startswith("back end")}
+    assert len(left_out) == 7 and set(left_out.values()) == {"left out: no time left"}
 
 
 def test_a_run_is_told_from_its_metrics(rows, tmp_path):
@@ -146,7 +164,8 @@ def test_runs_are_configured_as_a_run_accepts(tmp_path, monkeypatch):
         preflight(load_config(ROOT / "configs" / "quickstart.toml", [f"--{name}={value}" for name, value in (settings | own).items()]))
 
     checked(quickstart.SETTINGS | {"precision.backend": "emulated"})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that the transport asks before a run
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that transport and engines ask before a run
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     checked(bridge.SETTINGS)
 
 
@@ -171,3 +190,69 @@ def test_pytests_report_is_read(rows):
 def test_pytest_that_wrote_no_report_failed(rows):
     gpu_tests.tell(rows, "", 4)
     assert found(rows)["pytest -m gpu tests/gpu"].ok is False
+
+
+def test_figures_to_beat_stand_beside_what_was_measured(rows):
+    targets.add(rows, "actor update", "8 layers, fp8", "61.0 ms", 1.54, seconds=0.061)
+    targets.add(rows, "sync", "a sync", "2.1 ms", 0.4449)
+    told = found(rows)
+    assert told["8 layers, fp8"].found == "61.0 ms; to beat: 1.54x, met" and told["8 layers, fp8"].ok is None
+    assert told["a sync"].found == "2.1 ms; to beat: 0.80x, not met"
+    wanted = [("actor update", "8 layers, fp8", 1.54, 1.54, "met"), ("sync", "a sync", 0.4449, 0.8, "not met")]
+    assert targets.reached([*told.values(), Row("other", "1 ms")]) == wanted
+
+
+def test_layers_that_fit():
+    """8B: 218 million values a layer; 36 bytes of each for two actors are 7.3 GiB, what one keeps for the backward pass about two more."""
+    assert sizes.layer_values(sizes.SIZES["8B"]) == 4096 * (32 * 128 * 2 + 8 * 128 * 2 + 3 * 14336)
+    here = {gib: sizes.layers_that_fit(sizes.SIZES["8B"], gib, 2 * sizes.ACTOR, 8192, 32) for gib in (0.0, 79.0, 139.8, 10000.0)}
+    assert here == {0.0: 1, 79.0: 6, 139.8: 11, 10000.0: 32}
+    assert speed_stack.layers_here(H200) == 11 and speed_step.layers_here(H200) == 9
+    assert sizes.stack("8B", 3, vocab_size=512).num_hidden_layers == 3
+
+
+class Decoder:
+    """Plays an engine that is up: so many tokens for every prompt, or none any more."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails, self.asked = fails, []
+
+    def generate(self, prompts, sampling):
+        if self.fails:
+            raise RuntimeError("out of memory")
+        self.asked.append((len(prompts), sampling.max_new_tokens))
+        return [SimpleNamespace(output_ids_T=[1] * sampling.max_new_tokens) for _ in prompts]
+
+
+def test_decoding_is_told_for_every_batch_size_and_engine_that_lives(rows):
+    engines = {"bf16": Decoder(), "fp8": Decoder(), "int8": Decoder(fails=True)}
+    speed_decode.measure(rows, "tiny", engines, (1, 4), tokens=8, repeat=2)
+    told = found(rows)
+    assert engines["fp8"].asked == [(1, 8)] * 3 + [(4, 8)] * 3
+    assert told["tiny decoding 4 at once, bf16"].numbers["tokens_per_second"] > 0
+    assert told["tiny decoding 1 at once, fp8"].numbers["target"] == "rollout"
+    assert told["tiny decoding 4 at once, int8"] == Row("tiny decoding 4 at once, int8", "RuntimeError: out of memory", False)
+
+
+def test_decoding_without_a_bf16_engine_has_no_ratio(rows):
+    speed_decode.tell(rows, "8B", 2, {"fp8": 1000.0})
+    assert found(rows)["8B, fp8"].found == "1,000 tokens/s, 500 for each sequence"
+
+
+def test_phases_of_an_rl_step_are_held_against_bf16(rows):
+    bf16 = {"rollout": 2.0, "reference forward": 0.9, "actor forward": 0.9, "actor update": 3.0, "sync": 0.2, "whole step": 7.0}
+    speed_step.tell(rows, {"bf16": bf16, "fp8": {**bf16, "actor update": 2.0, "whole step": 6.0}})
+    told = found(rows)
+    assert told["RL step: actor update, fp8"].found == "2000.0 ms, 1.50x of BF16; to beat: 1.54x, not met"
+    assert told["RL step: whole step, fp8"].found == "6000.0 ms, 1.17x of BF16; to beat: 1.16x, met"
+    assert told["RL step: sync, fp8"].found == "200.0 ms, 1.00x of BF16"  # its figure is a copy's speed, not BF16's
+    assert told["RL step: whole step, bf16"].numbers == {"seconds": 7.0}
+
+
+def test_what_a_sync_costs_is_told_as_shares(rows):
+    seconds = {"sync without its proof": 3e-3, "sync with the streamed proof": 4e-3, "copy on the device": 2.7e-3}
+    speed_sync.tell(rows, "ipc", 8_000_000_000, seconds | {"gather, convert, quantise": 0.2})
+    told = found(rows)
+    assert told["ipc: sync without its proof"].found.endswith("0.900 of the copy's speed; to beat: 0.80x, met")
+    assert told["ipc: the proof's share"].found == "25.0% of the sync's time"
+    assert told["ipc: against gathering, converting, quantising"].found == "50.00 times as fast, proof included"

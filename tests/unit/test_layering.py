@@ -23,7 +23,7 @@ GPU_PARTS = ("tools/gpu_parts/quantisers.py", "tools/gpu_parts/products.py")  # 
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *GPU_PARTS),
     "megatron": ("megatron_rl/mcore/*",),
-    "triton": ("megatron_rl/fp8/backends/activation_kernel.py",),
+    "triton": ("megatron_rl/fp8/backends/activation_kernel.py", "parallel/device_digest.py"),
     "deep_gemm": ("megatron_rl/fp8/backends/deep_gemm*.py", *GPU_PARTS),
     "transformer_engine": ("megatron_rl/fp8/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/fp8/backends/transformer_engine.py",),

@@ -18,6 +18,8 @@ from gpu_parts.rows import Row, read_rows
 
 Status = Literal["passed", "failed", "timed out", "left out"]
 _LOG_LINES = 30
+GRACE = 3
+"""Seconds that a part has to end, when it is told to and once more when it is made to."""
 
 
 @dataclass(frozen=True)
@@ -69,4 +71,4 @@ def _run(command: Sequence[str], environment: dict[str, str], output: int, secon
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(3)
+                process.wait(GRACE)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 
@@ -12,6 +13,7 @@ from gpu_parts.backends import usable
 from gpu_parts.found import find
 from gpu_parts.one_layer import SIZES, actor, batch_of, loss
 from gpu_parts.rows import Rows, run_part
+from gpu_parts.targets import add
 from megatron_rl.config import Architecture, Precision
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
@@ -22,13 +24,22 @@ def part(rows: Rows) -> None:
     try:
         for size in ("8B", "32B"):
             with rows.guarded(f"{size} layer"):
-                measure(rows, size, SIZES[size], usable(find(), rows), tokens=8192, repeat=5)
+                measure(rows, f"{size} layer", SIZES[size], usable(find(), rows), tokens=8192, repeat=5)
     finally:
         stop_megatron()
 
 
-def measure(rows: Rows, name: str, architecture: Architecture, backends: list[str], tokens: int, repeat: int) -> None:
-    """Medians of `repeat` turns after one to warm up; all cases take turns."""
+def measure(
+    rows: Rows,
+    name: str,
+    architecture: Architecture,
+    backends: list[str],
+    tokens: int,
+    repeat: int,
+    targets: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Medians of `repeat` turns after one to warm up; all cases take turns. `targets`: names of `gpu_parts.targets` to hold `forward` and
+    `step` against."""
     precisions = {"bf16": Precision(mode="bf16")} | {backend: Precision.model_validate({"backend": backend}) for backend in backends}
     actors = {case: actor(architecture, precision) for case, precision in precisions.items()}
     batch = batch_of(tokens, length=min(tokens, 512))
@@ -43,7 +54,11 @@ def measure(rows: Rows, name: str, architecture: Architecture, backends: list[st
     for (what, case), median in medians.items():
         ratio = medians[what, "bf16"] / median
         told = f"{median * 1e3:.2f} ms, {tokens / median:,.0f} tokens/s, {ratio:.2f}x of BF16"
-        rows.add(f"{name} layer {what}, {case}", told, None, seconds=median, tokens=tokens, of_bf16=ratio)
+        numbers = {"seconds": median, "tokens": tokens, "of_bf16": ratio}
+        if what in targets and case != "bf16":
+            add(rows, targets[what], f"{name} {what}, {case}", told, ratio, **numbers)
+        else:
+            rows.add(f"{name} {what}, {case}", told, None, **numbers)
 
 
 def timed(call: Callable[[], object]) -> float:

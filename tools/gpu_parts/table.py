@@ -11,6 +11,7 @@ from typing import Any
 
 from gpu_parts.found import Machine
 from gpu_parts.outcome import Outcome
+from gpu_parts.targets import reached
 
 _MARKS = {True: "ok", False: "**FAILED**", None: ""}
 
@@ -47,6 +48,7 @@ def markdown(machine: Machine, outcomes: Sequence[Outcome], about: dict[str, Any
         f"Packages: {packages}.",
         "",
         *summary_table(outcomes),
+        *targets_table(outcomes),
     ]
     for outcome in outcomes:
         if outcome.rows or outcome.log:
@@ -66,6 +68,15 @@ def summary_table(outcomes: Sequence[Outcome]) -> list[str]:
         told = [outcome.why] * bool(outcome.why) + [f"without {', '.join(outcome.missing)}"] * bool(outcome.missing)
         lines.append(f"| {outcome.title} | {outcome.status} | {outcome.seconds:.0f} | {len(outcome.rows)} | {_cell('; '.join(told))} |")
     return lines
+
+
+def targets_table(outcomes: Sequence[Outcome]) -> list[str]:
+    """The figures to beat beside what was measured; nothing where nothing was."""
+    found = [row for outcome in outcomes for row in reached(outcome.rows)]
+    if not found:
+        return []
+    lines = ["", "## Against the figures to beat", "", "| figure | measured as | reached | to beat | |", "|---|---|---|---|---|"]
+    return lines + [f"| {target} | {_cell(what)} | {ratio:.2f} | {to_beat:.2f} | {told} |" for target, what, ratio, to_beat, told in found]
 
 
 def _cell(text: str) -> str:

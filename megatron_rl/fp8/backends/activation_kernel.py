@@ -107,9 +107,14 @@ def quantize_activation(
     x, blocks = x.contiguous(), -(-tokens // BLOCK)
     padded, stride = blocks * BLOCK, -(-tokens // 4) * 4
     empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
-    row_data, row_scale = empty(tokens, width, dtype=torch.uint8), empty(width // BLOCK, stride, dtype=torch.float32)
-    column_data, column_scale = empty(width, padded, dtype=torch.uint8), empty(blocks, width, dtype=torch.float32)
-    start, length = _group_tables(groups, x.device) if groups is not None else (row_scale, row_scale)
+    unused = empty(0, dtype=torch.uint8), empty(0, dtype=torch.float32)
+    row_data, row_scale = unused
+    column_data, column_scale = unused
+    if rows:
+        row_data, row_scale = empty(tokens, width, dtype=torch.uint8), empty(width // BLOCK, stride, dtype=torch.float32)
+    if columns:
+        column_data, column_scale = empty(width, padded, dtype=torch.uint8), empty(blocks, width, dtype=torch.float32)
+    start, length = _group_tables(groups, x.device) if groups is not None else (unused[1], unused[1])
     if tokens:
         _quantize_tile[(blocks, width // BLOCK)](
             x,

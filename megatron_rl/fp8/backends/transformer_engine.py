@@ -47,7 +47,7 @@ class TransformerEngine:
             nothing = (x.new_empty(0), x.new_empty(0, x.shape[1]))  # the widths are all that is asked of it
             return Operand(0, nothing, nothing)
         self._activations.set_usage(rowwise=rows, columnwise=columns)
-        held = self._activations(F.pad(x, (0, 0, 0, -tokens % _TOKENS)).contiguous()).get_metadata()
+        held = self._activations(_whole_rows(x).contiguous()).get_metadata()
         of_rows, of_columns = ((held[f"{side}_data"], held[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
         return Operand(tokens, of_rows if rows else (), of_columns if columns else ())
 
@@ -114,6 +114,12 @@ def _gemm(a: Any, b: Any, **how: Any) -> torch.Tensor:
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     return general_gemm(a, b, **how)[0]
+
+
+def _whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, K] with T padded to a multiple of `_TOKENS`; x itself where it is one: F.pad would copy it all the same."""
+    missing = -x.shape[0] % _TOKENS
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def _padded(scale: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,60 @@
+"""What an FP8 linear layer keeps of its input for the backward pass: what WGrad takes of it, no other copy. Stand-ins play the kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import fake_kernels
+
+from megatron_rl.fp8.backends import make_backend
+from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.mcore.linear import _FP8Product
+
+T, N, K = 160, 256, 384
+_PADDED = 256  # T in whole blocks
+
+
+@pytest.fixture(autouse=True)
+def fakes(monkeypatch):
+    fake_kernels.install(monkeypatch)
+    make_backend.cache_clear()  # no back end keeps a stand-in
+    yield
+    make_backend.cache_clear()
+
+
+def kept(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
+    """Tensors saved for the backward pass but the weight."""
+    backend, weight = make_backend(name, "pow2"), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
+    layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
+    found: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found.append(tensor) or tensor, lambda tensor: tensor):
+        y = _FP8Product.apply(x, weight, layer, False, False, None)
+        assert y.shape == (T, N)
+    return [tensor for tensor in found if tensor.data_ptr() != weight.data_ptr()]
+
+
+@pytest.mark.parametrize("name, tokens", [("deep_gemm", _PADDED), ("transformer_engine", T)])
+def test_the_quantised_columns_alone(name, tokens):
+    data, scale = kept(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=True)
+    assert data.element_size() == 1 and data.numel() == K * tokens
+    assert scale.dtype == torch.float32 and scale.numel() == K * _PADDED // 128
+
+
+def test_the_reference_keeps_the_input_itself():
+    x = torch.randn(T, K).bfloat16().requires_grad_()
+    (saved,) = kept("emulated", x, learns=True)
+    assert saved.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
+def test_nothing_where_the_weight_does_not_learn(name):
+    assert kept(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=False) == []
+
+
+def test_whole_rows_are_not_copied_to_pad_them():
+    from megatron_rl.fp8.backends.transformer_engine import _whole_rows
+
+    x = torch.randn(T, K)
+    assert _whole_rows(x) is x and _whole_rows(x[:150]).shape == (160, K)
