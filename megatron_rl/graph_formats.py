@@ -41,8 +41,10 @@ def activation(group: int | None, scale: str) -> Format:
 
 
 def channels(data: torch.Tensor, scale: torch.Tensor) -> Format:
-    """An INT8 weight, [N, K] or as a kernel keeps it [K, N], with one scale per output channel, [N, 1]. Raises ValueError for others."""
-    if data.dim() != 2 or scale.dim() != 2 or scale.shape[1] != 1 or scale.shape[0] not in data.shape:
+    """An INT8 weight, [N, K] or as a kernel keeps it [K, N], with one scale per output channel, [N, 1]; experts are stacked, [E, N, K] and
+    [E, N, 1]. Raises ValueError for others."""
+    stacked = data.shape[:-2] == scale.shape[:-2]
+    if min(data.dim(), scale.dim()) < 2 or not stacked or scale.shape[-1] != 1 or scale.shape[-2] not in data.shape[-2:]:
         raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: one per output channel is known")
     return Format(dtype_name(data.dtype), "channel", scale_format(scale))
 

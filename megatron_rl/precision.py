@@ -19,7 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config import Precision
+from megatron_rl.errors import UserError
 from parallel.blocks import BLOCK
+from parallel.geometry import ModelGeometry
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value."""
@@ -64,6 +66,13 @@ class PrecisionContract:
     def int8_roles(self) -> frozenset[str]:
         """Roles that the engine holds as INT8 with a scale per output channel."""
         return FP8_ROLES if self.rollout_int8 else frozenset()
+
+    def engine_refusal(self, model: ModelGeometry) -> UserError | None:
+        """Why no engine serves the model in this precision; None where one does."""
+        if self.rollout_int8 and model.latent is not None:
+            rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"
+            return UserError("precision.mode", "int8_rollout", rule, "use fp8_rollout")
+        return None
 
     @property
     def engine_quantization(self) -> str | None:

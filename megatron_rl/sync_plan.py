@@ -41,9 +41,9 @@ class SyncPlan:
         engines: int = 1,
     ) -> SyncPlan:
         """Plans trainer -> equal engines of `rollout` (tp, ep), whose ranks are numbered through. Raises UserError where the layouts do not
-        fit the model or cut FP8 blocks, and for INT8 experts."""
-        if contract.rollout_int8 and model.experts is not None:
-            raise UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
+        fit the model or cut FP8 blocks, and for a model that no engine serves in the contract's precision."""
+        if (refused := contract.engine_refusal(model)) is not None:
+            raise refused
         roles, int8_roles = contract.fp8_roles(), contract.int8_roles()
         try:
             targets = engine_shards(model, *rollout, engines)

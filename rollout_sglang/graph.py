@@ -25,6 +25,7 @@ _KNOWN_METHODS = (
     "UnquantizedFusedMoEMethod",
     "Fp32RouterMethod",
     "W8A8Int8LinearMethod",
+    "W8A8Int8MoEMethod",
 )
 
 _runner: Any = None
@@ -141,12 +142,11 @@ class _Reader:
 
     def stacked(self, experts: Any, name: str) -> Weighted:
         """One of the two matrices of all experts, [experts, N, K]."""
-        return self.product(experts, getattr(experts, name), getattr(experts, f"{name}_scale_inv", None), None)
+        return self.product(experts, getattr(experts, name), _scale(experts, name), None)
 
     def linear(self, module: Any, x: Format | None = None) -> Weighted:
         """A linear layer or an embedding, by its weight and its quantisation method. `x`: how it reads its input, where that is special."""
-        scale = getattr(module, "weight_scale_inv", None)
-        return self.product(module, module.weight, getattr(module, "weight_scale", None) if scale is None else scale, x)
+        return self.product(module, module.weight, _scale(module, "weight"), x)
 
     def product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: Format | None) -> Weighted:
         method = type(module.quant_method).__name__
@@ -176,6 +176,12 @@ class _Reader:
             return None
         self.read.add(id(bias))
         return plain(bias)
+
+
+def _scale(module: Any, weight: str) -> torch.Tensor | None:
+    """The scales of a module's FP8 or INT8 weight; None where it has none."""
+    inverse = getattr(module, f"{weight}_scale_inv", None)
+    return getattr(module, f"{weight}_scale", None) if inverse is None else inverse
 
 
 def _group(method: Any) -> int | None:

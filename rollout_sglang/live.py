@@ -5,7 +5,7 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
 
     {"verb": "ping"}
     {"verb": "describe"}                                       name -> "dtype rows cols"
-    {"verb": "scale_formats"}                                  module -> format of its activation scales, FP8 modules only
+    {"verb": "scale_formats"}                                  module -> format of its activation scales, FP8 and INT8 modules only
     {"verb": "graph"}                                          "graph" -> the precision graph of this rank, JSON
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see megatron_rl.transport
     {"verb": "start", "hashing": BOOL}                         receiving begins, in the background
@@ -131,7 +131,7 @@ def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if type(method).__name__ == "W8A8Int8LinearMethod":
+        if type(method).__name__ in ("W8A8Int8LinearMethod", "W8A8Int8MoEMethod"):
             found[name] = "int8"
         elif hasattr(module, "w13_weight_scale_inv"):
             found[name] = activations.of_experts(method, module)

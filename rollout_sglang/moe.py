@@ -5,7 +5,8 @@ expert parallelism:
 
 w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. What an expert gives is weighted and rounded to
 x's dtype, as in SGLang's GPU kernels and in Megatron; experts are added in ascending order, in float32, and rounded once; the sum over
-ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.fp8.products.fprop` twice, as two linear layers would.
+ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.fp8.products.fprop` twice, as two linear layers would, INT8 experts
+`megatron_rl.int8.product`: tokens are quantised before w13, and what goes into w2 again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_rl import int8
 from megatron_rl.fp8.products import fprop, value_dtype
 from megatron_rl.row_invariant import product
 from parallel.blocks import BLOCK
@@ -67,6 +69,15 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     )
 
 
+def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Stands in for `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
+
+    def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
+        return lambda x, expert: int8.product(x, values_of(weight[expert], scale[expert]), scale[expert])
+
+    return _apply(self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale))
+
+
 def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Stands in for `UnquantizedFusedMoEMethod.apply`."""
     return _apply(
@@ -80,7 +91,8 @@ def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def _apply(method: Any, dispatch_output: Any, gate_up: Linear, down: Linear) -> Any:
     config = method.moe_runner_config
     plain = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
-    if not plain or method.with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
+    with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method knows none
+    if not plain or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
     chosen = dispatch_output.topk_output
     return _combine_input(mixture(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))

@@ -24,6 +24,7 @@ _GPU_EXPERTS = "sglang.kernels.ops.quantization.per_token_group_quant.per_token_
 _CPU_LINEAR = "sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear"
 _CPU_EXPERTS = "sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply"
 _CPU_FP8_EXPERTS = "sglang.srt.layers.quantization.fp8.Fp8MoEMethod.apply"
+_CPU_INT8_EXPERTS = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8MoEMethod.apply"
 _CPU_PLAIN_LINEAR = "sglang.srt.layers.quantization.unquant.UnquantizedLinearMethod.apply"
 _CPU_LM_HEAD = "sglang.srt.layers.logits_processor.LogitsProcessor._compute_lm_head"
 _CPU_NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
@@ -85,6 +86,7 @@ def cpu_hooks() -> list[Hook]:
         (_INT8 + "apply", int8_linear.apply, "REPLACE"),
         (_CPU_EXPERTS, moe.apply_unquantized, "REPLACE"),
         (_CPU_FP8_EXPERTS, moe.apply_block_fp8, "REPLACE"),
+        (_CPU_INT8_EXPERTS, moe.apply_int8, "REPLACE"),
         (_CPU_PLAIN_LINEAR, kernels.plain_linear, "AROUND"),
         (_CPU_LM_HEAD, kernels.lm_head, "AROUND"),
         (_CPU_NORM, kernels.rms_norm, "AROUND"),

@@ -90,9 +90,7 @@ def trainer_refusal(job: Job, layout: Layout) -> Refusal | None:
 
 def engine_refusal(job: Job, tp: int, ep: int) -> Refusal | None:
     """The same for an engine."""
-    if job.contract.rollout_int8 and job.model.experts is not None:
-        return UserError("precision.mode", "int8_rollout", "is not built yet for models with experts", "use fp8_rollout")
-    return engine_problem(job.model, tp, ep, job.contract.fp8_roles())
+    return job.contract.engine_refusal(job.model) or engine_problem(job.model, tp, ep, job.contract.fp8_roles())
 
 
 def told(error: Refusal, job: Job, candidate: Candidate) -> UserError:

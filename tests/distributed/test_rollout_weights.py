@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import read_weights
+from support.models import make_checkpoint, read_weights
 
 from megatron_rl.errors import RunError
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.int8 import quantize_channels
+from parallel.layout import Layout
 from parallel.plan import scale_name
 
 pytestmark = pytest.mark.slow
@@ -18,17 +19,31 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("high", ["fp32", "bf16"])
 def test_one_rank_and_two_give_the_checkpoints_own_bytes(one, two, checkpoint, mode, high):
     """o_proj and down_proj are cut by columns on two ranks: an INT8 channel's scale is that of the whole row all the same."""
-    weights = read_weights(checkpoint)
-    kind = mode.removesuffix("_rollout")
     for world in (one, two):
         tensors = world.call("support.trainer:loaded", checkpoint, {"mode": mode, "high": high})[0]
-        quantised = [name for name in weights if scale_name(name, kind) in tensors]
-        assert len(quantised) == 2 * 7  # q k v o gate up down of two layers
-        for name in quantised:
-            held = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
-            data, scale = quantize_channels(held) if kind == "int8" else quantize_weight(held, "pow2")
-            assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name
-            assert torch.equal(tensors[scale_name(name, kind)], scale), name
+        assert_the_checkpoints_own_bytes(tensors, read_weights(checkpoint), mode, high, 2 * 7)  # q k v o gate up down of two layers
+
+
+def assert_the_checkpoints_own_bytes(
+    tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], mode: str, high: str, count: int
+) -> None:
+    kind = mode.removesuffix("_rollout")
+    quantised = [name for name in weights if scale_name(name, kind) in tensors]
+    assert len(quantised) == count
+    for name in quantised:
+        held = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
+        data, scale = quantize_channels(held) if kind == "int8" else quantize_weight(held, "pow2")
+        assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name
+        assert torch.equal(tensors[scale_name(name, kind)], scale), name
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, ep=2, etp=1), Layout(tp=2, etp=2)], ids=["ep2", "etp2"])
+def test_int8_experts_are_the_checkpoints_own_bytes(two, tmp_path, layout):
+    """Ranks that hold other experts make maxima without each other; those that cut one share them."""
+    folder = make_checkpoint(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
+    how = {"mode": "int8_rollout", "high": "bf16"}
+    tensors = two.call("support.trainer:loaded", folder, how, layout)[0]
+    assert_the_checkpoints_own_bytes(tensors, read_weights(folder), **how, count=4 + 4 * 3)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, torch.Tens
     trainer = torch.cat(here.trainer.actor.logprobs(sequences)[0])
     with with_engine_weights(here.trainer.model, here.trainer.planes(), here.trainer.contract.activation_format) as layers:
         emulated = torch.cat(here.trainer.actor.logprobs(sequences)[0])
-    assert layers == 4 * here.trainer.hf_config["num_hidden_layers"]
+    mlps = here.trainer.hf_config.get("num_experts") or 1  # of a layer
+    assert layers == (2 + 2 * mlps) * here.trainer.hf_config["num_hidden_layers"]
     return {
         "engine": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
         "trainer": trainer,

@@ -107,9 +107,9 @@ def _runs(layout: Layout) -> bool:
     )
 
 
-def loaded(folder: Path, precision: dict[str, Any]) -> dict[str, torch.Tensor]:
+def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
     """The engine's view (blocks, scales, the rest) of a checkpoint that was just loaded."""
-    return Trainer(folder, precision).tensors(fp8=True)
+    return Trainer(folder, precision, layout=layout).tensors(fp8=True)
 
 
 def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:

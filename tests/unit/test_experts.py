@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megatron_rl.fp8.products import fprop
 from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.int8 import quantize_channels
 from rollout_sglang import moe, values
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
@@ -77,6 +78,27 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
     torch.testing.assert_close(y, slow_mixture(product(w13), product(w2)), rtol=1e-4, atol=1e-2)
     assert y.abs().mean() > 1
     assert not y[2].any()  # all its experts are elsewhere
+
+
+def slow_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Q(x) . Q(W)^T by SGLang's formula: a scale for every token and for every row of the weight, sums of integers, scaled once."""
+    codes, scales = [], []
+    for matrix in (x, weight):
+        amax = matrix.abs().amax(1, keepdim=True)
+        codes.append((matrix * (torch.full_like(amax, 127) / amax)).round().long())  # random values are no ties
+        scales.append(amax / torch.full_like(amax, 127))
+    return (codes[0] @ codes[1].t()).float() * (scales[0] * scales[1].t())
+
+
+def test_int8_experts_quantise_tokens_before_each_of_their_two_products(run):
+    """Bit for bit: sums of integers have no order."""
+    w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
+    data13, scale13 = map(torch.stack, zip(*map(quantize_channels, w13), strict=True))
+    data2, scale2 = map(torch.stack, zip(*map(quantize_channels, w2), strict=True))
+    assert (data13.dtype, scale13.shape, scale2.shape) == (torch.int8, (EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1))
+    y = run(moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
+    assert torch.equal(y, slow_mixture(lambda x, e: slow_int8(x, w13[e]), lambda x, e: slow_int8(x, w2[e])))
+    assert y.abs().mean() > 1 and not y[2].any()
 
 
 def test_experts_without_quantisation(run):

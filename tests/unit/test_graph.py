@@ -210,13 +210,14 @@ def test_the_scale_format_is_read_from_the_scales(wanted):
 
 
 def test_int8_has_a_scale_per_channel_and_per_token():
-    """A GPU's kernel keeps the weight transposed; its scales stay."""
+    """A GPU's kernel keeps the weight transposed; its scales stay. Experts are stacked."""
     scale = torch.rand(256, 1) + 0.1
     for shape in ((256, 384), (384, 256)):
         assert channels(torch.zeros(shape, dtype=torch.int8), scale) == Format("int8", "channel", "fp32")
+    assert channels(torch.zeros(4, 256, 384, dtype=torch.int8), scale.expand(4, 256, 1)) == Format("int8", "channel", "fp32")
     assert str(tokens("int8")) == "int8 token fp32"
     assert channels(torch.zeros(256, 384, dtype=torch.int8), -scale).scale == "invalid"
-    for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(())):
+    for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(()), torch.ones(4, 256, 1)):
         with pytest.raises(ValueError, match="one per output channel is known"):
             channels(torch.zeros(256, 384, dtype=torch.int8), other)
 

@@ -13,7 +13,7 @@ from megatron_rl.config import Precision
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan
 from parallel.buckets import planes_of
-from parallel.geometry import ModelGeometry, Shard
+from parallel.geometry import Experts, ModelGeometry, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron import trainer_shards
 from parallel.plan import Move, moves, reshard, scale_name
@@ -89,3 +89,24 @@ def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
     high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
     assert sum(map(plan.bytes_of, plan.moves)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
     assert sum(piece.nbytes for bucket in plan.buckets for piece in bucket) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+
+
+def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
+    """Two of four experts on each engine rank, from trainer ranks that hold half of an expert each (etp = 2): w13 [2, 256, 256] holds gate
+    and up of one after the other, w2 [2, 256, 128] is told with two sources of columns and one of scales."""
+    geometry = model(kind="qwen3_moe", experts=Experts(count=4, ffn=128))
+    contract = PrecisionContract.of(Precision(mode="int8_rollout"))
+    plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
+    prefix = "model.layers.0.mlp.experts."
+    shapes = {shard.name: (shard.shape, shard.scale_shape_of("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
+    assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
+    written = [(m.source, m.target.removeprefix(prefix), m.target_rect) for m in plan.moves if m.target_rank == 1 and prefix in m.target]
+    fc1, fc2 = (f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))  # expert 3 is its second
+    assert {place for source, target, place in written if (source, target) == (fc1 + "_scale", "w13_weight_scale")} == {
+        Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)
+    }
+    assert {place for source, target, place in written if (source, target) == (fc2, "w2_weight")} == {
+        Rect(256, 0, 256, 64),
+        Rect(256, 64, 256, 64),
+    }
+    assert [place for source, target, place in written if (source, target) == (fc2 + "_scale", "w2_weight_scale")] == [Rect(256, 0, 256, 1)]

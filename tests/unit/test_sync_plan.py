@@ -12,7 +12,7 @@ from megatron_rl.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision import PrecisionContract
 from megatron_rl.sync_plan import SyncPlan, check_live_engine, check_live_tensors
-from parallel.geometry import Experts, ModelGeometry
+from parallel.geometry import Experts, Latent, ModelGeometry
 from parallel.layout import Layout
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
@@ -176,6 +176,7 @@ def test_a_bucket_smaller_than_a_row_is_refused():
         SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.of(Precision()), 1 << 20)
 
 
-def test_int8_experts_are_refused():
-    with pytest.raises(UserError, match=r"precision.mode = 'int8_rollout': is not built yet for models with experts; use fp8_rollout"):
-        make("int8_rollout", kind="qwen3_moe", experts=Experts(count=4, ffn=128))
+def test_int8_latent_attention_is_refused():
+    latent = Latent(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
+    with pytest.raises(UserError, match=r"precision.mode = 'int8_rollout': is not built for latent attention \(MLA\): .*; use fp8_rollout"):
+        make("int8_rollout", kind="deepseek_v3", latent=latent, experts=Experts(count=4, ffn=128))
