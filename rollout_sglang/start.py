@@ -41,7 +41,7 @@ class Start:
         rollout, contract = self.config.rollout, PrecisionContract.of(self.config.precision)
         slot = slot_of(rollout, self.number)
         port, key = _free_port(slot), secrets.token_hex(24)
-        arguments = _server_arguments(self.config, contract, self.model_path, port, slot) + self.arguments
+        arguments = [*_server_arguments(self.config, contract, self.model_path, port, slot), *self.arguments]
         environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: slot.launcher, **_environment(rollout.tp, contract, slot)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
         return EngineProcess(arguments, environment, log), f"http://{slot.host}:{port}", key
