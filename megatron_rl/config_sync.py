@@ -23,8 +23,8 @@ class Sync(Section):
     """Moving weights from the actor to the engine. See docs/sync.md."""
 
     transport: Literal["shared_memory", "process_group", "gloo", "cuda_ipc", "disk"] = "shared_memory"
-    """`shared_memory`: one host. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through the host's memory,
-    also where trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder."""
+    """`shared_memory`: one host, CPUs. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through the host's
+    memory, also where trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder, CPUs."""
     bucket_mb: int = Field(256, ge=1)
     """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
     staged: bool = False

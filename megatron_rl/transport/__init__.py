@@ -97,6 +97,9 @@ def check_transport(settings: Sync, shared: bool = False) -> None:
     if settings.transport == "process_group" and shared and torch.cuda.is_available():
         rule = "is NCCL's, which takes no GPU twice, and trainer and engines share theirs (placement.kind)"
         raise UserError("sync.transport", "process_group", rule, "use cuda_ipc on one host, gloo on several")
+    if settings.transport in ("shared_memory", "disk") and torch.cuda.is_available():
+        rule = "moves what lies in the host's memory, and here trainer and engines are on GPUs"
+        raise UserError("sync.transport", settings.transport, rule, "use cuda_ipc on one host; process_group or gloo on several")
     if settings.transport == "cuda_ipc" and not torch.cuda.is_available():
         raise UserError("sync.transport", "cuda_ipc", "needs CUDA, and this machine has no CUDA device", "use shared_memory")
     if settings.transport == "disk" and settings.dir is None:

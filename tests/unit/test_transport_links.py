@@ -170,7 +170,7 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
         inboxes[0].receive(chunks[0])
 
 
-def test_a_transport_that_cannot_work_here_is_the_users_error(monkeypatch):
+def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="sync.dir: must be set for sync.transport = disk"):
         check_transport(Sync(transport="disk"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -188,6 +188,9 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(monkeypatch):
     check_transport(Sync(transport="process_group"), shared=False)
     with pytest.raises(UserError, match="'process_group': is NCCL's, which takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
         check_transport(Sync(transport="process_group"), shared=True)
+    for transport in ("shared_memory", "disk"):
+        with pytest.raises(UserError, match="moves what lies in the host's memory, and here trainer and engines are on GPUs; use cuda_ipc"):
+            check_transport(Sync(transport=transport, dir=tmp_path))
 
 
 def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch):
