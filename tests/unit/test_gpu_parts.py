@@ -163,9 +163,9 @@ def test_runs_are_configured_as_a_run_accepts(tmp_path, monkeypatch):
         own = {"model.path": tmp_path / "model", "log.dir": tmp_path / "runs"}
         preflight(load_config(ROOT / "configs" / "quickstart.toml", [f"--{name}={value}" for name, value in (settings | own).items()]))
 
-    checked(quickstart.SETTINGS | {"precision.backend": "emulated"})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that transport and engines ask before a run
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    checked(quickstart.SETTINGS | {"precision.backend": "emulated"})
     checked(bridge.SETTINGS)
 
 

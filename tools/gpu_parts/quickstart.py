@@ -9,6 +9,7 @@ from megatron_rl.fp8.backends import needs
 SETTINGS = {
     "precision.mode": "fp8_unified",
     "precision.high": "bf16",
+    "sync.transport": "cuda_ipc",
     "model.warm_start.steps": 150,
     "train.steps": 5,
     "rollout.start_timeout": 60.0,
