@@ -41,10 +41,12 @@ def test_no_token_is_older_than_the_bound(served, running):
     assert [row["sync/proved"] for row in rows] == [TENSORS] * (STEPS + 1)
     assert len(made) == STEPS * 16 and found["position"] == found["drawn"], "no problem is skipped, none is drawn for nothing"
     ages = [version - sampled for version, versions in made for sampled in versions]
-    assert set(ages) == {0, 1}, "the first groups are made at their own version, the others ahead"
-    assert (rows[1]["staleness/max"], max(row["staleness/max"] for row in rows[1:])) == (0, 1)
+    assert 0 in ages and max(ages) <= 1, "the first groups are made at their own version, the others ahead"
+    assert running != "finish" or 1 in ages, "what runs at a switch may be sampled anew, or go on, in the newer version"
+    assert (rows[1]["staleness/max"], max(row["staleness/max"] for row in rows[1:])) == (0, max(ages))
     assert rows[1]["mismatch/abs_max"] < 1e-5, "tokens of the trainer's own version"
-    assert all(row.get("mismatch/abs_max", 0.0) < 1e-5 for row in rows[1:]) and max(row["staleness/abs_mean"] for row in rows[2:]) > 1e-4
+    assert all(row.get("mismatch/abs_max", 0.0) < 1e-5 for row in rows[1:])
+    assert 1 not in ages or max(row.get("staleness/abs_mean", 0.0) for row in rows[2:]) > 1e-4
     mixed = any(len(set(versions)) > 1 for _, versions in made)
     assert not mixed or running == "continue"
 
