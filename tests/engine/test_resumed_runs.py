@@ -16,6 +16,7 @@ from support.processes import ROOT, Command, Done, alive_after, command_lines, e
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # five starts of an engine, two at a time
 
 SMALL = {  # over configs/quickstart.toml
+    "model.warm_start.batch_size": 16,
     "model.warm_start.steps": 80,  # so that some answers earn something, and the weights move
     "model.create.num_hidden_layers": 1,
     "train.steps": 4,
@@ -49,7 +50,7 @@ def stop_and_start_again(folder: Path) -> tuple[Done, Done]:
     """SIGTERM after two steps, then the same command; nothing of the first may be left."""
     with train(folder) as command:
         metrics = folder / "runs" / "latest" / "metrics.jsonl"
-        until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3), 250, "two steps")
+        until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3), 400, "two steps")
         everything = family(command.pid)
         psutil.Process(command.pid).terminate()
         stopped = command.wait(60)
@@ -61,7 +62,7 @@ def kill_the_engine(folder: Path) -> Done:
     """Kills the engine's server after one step."""
     with train(folder) as command:
         metrics = folder / "runs" / "latest" / "metrics.jsonl"
-        until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2), 250, "a step")
+        until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2), 400, "a step")
         end(process for process, words in command_lines(family(command.pid)).items() if "rollout_sglang.server" in words)
         return command.wait(300)
 
