@@ -235,7 +235,7 @@ class SGLangEngine(LiveRequests):
 
     def _give_up(self) -> None:
         """Whoever waits for an answer of the engine is told when it ends."""
-        self._hung = True
+        self._hung = self.process.exit_code() is None  # one that ended by itself does not answer either
         self.process.kill()
 
     def _live(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:

@@ -86,11 +86,16 @@ def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, l
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
-    """Kills processes that may be gone already. Python's resource trackers end with them, after they have cleaned up /dev/shm."""
-    for process, words in command_lines(processes).items():
-        if not any("multiprocessing.resource_tracker" in word for word in words):
-            with suppress(psutil.Error):
-                process.kill()
+    """Kills processes that may be gone already, but see `but_trackers`."""
+    for process in but_trackers(processes):
+        with suppress(psutil.Error):
+            process.kill()
+
+
+def but_trackers(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Without Python's resource trackers, which end with the others, after they have cleaned up /dev/shm."""
+    found = command_lines(processes)
+    return [process for process, words in found.items() if not any("multiprocessing.resource_tracker" in word for word in words)]
 
 
 def alive_after(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
