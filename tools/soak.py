@@ -115,6 +115,8 @@ def differences(one: Path, other: Path) -> list[str]:
     for mine, theirs in zip(*rows, strict=True):
         found += [f"step {mine['step']}: {name}" for name in sorted(mine.keys() | theirs.keys()) if mine.get(name) != theirs.get(name)]
     files = [json.loads((last_checkpoint(run) / "state.json").read_text())["files"] for run in (one, other)]
+    for held in files:
+        held.pop("mcore/.metadata", None)  # names its own folder
     return found + [f"checkpoint: {name}" for name in sorted(files[0].keys() | files[1].keys()) if files[0].get(name) != files[1].get(name)]
 
 

@@ -29,6 +29,7 @@ from megatron_rl.mcore import adam, cpu, gloo
 from megatron_rl.mcore.layers import block_spec
 from megatron_rl.mcore.names import Model, chunks_of
 from megatron_rl.mcore.options import attention_options, expert_options, layout_options, recompute_options
+from megatron_rl.mcore.random_state import seed_host
 from megatron_rl.mcore.weights import set_row_orders
 from megatron_rl.precision import PrecisionContract
 from parallel.geometry import ModelGeometry
@@ -83,6 +84,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
+    seed_host(seed)
 
 
 def stop_megatron() -> None:

@@ -10,6 +10,12 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
+def seed_host(seed: int) -> None:
+    """Python's and numpy's generators, which Megatron leaves to chance; with them all that a run keeps is a function of its seed."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def random_state() -> dict[str, Any]:
     """A copy, to be pickled."""
     return {
