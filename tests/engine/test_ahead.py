@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import FP8, random_sequences
+from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, command_lines, family
 
 pytestmark = pytest.mark.slow
 
 BATCH = random_sequences(8, seed=31)
 PROMPTS = [sequence.prompt_ids for sequence in random_sequences(8, seed=32)]
-TENSORS = 3 + 4 + 4 * 2  # embedding, last norm, lm_head; four norms; four FP8 weights with their scales
 STEPS = 5
 
 

@@ -7,14 +7,13 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from support.models import FP8, random_sequences, read_weights
+from support.models import FP8, TENSORS, random_sequences, read_weights
 from support.processes import alive_after, command_lines, family
 
 from megatron_rl.errors import RunError
 
 pytestmark = pytest.mark.slow
 
-TENSORS = 3 + 4 + 4 * 2  # embedding, last norm, lm_head; four norms; four FP8 weights with their scales
 PROMPTS = [sequence.prompt_ids for sequence in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
 

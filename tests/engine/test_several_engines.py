@@ -6,12 +6,11 @@ More losses, of lighter engines: tests/distributed/test_engine_faults.py.
 from __future__ import annotations
 
 import pytest
-from support.models import FP8, random_sequences
+from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, but_trackers, family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # two engines start twice
 
-TENSORS = 3 + 4 + 4 * 2  # embedding, last norm, lm_head; four norms; four FP8 weights with their scales
 PROMPTS = [sequence.prompt_ids for sequence in random_sequences(16, seed=41)]
 HEALTH = 30.0
 START = 520.0

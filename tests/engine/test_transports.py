@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.models import FP8, random_sequences
+from support.models import FP8, TENSORS, random_sequences
 
 from megatron_rl.errors import RunError
 
@@ -11,7 +11,6 @@ pytestmark = pytest.mark.slow
 
 BATCH = random_sequences(8, seed=21)
 PROMPTS = [sequence.prompt_ids for sequence in random_sequences(8, seed=22)]
-TENSORS = 3 + 4 + 4 * 2  # embedding, last norm, lm_head; four norms; four FP8 weights with their scales
 TOKENS = 48
 
 

@@ -18,6 +18,8 @@ from parallel.geometry import ModelGeometry
 VOCABULARY = 384
 FP32 = {"mode": "bf16", "high": "fp32"}
 """`precision` of a run without FP8, in float32: what remains is the order of sums."""
+TENSORS = 3 + 4 + 4 * 2
+"""What a sync of one layer proves: embedding, last norm, lm_head; four norms; four FP8 weights with their scales."""
 FP8 = {"mode": "fp8_unified", "high": "fp32"}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import fake_kernels
 from test_fp8_quantize import FORMATS, uneven
 
 from megatron_rl.errors import RunError
@@ -12,18 +11,12 @@ from megatron_rl.fp8.backends import make_backend
 from megatron_rl.fp8.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
 from megatron_rl.fp8.quantize import quantize_weight
 
+pytestmark = pytest.mark.usefixtures("fake_libraries")
+
 N, K = 256, 384
 BACKENDS = pytest.mark.parametrize("name", ["emulated", "deep_gemm", "transformer_engine"])
 BF16_ROUNDING = 2**-7
 """Relative. Both sides round an FP32 sum to bf16; sums in another order may become neighbours, 2^-7 apart at most."""
-
-
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch):
-    fake_kernels.install(monkeypatch)
-    make_backend.cache_clear()  # no back end keeps a stand-in
-    yield
-    make_backend.cache_clear()
 
 
 def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):

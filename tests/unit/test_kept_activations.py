@@ -6,22 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import fake_kernels
 
 from megatron_rl.fp8.backends import make_backend
 from megatron_rl.fp8.quantize import quantize_weight
 from megatron_rl.mcore.linear import _FP8Product
 
+pytestmark = pytest.mark.usefixtures("fake_libraries")
+
 T, N, K = 160, 256, 384
 _PADDED = 256  # T in whole blocks
-
-
-@pytest.fixture(autouse=True)
-def fakes(monkeypatch):
-    fake_kernels.install(monkeypatch)
-    make_backend.cache_clear()  # no back end keeps a stand-in
-    yield
-    make_backend.cache_clear()
 
 
 def kept(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:

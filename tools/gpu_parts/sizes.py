@@ -28,16 +28,17 @@ def stack(size: str, layers: int, **more: object) -> Architecture:
 
 def layer_values(architecture: Architecture) -> int:
     """Values of one layer's linear weights."""
-    a = architecture
-    attention = a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads)
-    return a.hidden_size * (attention + 3 * a.intermediate_size)
+    return architecture.hidden_size * _widths(architecture)
 
 
 def activation_bytes(architecture: Architecture) -> int:
     """Of a layer and token, kept for the backward pass: the larger ones, in two bytes, with half as much again for what is left out."""
-    a = architecture
-    attention = a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads)
-    return 3 * (4 * a.hidden_size + attention + 3 * a.intermediate_size)
+    return 3 * (4 * architecture.hidden_size + _widths(architecture))
+
+
+def _widths(a: Architecture) -> int:
+    """Of queries, keys, values and the attention's result, and of the three of the MLP, together."""
+    return a.head_dim * (2 * a.num_attention_heads + 2 * a.num_key_value_heads) + 3 * a.intermediate_size
 
 
 def layers_that_fit(architecture: Architecture, memory_gib: float, value_bytes: int, tokens: int, most: int) -> int:

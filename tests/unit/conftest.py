@@ -1,0 +1,17 @@
+"""Shared by unit tests: stand-ins for the libraries of the GPU back ends."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def fake_libraries(monkeypatch):
+    from support import fake_kernels
+
+    from megatron_rl.fp8.backends import make_backend
+
+    fake_kernels.install(monkeypatch)
+    make_backend.cache_clear()  # no back end keeps a stand-in
+    yield
+    make_backend.cache_clear()
