@@ -23,9 +23,10 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron_rl import gloo
 from megatron_rl.architecture import traits_of
 from megatron_rl.config import Train
-from megatron_rl.mcore import adam, cpu, gloo
+from megatron_rl.mcore import adam, cpu
 from megatron_rl.mcore.layers import block_spec
 from megatron_rl.mcore.names import Model, chunks_of
 from megatron_rl.mcore.options import attention_options, expert_options, layout_options, recompute_options

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl import gloo
 from megatron_rl.config_sync import IN_FLIGHT, Sync
 from megatron_rl.transport import Link
 from megatron_rl.transport.chunks import Chunk
@@ -134,11 +135,9 @@ def _group(store: Any, rank: int, size: int, host: str, timeout: float, device: 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host) if host == "127.0.0.1" else gloo.create_default_device()]
-    options._timeout = wait
-    return gloo(store, rank, size, options)
+    make: Any = dist.ProcessGroupGloo
+    found = make.create_device(hostname=host) if host == "127.0.0.1" else make.create_default_device()
+    return gloo.group(store, rank, size, wait, [found])
 
 
 def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:

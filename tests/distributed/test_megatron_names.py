@@ -181,7 +181,8 @@ def work(rank: int, folder: str) -> None:
     from megatron.core.transformer import multi_latent_attention as latent
     from support.trainer import leave_layout
 
-    from megatron_rl.mcore import cpu, gloo
+    from megatron_rl import gloo
+    from megatron_rl.mcore import cpu
 
     torch.set_num_threads(1)
     cpu.install()

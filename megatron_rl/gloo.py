@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -31,8 +32,13 @@ def _devices() -> list[Any]:
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
-def _new_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
+def _new_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    return group(store, rank, size, timeout, _devices())
+
+
+def group(store: Any, rank: int, size: int, timeout: timedelta, devices: list[Any]) -> Any:
+    """A process group over these devices of gloo; returns when every member has joined."""
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
-    options._devices, options._timeout = _devices(), timeout
+    options._devices, options._timeout = devices, timeout
     return gloo(store, rank, size, options)
