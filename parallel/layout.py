@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel.pieces import GeometryError
+from parallel.shards import GeometryError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
-    from megatron_rl.engine import Engine
+    from megatron_rl.rollout.engine import Engine
 
 
 def launch(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine:

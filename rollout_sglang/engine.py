@@ -1,4 +1,4 @@
-"""A real SGLang engine behind its HTTP server, as the loop sees it (`megatron_rl.engine.Engine`)."""
+"""A real SGLang engine behind its HTTP server, as the loop sees it (`megatron_rl.rollout.engine.Engine`)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import httpx
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.config_sync import Running
-from megatron_rl.engine import LiveTensor
+from megatron_rl.config.sync import Running
+from megatron_rl.rollout.engine import LiveTensor
 from megatron_rl.errors import LostError, RunError
-from megatron_rl.graph import Graph
+from megatron_rl.precision.graph.graph import Graph
 from megatron_rl.types import Generation, Sampling
-from rollout_sglang import memory
-from rollout_sglang.gate import Gate
-from rollout_sglang.live import FAILED, PREFIX
-from rollout_sglang.requests import LiveRequests
-from rollout_sglang.routing import RecordedRouting
-from rollout_sglang.start import Start
-from rollout_sglang.watch import Watch
+from rollout_sglang import memory_release
+from rollout_sglang.request_gate import Gate
+from rollout_sglang.rank_handler import FAILED, PREFIX
+from rollout_sglang.rank_requests import LiveRequests
+from rollout_sglang.routing_record import RecordedRouting
+from rollout_sglang.launch_args import Start
+from rollout_sglang.health_watch import Watch
 
-_CACHES = (memory.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
+_CACHES = (memory_release.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
 _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
@@ -109,7 +109,7 @@ class SGLangEngine(LiveRequests):
         )
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
-        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.draws`); on a GPU SGLang draws as it likes."""
+        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.hooks.seeded_sampling`); on a GPU SGLang draws as it likes."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, Sampling) else sampling
         parameters = [_parameters(one) for one in samplings]
         found: dict[int, Generation] = {}
@@ -178,7 +178,7 @@ class SGLangEngine(LiveRequests):
     def release(self) -> None:
         self._gate.shut()
         self._empty_caches()
-        away = [*_CACHES, memory.WEIGHTS] if torch.cuda.is_available() else [memory.CACHE]
+        away = [*_CACHES, memory_release.WEIGHTS] if torch.cuda.is_available() else [memory_release.CACHE]
         wanted = [tag for tag in away if tag not in self._away]
         if wanted and torch.cuda.is_available():
             self._post("/release_memory_occupation", {"tags": wanted})
@@ -199,7 +199,7 @@ class SGLangEngine(LiveRequests):
         return self.process.memory_mb()
 
     def begin_sync(self) -> None:
-        self._take_again(memory.WEIGHTS)
+        self._take_again(memory_release.WEIGHTS)
         self._empty_caches()
         if not self._changing:  # else a sync before this one broke
             self._post("/begin_weight_update", {})
@@ -239,7 +239,7 @@ class SGLangEngine(LiveRequests):
         self.process.kill()
 
     def _live(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
-        """Asks the hook in every scheduler process (`rollout_sglang.live`); one mapping per engine rank."""
+        """Asks the hook in every scheduler process (`rollout_sglang.rank_handler`); one mapping per engine rank."""
         answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)}, seconds)
         ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         for number, rank in enumerate(ranks):

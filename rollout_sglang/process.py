@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl.engine_slots import LAUNCHER_VARIABLE
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """The run's API key comes by the environment: everybody on a machine can read command lines."""

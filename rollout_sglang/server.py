@@ -14,10 +14,11 @@ import signal
 import sys
 from typing import Any
 
-from megatron_rl.engine_slots import LAUNCHER_VARIABLE
-from rollout_sglang import process, standins
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
+from rollout_sglang import process
+from rollout_sglang.platform import stub_modules
 
-standins.install()
+stub_modules.install()
 
 _RENDEZVOUS_SECONDS = 600.0
 _ELSEWHERE = 0
@@ -28,9 +29,9 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """SGLang's scheduler process; refuses to start half hooked."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from rollout_sglang import plugin
+    from rollout_sglang.hooks import registry
 
-    plugin.verify()
+    registry.verify()
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -61,10 +62,10 @@ def main(arguments: list[str]) -> None:
         words = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_ELSEWHERE), *arguments[2:]]
         os.execvp(words[0], words)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
-    from megatron_rl.transport.store import listening_store
-    from rollout_sglang import plugin
+    from parallel.transport.store import listening_store
+    from rollout_sglang.hooks import registry
 
-    plugin.verify()
+    registry.verify()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 

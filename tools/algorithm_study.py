@@ -14,10 +14,10 @@ from typing import Annotated
 import study
 import typer
 
-from megatron_rl.config_algorithm import PRESETS
-from megatron_rl.report_plots import Rows
-from megatron_rl.report_words import write
-from megatron_rl.runlog import read_metrics
+from megatron_rl.config.algorithm import PRESETS
+from megatron_rl.reporting.plots import Rows
+from megatron_rl.reporting.metric_glossary import write
+from megatron_rl.observability.run_log import read_metrics
 
 SHOWN = {
     "eval/accuracy": ("Held-out accuracy", "correct", "share"),

@@ -17,8 +17,9 @@ from typing import Annotated
 import torch
 import typer
 
-from megatron_rl.fp8.backends import make_backend, needs
-from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.backends import requirements
+from megatron_rl.precision.fp8 import quantize_weight
 
 SHAPES = {  # name: (N, K)
     "8B qkv": (6144, 4096),
@@ -40,9 +41,9 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("bench_backends: torch sees no GPU; this benchmark needs one", err=True)
         raise typer.Exit(2)
-    backends = [name for name in ("deep_gemm", "transformer_engine") if not needs.missing(name)]
-    for name in needs.BACKENDS:
-        for what, fix in needs.missing(name):
+    backends = [name for name in ("deep_gemm", "transformer_engine") if not requirements.missing(name)]
+    for name in requirements.BACKENDS:
+        for what, fix in requirements.missing(name):
             typer.echo(f"without {name}: {what}; {fix}")
     found = {"gpu": torch.cuda.get_device_name(), "tokens": tokens, "scale_format": scale_format, "shapes": {}}
     for shape, (n, k) in SHAPES.items():

@@ -30,7 +30,8 @@ import typer
 from bench_step import PRECISIONS, actor, loss
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Train
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import start_megatron, stop_megatron

@@ -20,10 +20,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config_data import Source
-from megatron_rl.config_reward import RewardConfig
+from megatron_rl.config.data import Source
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.sets import read_set
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.worker_pool import RewardPool
 from megatron_rl.types import Problem
 
 KINDS: dict[str, Callable[[str, str], str]] = {

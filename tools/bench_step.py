@@ -17,12 +17,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megatron_rl import hf
-from megatron_rl.batch import Sequence
+from megatron_rl.hf import write
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Precision, Train
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.precision import PrecisionContract
+from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
 
 PRECISIONS = {
@@ -65,7 +65,7 @@ def main(
 def actor(architecture: Architecture, precision: Precision, train: Train) -> Actor:
     """An actor with random weights."""
     contract = PrecisionContract.of(precision)
-    model = build_model(hf.new_config(architecture, 0, precision.high), Layout(), contract)
+    model = build_model(write.new_config(architecture, 0, precision.high), Layout(), contract)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,7 +3,7 @@
     python tools/bench_sync.py [--model NAME] [--train tp=2] [--rollout tp=1] [--repeat N] [--json FILE]
 
 Trainer ranks and engine ranks are processes with random weights in the real layouts. An engine rank is a plain process that runs
-`rollout_sglang.live` and its `Receiver`, the code that runs inside SGLang's scheduler; SGLang itself is not started. Every
+`rollout_sglang.rank_handler` and its `Receiver`, the code that runs inside SGLang's scheduler; SGLang itself is not started. Every
 process uses one thread. All cases take turns, so that a busy machine slows all of them; the table shows medians.
 """
 
@@ -30,21 +30,21 @@ from rich.console import Console
 from rich.table import Table
 from sync_baselines import GatherAndQuantise, PlainCopy, Setup, contract, flat_plan, flat_tensors
 
-from megatron_rl.config_sync import Running, Sync
-from megatron_rl.engine import Engine
+from megatron_rl.config.sync import Running, Sync
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.errors import MegatronRLError, UserError
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.sync import WeightSync
-from megatron_rl.sync_plan import SyncPlan
-from parallel.geometry import ModelGeometry
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.plan import SyncPlan
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.pieces import Shard
-from parallel.plan import kind_of, scale_name
-from parallel.sglang import engine_shards
-from rollout_sglang import live
-from rollout_sglang.requests import LiveRequests
+from parallel.megatron_shards import trainer_shards
+from parallel.shards import Shard
+from parallel.reshard import kind_of, scale_name
+from parallel.sglang_shards import engine_shards
+from rollout_sglang import rank_handler
+from rollout_sglang.rank_requests import LiveRequests
 
 MODELS = {
     "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
@@ -91,12 +91,12 @@ def serve_engine_rank(pipe: Connection, setup: Setup, rank: int) -> None:
             which, fp8, request = pipe.recv()
         except EOFError:
             return
-        live._receiver = receivers.get(which)  # this process plays several engines
+        rank_handler._receiver = receivers.get(which)  # this process plays several engines
         try:
-            pipe.send((live.answer(request, rank, models[fp8]), None))
+            pipe.send((rank_handler.answer(request, rank, models[fp8]), None))
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
-        receivers[which] = live._receiver
+        receivers[which] = rank_handler._receiver
 
 
 def empty_planes(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:

@@ -26,20 +26,21 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from megatron_rl import hf
-from megatron_rl.batch import Sequence, micro_batches
+from megatron_rl.hf import write
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.micro_batch import micro_batches
 from megatron_rl.cli import error_text
 from megatron_rl.config import Architecture, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.export import save_hf
+from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
-from megatron_rl.mcore.taps import recording
-from megatron_rl.mcore.weights import load_checkpoint, planes, this_rank_shards
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.run import preflight
+from megatron_rl.mcore.activation_hooks import recording
+from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.training.preflight import preflight
 from megatron_rl.types import Sampling
-from megatron_rl.warm_start import make_checkpoint
+from megatron_rl.training.sft_warmup import make_checkpoint
 from rollout_sglang.engine import launch
 
 Rows = dict[str, torch.Tensor]
@@ -139,7 +140,7 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         resources.callback(stop_megatron)
         if not (config.model.path / "config.json").is_file():
             make_checkpoint(config, layout, lambda _: None)
-        hf_config, contract = hf.read_config(config.model.path), PrecisionContract.of(config.precision)
+        hf_config, contract = write.read_config(config.model.path), PrecisionContract.of(config.precision)
         shards, model = this_rank_shards(hf_config, layout), frozen(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.path, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)

@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import Precision
-from megatron_rl.config_sync import Sync
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.sync_plan import SyncPlan
-from parallel.buckets import Plane, buckets, planes_of
-from parallel.geometry import ModelGeometry
+from megatron_rl.config.sync import Sync
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import Plane, buckets, planes_of
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.pieces import Rect
-from parallel.plan import Move
-from parallel.regions import region
-from parallel.sglang import engine_shards
+from parallel.megatron_shards import trainer_shards
+from parallel.shards import Rect
+from parallel.reshard import Move
+from parallel.digest import region
+from parallel.sglang_shards import engine_shards
 
 _FLAT_COLS = 4096
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algorithm.kl import ESTIMATORS
-from megatron_rl.batch import Sequence
-from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.config.algorithm import Algorithm
 
 _EPSILON = 1e-6
 

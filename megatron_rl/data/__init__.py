@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config
-from megatron_rl.config_data import GENERATED, Data, Source
+from megatron_rl.config.data import GENERATED, Data, Source
 from megatron_rl.data import arithmetic
-from megatron_rl.data.prompts import no_chat_template, prompt_maker, read_template
+from megatron_rl.data.prompt_template import no_chat_template, prompt_maker, read_template
 from megatron_rl.data.sets import read_set
 from megatron_rl.data.stream import Order, ProblemStream, fingerprint, mixture, shuffled_epochs
 from megatron_rl.errors import UserError
@@ -63,7 +63,7 @@ def check_data(data: Data, model: Path) -> None:
     if data.chat:
         if not model.is_dir():  # it will get the project's byte-level tokenizer
             raise no_chat_template(model)
-        from megatron_rl.data.tokenizer import load_tokenizer
+        from megatron_rl.data.byte_tokenizer import load_tokenizer
 
         prompt_maker(data, load_tokenizer(model))
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from megatron_rl.config_data import GENERATED
+from megatron_rl.config.data import GENERATED
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 

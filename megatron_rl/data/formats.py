@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl.config_data import FormatName
+from megatron_rl.config.data import FormatName
 from megatron_rl.rewards.math import last_boxed
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.config_data import HUB
+from megatron_rl.config.data import HUB
 from megatron_rl.data.formats import COLUMNS
 from megatron_rl.errors import UserError
 

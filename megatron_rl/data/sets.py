@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from megatron_rl.config_data import HUB, FormatName, Source
+from megatron_rl.config.data import HUB, FormatName, Source
 from megatron_rl.data.files import FIX, file_rows
 from megatron_rl.data.formats import RowError, read_row, refuse_without_format
 from megatron_rl.data.hub import hub_rows

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl import hf
-from megatron_rl.architecture import traits_of
+from megatron_rl.hf import write
+from megatron_rl.hf.config import traits_of
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.export import convert, save_hf
-from megatron_rl.hf_checkpoint import Checkpoint, is_fp8
-from megatron_rl.mcore.checkpoint import load_alone, read_state
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.rules import check_lengths
-from megatron_rl.sync_plan import SyncPlan
-from parallel.geometry import GeometryError, ModelGeometry
+from megatron_rl.mcore.export import convert, save_hf
+from megatron_rl.hf.read import Checkpoint, is_fp8
+from megatron_rl.mcore.checkpoint.load import load_alone, read_state
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.config.cross_checks import check_lengths
+from megatron_rl.sync.plan import SyncPlan
+from parallel.model_geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
 
 
@@ -55,7 +55,7 @@ class Candidate:
             convert(self.folder, temporary, {"mode": precision.mode, "high": precision.high, "scale_format": precision.scale_format})
             return temporary
         from megatron_rl.mcore.model import stop_megatron
-        from megatron_rl.mcore.weights import planes
+        from megatron_rl.mcore.load_weights import planes
 
         try:
             model, shards, _, hf_config = load_alone(self.folder)
@@ -84,11 +84,11 @@ def _check(folder: Path, option: str, config: Config) -> Candidate:
         raise UserError(option, str(folder), "is no folder" if folder.exists() else "does not exist", fix)
     contract = PrecisionContract.of(config.precision)
     if (folder / "config.json").is_file():
-        step, hf_config = None, hf.read_config(folder)
+        step, hf_config = None, write.read_config(folder)
         as_it_is = _served_as_it_is(folder, option, hf_config, contract)
     else:
         state, saved = read_state(folder)
-        step, hf_config, as_it_is = int(state.get("step", 0)), hf.read_config(folder / "hf"), False
+        step, hf_config, as_it_is = int(state.get("step", 0)), write.read_config(folder / "hf"), False
         trained = PrecisionContract.of(saved)
         if trained.train_fp8 and contract.rollout_fp8 and trained.scale_format != contract.scale_format:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"

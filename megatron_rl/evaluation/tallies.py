@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from megatron_rl.config_data import GENERATED
+from megatron_rl.config.data import GENERATED
 from megatron_rl.evaluation.statistics import Estimate, difference_estimate, majority_at, mean_estimate, pass_at, sign_flip_p
 from megatron_rl.rewards import arithmetic, math
 from megatron_rl.types import Problem, Reward

@@ -12,18 +12,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_rl.batch import MicroBatch, Sequence, micro_batches
+from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Train
 from megatron_rl.errors import RunError
-from megatron_rl.mcore import broken, gather
-from megatron_rl.mcore.context import Share
-from megatron_rl.mcore.linear import quantize_model
+from megatron_rl.mcore import nan_finder, reduce
+from megatron_rl.mcore.context_parallel import Share
+from megatron_rl.mcore.layers.fp8_linear import quantize_model
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.mcore.offload import Offload
-from megatron_rl.mcore.packing import packed
-from megatron_rl.mcore.routing import Routing
-from megatron_rl.ranks import raise_together
+from megatron_rl.mcore.packed_sequences import packed
+from megatron_rl.mcore.layers.router import Routing
+from megatron_rl.distributed import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
@@ -60,8 +61,8 @@ class Policy:
 
         with torch.no_grad():
             self._run(sequences, collect, forward_only=True)
-        gather.sum_values(flat)
-        return list(flat.cpu().split(lengths)), gather.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
+        reduce.sum_values(flat)
+        return list(flat.cpu().split(lengths)), reduce.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
     def micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
         """This replica's share of the sequences, packed."""
@@ -183,7 +184,7 @@ class Actor(Policy):
         self.optimizer.zero_grad()
         with self.routing.undone():
             self._run(sequences, with_metrics, forward_only=False)
-            sums = gather.sum_by_name(own)
+            sums = reduce.sum_by_name(own)
             padding = sums.pop(_PADDING) / sums.pop(_PLACES)
             means = {name: value / tokens for name, value in sums.items()}
             if not math.isfinite(means["loss/total"]):
@@ -198,9 +199,9 @@ class Actor(Policy):
 
     def _broken_activation(self, sequences: list[Sequence]) -> str:
         """Who gives inf or NaN in a forward pass, for an error's line; "" where nobody does. Collective; one more forward pass."""
-        with torch.no_grad(), broken.watching(self.model) as found:
+        with torch.no_grad(), nan_finder.watching(self.model) as found:
             self._run(sequences, lambda logits, *_: logits.new_zeros(()), forward_only=True)
-        name = broken.first_of_all_ranks(found)
+        name = nan_finder.first_of_all_ranks(found)
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _refuse_bad_gradients(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.optimizer_state import MOMENTS, optimizers, sixteen_bit
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, optimizers, sixteen_bit
 
 
 class Offload:

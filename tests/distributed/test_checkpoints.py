@@ -33,7 +33,7 @@ def test_load_alone_gives_the_same_masters_and_blocks(saved, one):
 
 
 def test_a_folder_that_is_not_whole_is_refused(saved, tmp_path):
-    from megatron_rl.mcore.checkpoint import read_state
+    from megatron_rl.mcore.checkpoint.load import read_state
 
     folder, _, _ = saved
     assert read_state(folder)[0]["step"] == 1

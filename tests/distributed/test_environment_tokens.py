@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import FP8, FP32, random_sequences
 
-from megatron_rl.batch import Sequence
+from megatron_rl.batch.training_sample import Sequence
 
 pytestmark = pytest.mark.slow
 

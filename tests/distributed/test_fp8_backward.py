@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.models import FP8
 
-from megatron_rl.fp8 import products
-from megatron_rl.fp8.quantize import dequantize_weight, quantize_weight
+from megatron_rl.precision import fp8_products
+from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +49,6 @@ def test_an_experts_layer_leaves_communication_to_the_dispatcher(two, kind, toke
     x, dy = values(tokens, k, seed=5), values(tokens, n, seed=6)
     for rank, (y, dx, dw) in enumerate(two.call("support.fp8_layer:experts", kind, weight, x, dy)):
         part = dequantize_weight(quantize_weight(weight.chunk(2, dim=0 if kind == "column" else 1)[rank], "pow2"))
-        expected = products.fprop(x, part, "pow2"), products.dgrad(dy, part, "pow2"), products.wgrad(dy, x, "pow2")
+        expected = fp8_products.fprop(x, part, "pow2"), fp8_products.dgrad(dy, part, "pow2"), fp8_products.wgrad(dy, x, "pow2")
         for got, wanted in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads
             assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6 * float(wanted.norm())), f"rank {rank}"

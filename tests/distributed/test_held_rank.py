@@ -12,7 +12,7 @@ from support.models import FP8
 from support.processes import alive_after, until
 from support.world import World
 
-from megatron_rl.phases import read_stand
+from megatron_rl.observability.hang_watchdog import read_stand
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
 from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
 from parallel.layout import Layout
-from parallel.plan import scale_name
+from parallel.reshard import scale_name
 from tests.unit.golden import slow_fp8
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world
 def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_path):
     """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
     folder, again = fp8("plain"), tmp_path / "again"
-    hf.write_checkpoint(tmp_path, {**hf.read_config(folder), "quantization_config": None}, dequantised(folder), folder)
+    write.write_checkpoint(tmp_path, {**write.read_config(folder), "quantization_config": None}, dequantised(folder), folder)
     one.call("support.fp8_checkpoints:import_and_export", tmp_path, unified(), again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)

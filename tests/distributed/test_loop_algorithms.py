@@ -7,7 +7,7 @@ import math
 import pytest
 from support.models import FP8
 
-from megatron_rl.config_algorithm import PRESETS
+from megatron_rl.config.algorithm import PRESETS
 
 pytestmark = pytest.mark.slow
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel.geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import megatron_shards
+from parallel.megatron_shards import megatron_shards
 
 WORLD = 4
 DENSE = {
@@ -181,14 +181,14 @@ def work(rank: int, folder: str) -> None:
     from megatron.core.transformer import multi_latent_attention as latent
     from support.trainer import leave_layout
 
-    from megatron_rl import gloo
-    from megatron_rl.mcore import cpu
+    from parallel.transport import gloo_backend
+    from megatron_rl.mcore.platform import cpu
 
     torch.set_num_threads(1)
     cpu.install()
     if not isinstance(latent.TELinear, type):  # without Transformer Engine, MLASelfAttention still asks isinstance(..., TELinear)
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
-    dist.init_process_group(gloo.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
+    dist.init_process_group(gloo_backend.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     report = []
     for name, layout in CASES:
         parallel_state.initialize_model_parallel(

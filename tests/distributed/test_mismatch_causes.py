@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.models import FP8, FP32, random_sequences
 
-from megatron_rl.causes import CAUSES
+from megatron_rl.training.mismatch_attribution import CAUSES
 
 pytestmark = pytest.mark.slow
 

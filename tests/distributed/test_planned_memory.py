@@ -9,8 +9,8 @@ import pytest
 from support.models import ARCHITECTURES, make_model
 
 from megatron_rl.config import Config
-from megatron_rl.plan import activations, memory
-from megatron_rl.plan.candidate import Candidate, Job
+from megatron_rl.planner import activation_memory, memory
+from megatron_rl.planner.candidate import Candidate, Job
 from parallel.layout import Layout
 
 pytestmark = pytest.mark.slow
@@ -65,7 +65,7 @@ def test_what_a_layer_keeps_for_the_backward_pass(two, tmp_path, name, layout, p
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
     ranks = two.call("support.measured:saved", folder, precision, layout, lengths, seconds=300)
     job = job_of(name, precision)
-    widths = activations.widths(job, layout, sum(lengths), cpu=True)
+    widths = activation_memory.widths(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):
-        expected = activations.layer_bytes(job, layout, widths, job.model.has_experts(layer))
+        expected = activation_memory.layer_bytes(job, layout, widths, job.model.has_experts(layer))
         assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer

@@ -7,10 +7,10 @@ import torch
 from support.models import make_checkpoint, read_weights
 
 from megatron_rl.errors import RunError
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.int8 import quantize_channels
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.int8 import quantize_channels
 from parallel.layout import Layout
-from parallel.plan import scale_name
+from parallel.reshard import scale_name
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import FP8, FP32, random_sequences, read_weights
 
-from parallel.plan import scale_name
+from parallel.reshard import scale_name
 from tests.unit.golden import slow_fp8
 
 pytestmark = pytest.mark.slow

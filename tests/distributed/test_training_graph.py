@@ -6,7 +6,7 @@ import pytest
 from support.models import FP8, FP32
 
 from megatron_rl.errors import RunError
-from megatron_rl.graph import Format, differences, folded, parts
+from megatron_rl.precision.graph.graph import Format, differences, folded, parts
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from support.processes import ROOT, Command, Done
 
 from megatron_rl.config import load_config
 from megatron_rl.data import arithmetic
-from megatron_rl.report import write_report
+from megatron_rl.reporting.report import write_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(550)]
 

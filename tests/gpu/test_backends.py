@@ -6,16 +6,17 @@ import pytest
 import torch
 from support.activations import check_columns, check_kernel, check_rows, uneven
 
-from megatron_rl.fp8.backends import Backend, make_backend, needs
-from megatron_rl.fp8.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
-from megatron_rl.fp8.quantize import Blocks, quantize_1x128, quantize_128x1, quantize_weight
+from megatron_rl.precision.backends.base import Backend, make_backend
+from megatron_rl.precision.backends import requirements
+from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
+from megatron_rl.precision.fp8 import Blocks, quantize_1x128, quantize_128x1, quantize_weight
 
 FORMATS = ("pow2", "fp32")
 SHAPES = ((256, 512, 384), (1, 256, 512), (1000, 1536, 2048))  # tokens, N, K
 
 
 def _lacks(name: str) -> str:
-    return ", ".join(what for what, _ in needs.missing(name))
+    return ", ".join(what for what, _ in requirements.missing(name))
 
 
 BACKENDS = [

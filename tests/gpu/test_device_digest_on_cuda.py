@@ -6,15 +6,15 @@ import pytest
 import torch
 from support import device_sums
 
-from parallel.pieces import Rect
-from parallel.regions import digest, digests
+from parallel.shards import Rect
+from parallel.digest import digest, digests
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (256 << 10) + 4, 600_001])
 def test_sums_are_those_of_a_plain_loop(size):
-    from parallel.device_digest import run_sums
+    from parallel.digest_triton import run_sums
 
     flat = torch.randint(0, 256, (size + 4,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     for start in (0, 1, 4):

@@ -7,8 +7,8 @@ import torch
 from support import library_scales
 from support.activations import engine_layouts, uneven
 
-from megatron_rl.fp8.quantize import quantize_1x128
-from rollout_sglang import activations
+from megatron_rl.precision.fp8 import quantize_1x128
+from rollout_sglang.hooks import gpu_activation_quant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 pytest.importorskip("triton", reason="Triton is not installed: GPU builds of torch bring it")
@@ -18,10 +18,10 @@ SIZES = ((1, 128), (3, 384), (130, 128), (1000, 2048))
 
 @pytest.fixture(params=["pow2", "fp32"])
 def scale_format(request, monkeypatch):
-    monkeypatch.setenv(activations.VARIABLE, request.param)
-    activations.scale_format.cache_clear()
+    monkeypatch.setenv(gpu_activation_quant.VARIABLE, request.param)
+    gpu_activation_quant.scale_format.cache_clear()
     yield request.param
-    activations.scale_format.cache_clear()
+    gpu_activation_quant.scale_format.cache_clear()
 
 
 def same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
@@ -30,7 +30,7 @@ def same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_layout_holds_the_references_bytes(scale_format, compiled):
-    quantize = torch.compile(activations.quantize, dynamic=True) if compiled else activations.quantize
+    quantize = torch.compile(gpu_activation_quant.quantize, dynamic=True) if compiled else gpu_activation_quant.quantize
     for tokens, width in SIZES:
         x = uneven(tokens, width, torch.bfloat16, "cuda")
         for data, scale in engine_layouts(x):
@@ -42,10 +42,10 @@ def test_a_captured_graph_quantises_anew(scale_format):
     """As an engine decodes: the launch is recorded once, and replayed on other values."""
     x = uneven(64, 512, torch.bfloat16, "cuda")
     data, scale = engine_layouts(x)[0]
-    activations.quantize(x, data, scale)  # compiles
+    gpu_activation_quant.quantize(x, data, scale)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        activations.quantize(x, data, scale)
+        gpu_activation_quant.quantize(x, data, scale)
     x.mul_(-3)
     graph.replay()
     assert same((data, scale), quantize_1x128(x, scale_format))

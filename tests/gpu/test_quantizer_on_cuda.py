@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl.fp8.quantize import quantize_weight, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.fp8 import quantize_weight, round_trip_1x128, round_trip_128x1
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.fp8.quantize import quantize_1x128, quantize_128x1
+from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 
 
 def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
@@ -22,7 +22,7 @@ def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> 
 
 def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | None = None) -> None:
     """`quantize_activation` of x: bytes, scales and layouts; asking for one half gives the same half."""
-    from megatron_rl.fp8.backends.activation_kernel import quantize_activation
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
     rows, columns = quantize_activation(x, scale_format, rows=True, columns=True, groups=groups)
     check_rows(rows, x, scale_format)
@@ -36,7 +36,7 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
 
 def check_into(x: torch.Tensor, scale_format: str) -> None:
     """`quantize_into` of x: bytes and scales, for the layouts that an engine's kernels ask for; nothing else is written."""
-    from megatron_rl.fp8.backends.activation_kernel import quantize_into
+    from megatron_rl.precision.backends.triton_quantize import quantize_into
 
     for data, scale in engine_layouts(x):
         quantize_into(x, data, scale, scale_format)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.config import Precision
-from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.precision import PrecisionContract
-from parallel.geometry import ModelGeometry
-from parallel.plan import scale_name
+from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import scale_name
 
 _DENSE: dict[str, Any] = {
     "hidden_size": 256,
@@ -89,7 +89,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random FP32 tensors of a model by their Hugging Face names; vectors are around one, so that a forgotten norm is noticed."""
     model = ModelGeometry.from_hf_config(config)
     shapes = {tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for tensor in model.tensors().values()}
-    found = hf.random_tensors(config, shapes, seed)
+    found = write.random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in found.items():
         if tensor.dim() == 1:
@@ -118,5 +118,5 @@ def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 
     make_byte_tokenizer(folder)
     eos = load_tokenizer(folder).eos_token_id
     config = config_of(kind, contract, eos_token_id=eos, pad_token_id=eos, bos_token_id=None, **changes)
-    hf.write_checkpoint(folder, config, served(config, masters(config, seed), contract), None)
+    write.write_checkpoint(folder, config, served(config, masters(config, seed), contract), None)
     return config

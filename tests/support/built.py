@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from megatron_rl import hf
-from megatron_rl.batch import Sequence
+from megatron_rl.hf import write
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Precision, Train
-from megatron_rl.export import gather_tensors
-from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.mcore.export import gather_tensors
+from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.linear import fp8_layers, quantize_model
+from megatron_rl.mcore.layers.fp8_linear import fp8_layers, quantize_model
 from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import chunks_of
-from megatron_rl.mcore.weights import load_checkpoint, piece_rect, planes, rank_shards
-from megatron_rl.precision import PrecisionContract
-from parallel.geometry import ModelGeometry
+from megatron_rl.mcore.load_weights import load_checkpoint, piece_rect, planes, rank_shards
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.pieces import Rect, Shard
-from parallel.plan import blocks, kind_of, scale_name
-from parallel.regions import raw_bytes, region
+from parallel.megatron_shards import trainer_shards
+from parallel.shards import Rect, Shard
+from parallel.reshard import blocks, kind_of, scale_name
+from parallel.digest import raw_bytes, region
 from support.trainer import TRAIN, leave_layout, negative_log_likelihood
 
 
@@ -42,7 +42,7 @@ def train(folder: Path, layout: Layout, batches: list[list[Sequence]]) -> tuple[
     Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
     """
     start(layout)
-    hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(mode="bf16", high="fp32"))
+    hf_config, contract = write.read_config(folder), PrecisionContract.of(Precision(mode="bf16", high="fp32"))
     shards = rank_shards(hf_config, layout, dist.get_rank())
     model = build_model(hf_config, layout, contract)
     load_checkpoint(model, folder, shards)
@@ -55,7 +55,7 @@ def train(folder: Path, layout: Layout, batches: list[list[Sequence]]) -> tuple[
 def loaded_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
     """This rank's virtual pipeline stages, built, loaded and quantised."""
     start(layout)
-    hf_config = hf.read_config(folder)
+    hf_config = write.read_config(folder)
     chunks = chunks_of(build_model(hf_config, layout, contract))
     load_checkpoint(chunks, folder, rank_shards(hf_config, layout, dist.get_rank()))
     for chunk in chunks:
@@ -69,7 +69,7 @@ def compare_planes(folder: Path, layout: Layout, precision: dict[str, Any]) -> d
     Returns `missing` and `surplus` names, the names that are `different`, and how many planes there are of each kind; `computed` FP8
     layers hold dequantised values already.
     """
-    hf_config, contract = hf.read_config(folder), PrecisionContract.of(Precision(**precision))
+    hf_config, contract = write.read_config(folder), PrecisionContract.of(Precision(**precision))
     chunks = loaded_chunks(folder, contract, layout)
     shards = trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantised=contract.rollout_fp8)[dist.get_rank()]
     found = planes(chunks, shards, contract)

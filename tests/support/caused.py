@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithm.loss import PolicyLoss
-from megatron_rl.batch import Sequence
-from megatron_rl.causes import MismatchCauses
-from megatron_rl.config_algorithm import Algorithm
-from megatron_rl.mcore.emulate import with_engine_weights
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.training.mismatch_attribution import MismatchCauses
+from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.mcore.engine_emulation import with_engine_weights
 from support.trainer import Trainer
 
 CHANGED = "linear_fc1.weight"

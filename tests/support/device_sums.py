@@ -1,4 +1,4 @@
-"""What `parallel.device_digest` computes on a GPU, written as plain loops over words."""
+"""What `parallel.digest_triton` computes on a GPU, written as plain loops over words."""
 
 from __future__ import annotations
 

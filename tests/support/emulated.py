@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.batch import Sequence
-from megatron_rl.mcore.emulate import with_engine_weights
-from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.mcore.engine_emulation import with_engine_weights
+from megatron_rl.mcore.layers.fp8_linear import fp8_layers
 from megatron_rl.types import Sampling
 from support import served
 

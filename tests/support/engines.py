@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from rollout_sglang import engine, start
+from rollout_sglang import engine, launch_args
 
 _SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0}
 
@@ -25,10 +25,10 @@ def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[
     """
     config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 240.0))
     if "port" in fault:
-        start._free_port = lambda slot: fault["port"]
+        launch_args._free_port = lambda slot: fault["port"]
     if "argument" in fault:
-        arguments = start._server_arguments
-        start._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
+        arguments = launch_args._server_arguments
+        launch_args._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
     began = time.perf_counter()
     try:
         engine.launch(config, checkpoint, folder).stop()

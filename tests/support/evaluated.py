@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.config import Config
-from megatron_rl.mcore import checkpoint
+from megatron_rl.mcore.checkpoint import load
 from megatron_rl.mcore.model import build_model, start_megatron
-from megatron_rl.mcore.weights import load_checkpoint, this_rank_shards
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.warm_start import make_checkpoint
+from megatron_rl.mcore.load_weights import load_checkpoint, this_rank_shards
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.training.sft_warmup import make_checkpoint
 from parallel.layout import Layout
 
 
@@ -20,13 +20,13 @@ def make_run(config: Config, folder: Path, step: int) -> Path:
     layout = Layout()
     start_megatron(layout, 0)
     make_checkpoint(config, layout, print)
-    hf_config = hf.read_config(config.model.path)
+    hf_config = write.read_config(config.model.path)
     model = build_model(hf_config, layout, PrecisionContract.of(config.precision))
     load_checkpoint(model, config.model.path, this_rank_shards(hf_config, layout))
     saved = folder / "checkpoints" / f"step_{step:05d}"
     state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
     (folder / "checkpoints").mkdir(parents=True)
-    checkpoint.save(saved, model, hf_config, config.model.path, state)
+    load.save(saved, model, hf_config, config.model.path, state)
     run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
     (folder / "run.json").write_text(json.dumps(run))
     return saved

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.fp8.quantize import quantize_1x128, quantize_128x1
+from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -23,7 +23,7 @@ def install(monkeypatch: Any) -> None:
         vars(fake).update(members)
         monkeypatch.setitem(sys.modules, name, fake)
 
-    module("megatron_rl.fp8.backends.activation_kernel", quantize_activation=quantize_activation, quantize_into=quantize_into)
+    module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
     module(
         "deep_gemm",
         fp8_gemm_nt=fp8_gemm_nt,

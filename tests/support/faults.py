@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import psutil
 
-from megatron_rl.engines import Engines
-from megatron_rl.steady import SteadySync
-from megatron_rl.transport.chunks import Memory
+from megatron_rl.rollout.engine_pool import Engines
+from megatron_rl.sync.recovery import SteadySync
+from parallel.transport.pack import Memory
 
 Faults = dict[int, str]
 """Number of an engine -> what happens to it."""

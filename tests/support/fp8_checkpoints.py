@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl import hf
-from megatron_rl.batch import Sequence
-from megatron_rl.export import save_hf
-from megatron_rl.precision import FP8_ROLES
-from parallel.geometry import ModelGeometry
+from megatron_rl.hf import write
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.mcore.export import save_hf
+from megatron_rl.precision.contract import FP8_ROLES
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.pieces import FP32_ROLES
-from parallel.plan import scale_name
+from parallel.shards import FP32_ROLES
+from parallel.reshard import scale_name
 from support.models import edit_config, make_checkpoint, read_weights
 
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -35,7 +35,7 @@ def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
     """
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
     generator = torch.Generator().manual_seed(seed)
-    for tensor in ModelGeometry.from_hf_config(hf.read_config(folder)).tensors().values():
+    for tensor in ModelGeometry.from_hf_config(write.read_config(folder)).tensors().values():
         if tensor.role in FP8_ROLES:
             tensors[tensor.name], tensors[scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         elif tensor.role in FP32_ROLES:
@@ -79,7 +79,7 @@ def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> 
 
 def import_and_export(folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None) -> tuple[int, int]:
     """On every rank: imports a checkpoint, exports it as it is. Returns how many FP8 layers adopted blocks, and how many there are."""
-    from megatron_rl.mcore.linear import fp8_layers, quantize_model
+    from megatron_rl.mcore.layers.fp8_linear import fp8_layers, quantize_model
 
     trainer = _trainer(folder, precision, layout)
     quantize_model(trainer.model)  # once more: no step was made
@@ -96,8 +96,8 @@ def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = Non
 def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learning_rate: float) -> dict[str, list[str]]:
     """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
     quantised master."""
-    from megatron_rl.fp8.quantize import quantize_weight
-    from megatron_rl.mcore.linear import fp8_layers, in_order
+    from megatron_rl.precision.fp8 import quantize_weight
+    from megatron_rl.mcore.layers.fp8_linear import fp8_layers, in_order
     from support.trainer import Trainer, negative_log_likelihood
 
     def same(one: Any, two: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.mcore.linear import FP8ColumnParallelLinear, FP8RowParallelLinear
+from megatron_rl.mcore.layers.fp8_linear import FP8ColumnParallelLinear, FP8RowParallelLinear
 from megatron_rl.mcore.model import PolicyConfig
 from support.trainer import start
 

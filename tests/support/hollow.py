@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry
 
 _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.fp8.quantize import quantize_1x128
-from rollout_sglang import activations, plugin, standins
+from megatron_rl.precision.fp8 import quantize_1x128
+from rollout_sglang.hooks import gpu_activation_quant, registry
+from rollout_sglang.platform import stub_modules
 from support import fake_kernels
 from support.activations import uneven
 
@@ -33,7 +34,7 @@ class Setting:
 
 def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
     """The contract's bytes and scales, padded rows being zeros."""
-    wanted, scales = quantize_1x128(x, activations.scale_format())
+    wanted, scales = quantize_1x128(x, gpu_activation_quant.scale_format())
     assert torch.equal(data[: len(x)].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale[: len(x)], scales)
     assert not data[len(x) :].view(torch.uint8).any() and not scale[len(x) :].any()
@@ -66,7 +67,7 @@ def check_dense(linears: Any, kernels: Any) -> None:
     linears.w8a8_block_fp8_matmul_triton = linears.w8a8_block_fp8_matmul_deepgemm = product
     linears.fp8_blockwise_scaled_mm = lambda x, weight, scale, _, out_dtype: product(x, weight, scale)
     linears.get_platform = lambda: SimpleNamespace(is_sm90=True, is_sm100=False)
-    for name, (tokens, width), features in itertools.product(activations._DENSE, SIZES, (640, 600)):  # 600: nobody but Triton
+    for name, (tokens, width), features in itertools.product(gpu_activation_quant._DENSE, SIZES, (640, 600)):  # 600: nobody but Triton
         x, before = uneven(tokens, width, torch.bfloat16), len(operands)
         weight, scale = torch.zeros(features, width, dtype=torch.float8_e4m3fn), torch.ones(5, width // 128)
         formats = ({},) if name.startswith("cutlass") else ({}, {"act_scale_ue8m0": True})
@@ -102,21 +103,21 @@ def check_experts(experts: Any) -> None:
 
 
 def main() -> None:
-    standins.install()
+    stub_modules.install()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, function, kind in plugin.gpu_hooks():
+    for target, function, kind in registry.gpu_hooks():
         HookRegistry.register(target, function, HookType[kind])
     HookRegistry.apply_hooks()
-    assert {target for target, _, _ in plugin.gpu_hooks()} == HookRegistry._patched
+    assert {target for target, _, _ in registry.gpu_hooks()} == HookRegistry._patched
     from sglang.kernels.ops.moe import fused_moe_triton_kernels
     from sglang.kernels.ops.quantization import fp8_kernel, per_token_group_quant
     from sglang.srt.layers.quantization import fp8_utils
 
     fake_kernels.install(Setting())
     for scale_format in ("pow2", "fp32"):
-        os.environ[activations.VARIABLE] = scale_format
-        activations.scale_format.cache_clear()
+        os.environ[gpu_activation_quant.VARIABLE] = scale_format
+        gpu_activation_quant.scale_format.cache_clear()
         if scale_format == "pow2":
             check_quantizers(fp8_kernel, per_token_group_quant)
             check_dense(fp8_utils, fp8_kernel)

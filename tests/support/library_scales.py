@@ -1,7 +1,7 @@
 """How Transformer Engine and SGLang make a block's scale, operation by operation, each library's formula under its own name.
 
 Every reference maps block maxima, float32 as numpy holds them, to (scale as it is stored, multiplier that x is quantised with), both
-float32 and every operation rounded once. None shares code with `megatron_rl.fp8.quantize`.
+float32 and every operation rounded once. None shares code with `megatron_rl.precision.fp8`.
 
 What cannot be known here is left out: SGLang's CUDA kernels are compiled with --use_fast_math, so their FP32 multiplier 448 / amax is
 an approximate division (two units in the last place at most), and so is every division of a Triton kernel on a GPU; the correctly

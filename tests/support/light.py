@@ -24,22 +24,22 @@ import torch.distributed as dist
 from bench_sync import MODELS, Model, contract, empty_planes, random_planes
 
 from megatron_rl.config import Config
-from megatron_rl.config_sync import Sync
-from megatron_rl.engine_slots import Slot
-from megatron_rl.engines import Engines
-from megatron_rl.ranks import is_rank0, on_rank0
-from megatron_rl.steady import SteadySync
-from megatron_rl.sync import WeightSync
-from megatron_rl.sync_plan import SyncPlan
+from megatron_rl.config.sync import Sync
+from megatron_rl.rollout.engine_placement import Slot
+from megatron_rl.rollout.engine_pool import Engines
+from megatron_rl.distributed import is_rank0, on_rank0
+from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.types import Sampling
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.sglang import engine_shards
-from rollout_sglang import live
+from parallel.megatron_shards import trainer_shards
+from parallel.sglang_shards import engine_shards
+from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.server import die_with_parent
-from rollout_sglang.start import _free_port
+from rollout_sglang.launch_args import _free_port
 from support.faults import Faults, family_of, strike_while
 from support.faults import sync_through as strike_in_sync
 
@@ -62,18 +62,18 @@ class LightEngine:
             return self.generate(body["input_ids"], body["sampling_params"])
         if path == "/weights_checker":
             with self._one_at_a_time:
-                return {"ranks": [self.rank(json.loads(body["action"].removeprefix(live.PREFIX)), body["action"])]}
+                return {"ranks": [self.rank(json.loads(body["action"].removeprefix(rank_handler.PREFIX)), body["action"])]}
         if path == "/update_weight_version":
             self.version = body["new_version"]
         return {}
 
     def rank(self, request: dict[str, Any], action: str) -> dict[str, Any]:
-        answer = live.handle(lambda *_: None, self._checker, action)
+        answer = rank_handler.handle(lambda *_: None, self._checker, action)
         formats = {"checksums": {"layer": "pow2"}} if request["verb"] == "scale_formats" else {}
         return {**answer, **formats, "parallelism_info": [answer["parallelism_info"]]}
 
     def generate(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        version, held = self.version, live.live_tensors(self.model)
+        version, held = self.version, rank_handler.live_tensors(self.model)
         weights = sum(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for tensor in held.values())
         threading.Event().wait(_TOKEN_SECONDS * parameters[0]["max_new_tokens"])
         return [
@@ -123,7 +123,7 @@ def serve(host: str, port: int) -> None:
 
 @dataclass(frozen=True)
 class LightStart:
-    """In place of `rollout_sglang.start.Start`."""
+    """In place of `rollout_sglang.launch_args.Start`."""
 
     config: Config
     folder: Path

@@ -9,10 +9,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_rl.batch import Sequence
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Precision
-from megatron_rl.mcore.linear import fp8_layers
-from megatron_rl.precision import PrecisionContract
+from megatron_rl.mcore.layers.fp8_linear import fp8_layers
+from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
 from support.built import loaded_chunks
 from support.trainer import Trainer
@@ -21,7 +21,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
-    """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.plan.memory.Held`."""
+    """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.Held`."""
     chunks = loaded_chunks(folder, PrecisionContract.of(Precision(**precision)), layout)
     layers = [layer for chunk in chunks for layer in fp8_layers(chunk).values()]
     how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)

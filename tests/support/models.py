@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl import hf
-from megatron_rl.batch import Sequence
+from megatron_rl.hf import write
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture
-from megatron_rl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
-from parallel.geometry import ModelGeometry
+from megatron_rl.data.byte_tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
+from parallel.model_geometry import ModelGeometry
 
 VOCABULARY = 384
 FP32 = {"mode": "bf16", "high": "fp32"}
@@ -119,7 +119,7 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
         values = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator)
         tensors[tensor.name] = 1 + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
     folder.mkdir(parents=True, exist_ok=True)
-    hf.write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
+    write.write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
     return folder
 
 
@@ -127,17 +127,17 @@ def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
     """Writes a checkpoint of FP32 weights; two heads of 128 and two kv heads, so that tensor parallelism of 2 fits."""
     make_byte_tokenizer(folder)
     architecture = Architecture(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
-    config = hf.new_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
+    config = write.new_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
     shapes = {
         tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
         for tensor in ModelGeometry.from_hf_config(config).tensors().values()
     }
-    tensors = hf.random_tensors(config, shapes, seed)
+    tensors = write.random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
             tensors[name] = 1 + 0.2 * torch.randn(tensor.shape, generator=generator)
-    hf.write_checkpoint(folder, config, tensors, None)
+    write.write_checkpoint(folder, config, tensors, None)
     return folder
 
 

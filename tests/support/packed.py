@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.mcore.logprobs import token_logprobs
 from support.trainer import Trainer, negative_log_likelihood
 

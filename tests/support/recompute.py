@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.linear import fp8_layers
+from megatron_rl.mcore.layers.fp8_linear import fp8_layers
 from support.trainer import Trainer
 
 

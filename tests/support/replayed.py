@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl.batch import Sequence
-from megatron_rl.config_algorithm import Algorithm
-from megatron_rl.mcore.emulate import with_engine_weights
-from megatron_rl.routing import extended
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.mcore.engine_emulation import with_engine_weights
+from megatron_rl.hf.routing_record import extended
 from megatron_rl.types import Sampling
 from rollout_sglang import engine
-from rollout_sglang import start as engine_start
+from rollout_sglang import launch_args as engine_start
 from support import served
 from support.trainer import Trainer
 

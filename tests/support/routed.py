@@ -10,11 +10,12 @@ from unittest import mock
 
 import torch
 
-from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import model as models
-from megatron_rl.mcore.routing import Router
-from megatron_rl.rollout import Rollout
+from megatron_rl.mcore.layers.router import Router
+from megatron_rl.rollout.worker import Rollout
 from parallel.layout import Layout
 from support.looped import ScriptedWorker, run_loop
 from support.models import FP8, FP32

@@ -9,17 +9,18 @@ from typing import Any
 import httpx
 import psutil
 
-from megatron_rl.algorithm.loss import PolicyLoss
-from megatron_rl.batch import Sequence
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Config
-from megatron_rl.config_algorithm import Algorithm
-from megatron_rl.config_sync import Sync
-from megatron_rl.engines import Engines, start_engines
-from megatron_rl.steady import SteadySync
-from megatron_rl.sync import WeightSync
-from megatron_rl.sync_plan import SyncPlan, check_live_engine
+from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.config.sync import Sync
+from megatron_rl.rollout.engine_pool import Engines, start_engines
+from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.types import Sampling
-from parallel.geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from support.faults import Faults, family_of, strike_while
 from support.faults import sync_through as strike_in_sync
 from support.served import Served

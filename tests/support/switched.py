@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.algorithm.loss import PolicyLoss
-from megatron_rl.batch import Sequence
-from megatron_rl.config_algorithm import Algorithm
-from megatron_rl.config_sync import Sync
-from megatron_rl.mcore.linear import quantize_model
-from megatron_rl.sync import WeightSync
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.config.sync import Sync
+from megatron_rl.mcore.layers.fp8_linear import quantize_model
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import Generation, Sampling
 from support.served import Served, _now
 
@@ -91,7 +91,7 @@ def compared(served: Served, masters: dict[int, dict[str, torch.Tensor]], answer
 
 def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
     """A sync whose chunks are changed on their way, after they were hashed. Raises what it raises."""
-    from megatron_rl.transport.chunks import Memory
+    from parallel.transport.pack import Memory
 
     pack = Memory.pack
 
@@ -111,7 +111,7 @@ def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
 
 def sync_that_breaks(settings: dict[str, Any], version: int) -> None:
     """A sync whose trainer fails in the middle. Raises what it raises."""
-    from megatron_rl.transport.chunks import Memory
+    from parallel.transport.pack import Memory
 
     sync, pack = new_sync(_now[0], Sync.model_validate(settings)), Memory.pack
 

@@ -11,20 +11,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl import hf
-from megatron_rl.algorithm.loss import PolicyLoss
-from megatron_rl.batch import MicroBatch, Sequence
+from megatron_rl.hf import write
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Precision, Train
-from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.config.algorithm import Algorithm
 from megatron_rl.errors import RunError
-from megatron_rl.export import gather_tensors
-from megatron_rl.mcore import checkpoint as checkpoints
+from megatron_rl.mcore.export import gather_tensors
+from megatron_rl.mcore.checkpoint import load as checkpoints
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.linear import fp8_layers, without_fp8
+from megatron_rl.mcore.layers.fp8_linear import fp8_layers, without_fp8
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.weights import global_parameters, load_checkpoint, planes, this_rank_shards
-from megatron_rl.precision import PrecisionContract
-from parallel.geometry import ModelGeometry
+from megatron_rl.mcore.load_weights import global_parameters, load_checkpoint, planes, this_rank_shards
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
@@ -43,7 +44,7 @@ class Trainer:
     ) -> None:
         self.layout = start(layout)
         self.folder, self.precision = folder, Precision(**precision)
-        self.hf_config = hf.read_config(folder)
+        self.hf_config = write.read_config(folder)
         self.contract = PrecisionContract.of(self.precision)
         self.shards = this_rank_shards(self.hf_config, self.layout)
         self.train = Train(**{**TRAIN, **(train or {})})
@@ -167,7 +168,7 @@ def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
     """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
-    from megatron_rl.mcore.linear import quantize_model
+    from megatron_rl.mcore.layers.fp8_linear import quantize_model
 
     trainer = Trainer(folder, precision, layout=layout)
     parameters = global_parameters(trainer.model)

@@ -10,12 +10,12 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.config import Precision
-from megatron_rl.fp8.products import fprop
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight
-from megatron_rl.precision import PrecisionContract
-from parallel.plan import scale_name
+from megatron_rl.precision.fp8_products import fprop
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.reshard import scale_name
 from support.architectures import masters, served
 
 
@@ -72,7 +72,7 @@ def fp8_logprobs(
     values = {name: value for name, value in values.items() if not name.endswith("_scale_inv")}
     with tempfile.TemporaryDirectory() as folder:
         config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
-        hf.write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
+        write.write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
         model = _load(Path(folder))
     linear = functional.linear
     quantised = _addresses(model) if fp8 else set()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.architecture import Routing, Yarn, rope_theta, traits_of
+from megatron_rl.hf.config import Routing, Yarn, rope_theta, traits_of
 from megatron_rl.errors import UserError
 
 QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "rope_theta": 1e6}

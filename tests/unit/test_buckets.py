@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from test_geometry import model
 from test_plan import planned, quick, sources_of, targets_of
 
-from parallel.buckets import Bucket, Plane, Slice, buckets, part_of, planes_of
-from parallel.geometry import Rect
+from parallel.chunking import Bucket, Plane, Slice, buckets, part_of, planes_of
+from parallel.model_geometry import Rect
 from parallel.layout import Layout
-from parallel.plan import Move
+from parallel.reshard import Move
 
 
 @quick

@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from megatron_rl.algorithm.calibrated import ClipCalibration, Tokens, moved, targets
-from megatron_rl.batch import Sequence
-from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.algorithm.clip_calibration import ClipCalibration, Tokens, moved, targets
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.config.algorithm import Algorithm
 
 REFERENCE = (0.8, 1.2)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl import checkpoints
+from megatron_rl.mcore.checkpoint import folder as checkpoints
 
 
 def make(run: Path, step: int, keep: int = 0) -> Path:

@@ -32,12 +32,12 @@ def config(tmp_path):
 
 @pytest.fixture
 def train(monkeypatch, config):
-    """Runs `train` in this process with the given stand-in for megatron_rl.run.run_training."""
+    """Runs `train` in this process with the given stand-in for megatron_rl.training.preflight.run_training."""
 
     def _train(run_training, *overrides: str):
-        module = types.ModuleType("megatron_rl.run")
+        module = types.ModuleType("megatron_rl.training.preflight")
         module.run_training = run_training
-        monkeypatch.setitem(sys.modules, "megatron_rl.run", module)
+        monkeypatch.setitem(sys.modules, "megatron_rl.training.preflight", module)
         return CliRunner().invoke(app, ["train", config, *overrides])
 
     return _train
@@ -83,10 +83,10 @@ def test_train_passes_the_config_and_names_run_and_report(train, tmp_path):
 
 def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, config, tmp_path):
     seen = []
-    module = types.ModuleType("megatron_rl.evaluation.command")
+    module = types.ModuleType("megatron_rl.cli.evaluate")
     module.Request = lambda *options: options
     module.evaluate = lambda cfg, request: seen.append((cfg, request)) or tmp_path
-    monkeypatch.setitem(sys.modules, "megatron_rl.evaluation.command", module)
+    monkeypatch.setitem(sys.modules, "megatron_rl.cli.evaluate", module)
     options = ["--checkpoint", "a", "--samples", "8", "--rollout.temperature", "0.5", "--greedy", "--data.seed=3", "--at", "1,8"]
     result = CliRunner().invoke(app, ["eval", config, *options])
     assert result.exit_code == 0, result.output

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import Config, Model, apply_overrides, load_config
-from megatron_rl.config_reward import RewardConfig, RewardPart
+from megatron_rl.config.reward import RewardConfig, RewardPart
 from megatron_rl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -255,7 +255,7 @@ def test_hosts_are_a_list():
 
 
 def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
-    from megatron_rl.run import _check_waits
+    from megatron_rl.training.preflight import _check_waits
 
     _check_waits(load(MODEL))
     _check_waits(load(MODEL, "--log.stuck_after=0"))

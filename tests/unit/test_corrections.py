@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from megatron_rl.algorithm.corrections import assign_corrections
-from megatron_rl.batch import Sequence, micro_batches
-from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.algorithm.importance_weights import assign_corrections
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.micro_batch import micro_batches
+from megatron_rl.config.algorithm import Algorithm
 
 ROLLOUT = -2.0
 RATIOS = ([1.0, 3.0, 0.4], [0.9, 1.2], [6.0, 0.1, 1.0, 1.0], [1.001, 0.999])
@@ -31,7 +32,7 @@ def sequences() -> list[Sequence]:
 
 
 def by_hand(kind: str) -> list[list[float]]:
-    """The table of megatron_rl.algorithm.corrections with its default bounds."""
+    """The table of megatron_rl.algorithm.importance_weights with its default bounds."""
     found = []
     for ratios in RATIOS:
         product = math.prod(ratios)

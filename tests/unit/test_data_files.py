@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config_data import Source
+from megatron_rl.config.data import Source
 from megatron_rl.data.sets import read_set
 from megatron_rl.errors import UserError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config_data import Source
+from megatron_rl.config.data import Source
 from megatron_rl.data.formats import RowError, read_row
 from megatron_rl.data.sets import read_set
 

@@ -16,9 +16,9 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.config import Config, Model
-from megatron_rl.config_data import Data
+from megatron_rl.config.data import Data
 from megatron_rl.data import load_problems, same
-from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.errors import UserError
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"

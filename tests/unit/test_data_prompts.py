@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config_data import Data
+from megatron_rl.config.data import Data
 from megatron_rl.data import check_data
-from megatron_rl.data.prompts import prompt_maker
-from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.data.prompt_template import prompt_maker
+from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.errors import UserError
 
 CHATML = (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
+from megatron_rl.data.byte_tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
 from megatron_rl.errors import UserError
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.device_sums import run_sums
 
-from parallel.regions import Hash
+from parallel.digest import Hash
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: GPU builds of torch bring it"
@@ -69,9 +69,9 @@ def test_it_compiles_for_hopper_with_wide_loads(tmp_path):
 @pytest.fixture
 def on_device(monkeypatch):
     """Byte matrices that are tensors are hashed as on a GPU, by the plain loop."""
-    stand_in = ModuleType("parallel.device_digest")
+    stand_in = ModuleType("parallel.digest_triton")
     stand_in.run_sums = run_sums
-    monkeypatch.setitem(sys.modules, "parallel.device_digest", stand_in)
+    monkeypatch.setitem(sys.modules, "parallel.digest_triton", stand_in)
 
 
 def hashed(*matrices: torch.Tensor) -> str:

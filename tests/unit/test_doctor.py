@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megatron_rl import doctor
+from megatron_rl.cli import doctor
 from megatron_rl.errors import UserError
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_rl.rollout import draw_seed
-from rollout_sglang.draws import draw, uniform
+from megatron_rl.rollout.worker import draw_seed
+from rollout_sglang.hooks.seeded_sampling import draw, uniform
 
 
 def probabilities(rows: int, columns: int) -> torch.Tensor:

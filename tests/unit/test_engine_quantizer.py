@@ -17,8 +17,8 @@ from support import fake_kernels
 from support.activations import engine_layouts, uneven
 from support.processes import ROOT, one_thread
 
-from megatron_rl.fp8.quantize import quantize_1x128
-from rollout_sglang import activations, plugin
+from megatron_rl.precision.fp8 import quantize_1x128
+from rollout_sglang.hooks import gpu_activation_quant, registry
 
 SGLANG = Path(find_spec("sglang").origin).parent
 LINEARS, EXPERTS, KERNELS = (
@@ -32,10 +32,10 @@ LINEARS, EXPERTS, KERNELS = (
 def scale_format(request, monkeypatch):
     """The reference quantiser in place of Triton's kernel."""
     fake_kernels.install(monkeypatch)
-    monkeypatch.setenv(activations.VARIABLE, request.param)
-    activations.scale_format.cache_clear()
+    monkeypatch.setenv(gpu_activation_quant.VARIABLE, request.param)
+    gpu_activation_quant.scale_format.cache_clear()
     yield request.param
-    activations.scale_format.cache_clear()
+    gpu_activation_quant.scale_format.cache_clear()
 
 
 def assert_quantised(data, scale, x, scale_format):
@@ -56,7 +56,7 @@ def quantisers_called_by(file: str, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "target, function, kind", plugin.gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
+    "target, function, kind", registry.gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
 )
 def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
     module, _, name = target.removeprefix("sglang.").rpartition(".")
@@ -114,36 +114,36 @@ def test_every_layout_holds_the_references_bytes(scale_format):
     for tokens, width in ((5, 384), (130, 128)):
         x = uneven(tokens, width, torch.bfloat16)
         for data, scale in engine_layouts(x):
-            activations.run_group_quantizer(
+            gpu_activation_quant.run_group_quantizer(
                 x, data, scale, 128, 1e-10, -448.0, 448.0, scale_ue8m0=False, fuse_silu_and_mul=False, masked_m=None
             )
             assert_quantised(data, scale, x, scale_format)
-        assert_quantised(*activations.quantize_groups(x), x, scale_format)
-        data, scale = activations.quantize_groups(x, column_major_scales=True)
+        assert_quantised(*gpu_activation_quant.quantize_groups(x), x, scale_format)
+        data, scale = gpu_activation_quant.quantize_groups(x, column_major_scales=True)
         assert_quantised(data, scale, x, scale_format)
         assert scale.stride() == (1, -(-tokens // 4) * 4)
-    assert_quantised(*activations.quantize_tokens(x), x, scale_format)
+    assert_quantised(*gpu_activation_quant.quantize_tokens(x), x, scale_format)
 
 
 def test_what_the_contract_does_not_know_is_refused(scale_format):
     x = uneven(4, 256, torch.bfloat16)
     for options in ({"group_size": 64}, {"out_dtype": torch.int8}, {"output_s": torch.zeros(4, 1, dtype=torch.int32), "output_q": x}):
         with pytest.raises(NotImplementedError, match="outside the precision contract"):
-            activations.quantize_groups(x, **options)
+            gpu_activation_quant.quantize_groups(x, **options)
     with pytest.raises(NotImplementedError, match="SwiGLU and quantising in one kernel"):
-        activations.quantize_groups(x, fuse_silu_and_mul=True)
+        gpu_activation_quant.quantize_groups(x, fuse_silu_and_mul=True)
     with pytest.raises(NotImplementedError, match="outside the precision contract"):
-        activations.quantize_tokens(x)  # a scale for 256 features
+        gpu_activation_quant.quantize_tokens(x)  # a scale for 256 features
     if scale_format == "fp32":
         with pytest.raises(NotImplementedError, match="asks for power-of-two scales, precision.scale_format is fp32"):
-            activations.quantize_groups(x, scale_ue8m0=True)
+            gpu_activation_quant.quantize_groups(x, scale_ue8m0=True)
 
 
 def test_an_engine_that_was_not_told_the_format_quantises_nothing(monkeypatch):
-    monkeypatch.delenv(activations.VARIABLE, raising=False)
-    activations.scale_format.cache_clear()
+    monkeypatch.delenv(gpu_activation_quant.VARIABLE, raising=False)
+    gpu_activation_quant.scale_format.cache_clear()
     with pytest.raises(RuntimeError, match="MEGATRON_RL_SCALE_FORMAT is None"):
-        activations.quantize_groups(torch.zeros(4, 128))
+        gpu_activation_quant.quantize_groups(torch.zeros(4, 128))
 
 
 def linear_method(name: str, module: str = "sglang.srt.layers.quantization.fp8_utils", **changes: object) -> SimpleNamespace:
@@ -178,15 +178,15 @@ TRITON = "triton_w8a8_block_fp8_linear"
 def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, method, scale, words):
     """`check_live_engine` refuses what is neither pow2 nor fp32, by these words."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert words in activations.of_linear(method, SimpleNamespace(weight_scale_inv=scale))
+    assert words in gpu_activation_quant.of_linear(method, SimpleNamespace(weight_scale_inv=scale))
 
 
 def test_a_live_layer_with_the_contracts_quantiser_says_its_format(monkeypatch, scale_format):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in activations._DENSE:
-        assert activations.of_linear(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
+    for name in gpu_activation_quant._DENSE:
+        assert gpu_activation_quant.of_linear(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert activations.of_linear(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
+    assert gpu_activation_quant.of_linear(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend = None if runner is None else SimpleNamespace(value=runner, is_triton=lambda: runner == "triton")
     layer = SimpleNamespace(w13_weight_scale_inv=held(), w2_weight_scale_inv=held())
-    assert activations.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (words or scale_format)
+    assert gpu_activation_quant.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (words or scale_format)
     layer.w2_weight_scale_inv = held(torch.int32)
-    assert activations.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
+    assert gpu_activation_quant.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
         words or "packed ue8m0 (its weights were quantised again)"
     )
 

@@ -9,11 +9,11 @@ import torch
 from support.processes import ROOT
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.engine_slots import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
-from megatron_rl.engines import check_devices
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
+from megatron_rl.rollout.engine_pool import check_devices
 from megatron_rl.errors import UserError
-from megatron_rl.precision import PrecisionContract
-from rollout_sglang import start
+from megatron_rl.precision.contract import PrecisionContract
+from rollout_sglang import launch_args
 
 NODES = ("10.0.0.5", "10.0.0.6")
 
@@ -53,9 +53,9 @@ def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch)
     told = config(tp=2)
     contract = PrecisionContract.of(told.precision)
     slots = [slot_of(told.rollout, number) for number in range(4)]
-    assert [start._environment(2, contract, slot)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for slot in slots] == [1] * 4
+    assert [launch_args._environment(2, contract, slot)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for slot in slots] == [1] * 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = [start._server_arguments(told, contract, Path("x"), 1, slot) for slot in slots]
+    words = [launch_args._server_arguments(told, contract, Path("x"), 1, slot) for slot in slots]
     assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
     assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]
 
@@ -78,7 +78,7 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
 
 def test_neighbours_on_another_machine_never_choose_the_same_port():
     for _ in range(50):
-        ports = [start._free_port(Slot("10.0.0.5", "srun", index, 8)) for index in range(8)]
+        ports = [launch_args._free_port(Slot("10.0.0.5", "srun", index, 8)) for index in range(8)]
         assert [port % 8 for port in ports] == list(range(8)) and 20000 <= min(ports) <= max(ports) < 30000
 
 

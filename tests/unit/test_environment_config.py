@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.run import preflight
+from megatron_rl.training.preflight import preflight
 
 EXAMPLE = Path(__file__).parents[2] / "configs" / "calculator.toml"
 

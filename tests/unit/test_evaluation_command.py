@@ -9,14 +9,14 @@ import pytest
 from support.models import edit_config, make_checkpoint
 from typer.testing import CliRunner
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.cli import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.evaluation import command
+from megatron_rl.cli import evaluate
 from megatron_rl.evaluation.checkpoint import check
-from megatron_rl.evaluation.command import Request
-from megatron_rl.export import convert
+from megatron_rl.cli.evaluate import Request
+from megatron_rl.mcore.export import convert
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,7 @@ def of_a_run(folder: Path, model: Path, **precision: object) -> Path:
     """A run's checkpoint without its weights, which nothing here reads."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "config.json").write_text((model / "config.json").read_text())
-    for file in hf.tokenizer_files(model):
+    for file in write.tokenizer_files(model):
         (folder / "hf" / file.name).write_text(file.read_text())
     (folder / "state.json").write_text(json.dumps({"step": 30, "precision": precision}))
     return folder
@@ -53,7 +53,7 @@ def no_engine(monkeypatch):
     def launched(*_: object):
         raise AssertionError("an engine was started")
 
-    monkeypatch.setattr(command, "start_engines", launched)
+    monkeypatch.setattr(evaluate, "start_engines", launched)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantised, 
     wanted = config(mode=mode)
     prepared = check(model, "--checkpoint", wanted).prepare(wanted, tmp_path / "made")
     assert prepared == tmp_path / "made"
-    assert hf.read_config(prepared)["quantization_config"]["quant_method"] == quantised
+    assert write.read_config(prepared)["quantization_config"]["quant_method"] == quantised
     assert check(prepared, "--checkpoint", wanted).as_it_is  # and would be taken as it is the next time
 
 
@@ -144,10 +144,10 @@ def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
     saved = of_a_run(run / "checkpoints" / "step_00030", model)
     (run / "run.json").touch()
     side = check(saved, "--checkpoint", config())
-    folders = [command._output_folder(config(), Request(saved), side) for _ in range(2)]
+    folders = [evaluate._output_folder(config(), Request(saved), side) for _ in range(2)]
     assert folders == [run / "eval" / "step_00030", run / "eval" / "step_00030-2"]
     logged = config().model_copy(update={"log": config().log.model_copy(update={"dir": tmp_path / "logs"})})
-    assert command._output_folder(logged, Request(model), check(model, "--checkpoint", config())) == tmp_path / "logs" / "eval" / model.name
+    assert evaluate._output_folder(logged, Request(model), check(model, "--checkpoint", config())) == tmp_path / "logs" / "eval" / model.name
 
 
 def test_the_k_to_report():

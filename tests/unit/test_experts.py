@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.fp8.products import fprop
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight
-from megatron_rl.int8 import quantize_channels
-from rollout_sglang import moe, values
+from megatron_rl.precision.fp8_products import fprop
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.precision.int8 import quantize_channels
+from rollout_sglang.hooks import cpu_moe, dequant_cache
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
 
@@ -43,15 +43,15 @@ def quantized(weight: torch.Tensor, scale_format: str) -> Blocks:
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    values.forget()
+    dequant_cache.forget()
     yield
-    values.forget()
+    dequant_cache.forget()
 
 
 @pytest.fixture
 def run(monkeypatch):
     """Calls one of the stand-ins for SGLang's methods; SGLang's result type is a plain namespace."""
-    monkeypatch.setattr(moe, "_combine_input", lambda y: SimpleNamespace(hidden_states=y))
+    monkeypatch.setattr(cpu_moe, "_combine_input", lambda y: SimpleNamespace(hidden_states=y))
 
     def apply(function, layer: SimpleNamespace, **method: object) -> torch.Tensor:
         config = SimpleNamespace(
@@ -69,7 +69,7 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
     w13 = quantized(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), scale_format)
     w2 = quantized(random(EXPERTS, HIDDEN, WIDTH, seed=4), scale_format)
     layer = SimpleNamespace(w13_weight=w13.data, w13_weight_scale_inv=w13.scale, w2_weight=w2.data, w2_weight_scale_inv=w2.scale)
-    y = run(moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt))
+    y = run(cpu_moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt))
 
     def product(blocks: Blocks):
         return lambda x, expert: fprop(x, dequantize_weight(Blocks(blocks.data[expert], blocks.scale[expert])), scale_format)
@@ -96,32 +96,32 @@ def test_int8_experts_quantise_tokens_before_each_of_their_two_products(run):
     data13, scale13 = map(torch.stack, zip(*map(quantize_channels, w13), strict=True))
     data2, scale2 = map(torch.stack, zip(*map(quantize_channels, w2), strict=True))
     assert (data13.dtype, scale13.shape, scale2.shape) == (torch.int8, (EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1))
-    y = run(moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
+    y = run(cpu_moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
     assert torch.equal(y, slow_mixture(lambda x, e: slow_int8(x, w13[e]), lambda x, e: slow_int8(x, w2[e])))
     assert y.abs().mean() > 1 and not y[2].any()
 
 
 def test_experts_without_quantisation(run):
     w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
-    y = run(moe.apply_unquantized, SimpleNamespace(w13_weight=w13, w2_weight=w2))
+    y = run(cpu_moe.apply_unquantized, SimpleNamespace(w13_weight=w13, w2_weight=w2))
     torch.testing.assert_close(y, slow_mixture(lambda x, e: x @ w13[e].t(), lambda x, e: x @ w2[e].t()), rtol=1e-4, atol=1e-2)
 
 
 def test_blocks_outside_the_contract_are_refused(run):
     with pytest.raises(NotImplementedError, match=r"blocks of \[32, 32\]"):
-        run(moe.apply_block_fp8, SimpleNamespace(), block_quant=True, weight_block_size=[32, 32])
+        run(cpu_moe.apply_block_fp8, SimpleNamespace(), block_quant=True, weight_block_size=[32, 32])
 
 
 def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
     """Changed bytes are seen only after `forget`, unless they did not fit."""
     first, second = (quantize_weight(random(128, 128, seed=seed), "pow2") for seed in (5, 6))
-    monkeypatch.setattr(values, "LIMIT", first.data.numel() * 4)
-    kept, not_kept = values.values_of(*first), values.values_of(*second)
+    monkeypatch.setattr(dequant_cache, "LIMIT", first.data.numel() * 4)
+    kept, not_kept = dequant_cache.values_of(*first), dequant_cache.values_of(*second)
     torch.testing.assert_close(kept, dequantize_weight(first), rtol=0, atol=0)
-    assert values.values_of(*first) is kept
-    assert values.values_of(*second) is not not_kept
-    values.forget()
-    assert values.values_of(*second) is values.values_of(*second)
+    assert dequant_cache.values_of(*first) is kept
+    assert dequant_cache.values_of(*second) is not not_kept
+    dequant_cache.forget()
+    assert dequant_cache.values_of(*second) is dequant_cache.values_of(*second)
 
 
 def test_weighted_outputs_are_rounded_before_they_are_summed():
@@ -129,7 +129,7 @@ def test_weighted_outputs_are_rounded_before_they_are_summed():
     x, ones = X.bfloat16(), torch.tensor([[0, 1, 2]]).expand(len(X), -1)
     weights = random(len(X), 3, seed=7).softmax(-1)
     outputs = [x * (expert + 1) for expert in range(3)]
-    y = moe.mixture(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert])
+    y = cpu_moe.mixture(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert])
     rounded = [(output.float() * weights[:, e, None]).bfloat16() for e, output in enumerate(outputs)]
     assert torch.equal(y, sum(part.float() for part in rounded).bfloat16())
     assert not torch.equal(y, sum(output.float() * weights[:, e, None] for e, output in enumerate(outputs)).bfloat16())

@@ -70,7 +70,7 @@ def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):
 def test_other_widths_and_groups_are_refused():
     import torch
 
-    from megatron_rl.fp8.backends.activation_kernel import quantize_activation
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
     for shape, groups in (((128, 100), None), ((128, 128), [100, 28]), ((256, 128), [128])):
         with pytest.raises(ValueError, match="multiples of 128"):

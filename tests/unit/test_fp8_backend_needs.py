@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.config import Architecture, Precision, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.backends import needs
-from megatron_rl.run import preflight
-from parallel.geometry import ModelGeometry
+from megatron_rl.precision.backends import requirements
+from megatron_rl.training.preflight import preflight
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 
 GPU_BACKENDS = ("transformer_engine", "deep_gemm")
@@ -26,31 +26,31 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     versions = {"sgl-deep-gemm": "0.2.3.post2", "triton": "3.9.0", "transformer-engine": "2.20.2"}
-    monkeypatch.setattr(needs, "_version", versions.get)
-    monkeypatch.setattr(needs, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    monkeypatch.setattr(requirements, "_version", versions.get)
+    monkeypatch.setattr(requirements, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
     return versions
 
 
 def refused(backend: str, **precision: str) -> str:
     with pytest.raises(UserError) as caught:
-        needs.check_machine(Precision(backend=backend, **precision))
+        requirements.check_machine(Precision(backend=backend, **precision))
     return str(caught.value)
 
 
 def test_a_whole_machine_can_run_them_all(hopper):
-    assert all(needs.missing(name) == [] for name in needs.BACKENDS)
-    for name in needs.BACKENDS:
-        needs.check_machine(Precision(backend=name))
+    assert all(requirements.missing(name) == [] for name in requirements.BACKENDS)
+    for name in requirements.BACKENDS:
+        requirements.check_machine(Precision(backend=name))
 
 
 def test_modes_without_fp8_layers_need_no_backend():
-    needs.check_machine(Precision(backend="deep_gemm", mode="bf16"))
+    requirements.check_machine(Precision(backend="deep_gemm", mode="bf16"))
 
 
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(needs, "_version", {}.get)
-    monkeypatch.setattr(needs, "find_nvcc", lambda: None)
+    monkeypatch.setattr(requirements, "_version", {}.get)
+    monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
     line = refused("deep_gemm")
     assert line.startswith(
         "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
@@ -88,34 +88,34 @@ def test_the_original_deep_gemm_will_do(hopper):
     del hopper["sgl-deep-gemm"]
     assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
     hopper["deep_gemm"] = "2.6.1+54e2261"
-    needs.check_machine(Precision(backend="deep_gemm"))
+    requirements.check_machine(Precision(backend="deep_gemm"))
     hopper["deep_gemm"] = "2.7.0"
     assert "deep_gemm 2.7.0 is not one of the known versions, 2.1 to below 2.7" in refused("deep_gemm")
 
 
 def geometry(**widths: int) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(hf.new_config(Architecture(**widths), 0, "bf16"))
+    return ModelGeometry.from_hf_config(write.new_config(Architecture(**widths), 0, "bf16"))
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_weights_that_are_cut_within_a_block_are_refused(backend):
     precision = Precision(backend=backend)
     wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
-    needs.check_model(precision, geometry(**wide), Layout(tp=2))
+    requirements.check_model(precision, geometry(**wide), Layout(tp=2))
     with pytest.raises(
         UserError, match=r"needs widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"
     ):
-        needs.check_model(precision, geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+        requirements.check_model(precision, geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
     with pytest.raises(UserError, match=r"blocks that hold one of q, k and v each, .*linear_qkv.weight would mix them on rank 0"):
-        needs.check_model(precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout())
-    needs.check_model(Precision(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+        requirements.check_model(precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout())
+    requirements.check_model(Precision(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
 
 
 def test_the_preflight_asks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(hf.new_config(Architecture(), 0, "bf16")))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(write.new_config(Architecture(), 0, "bf16")))
     (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
-    monkeypatch.setattr(needs, "_version", {}.get)
+    monkeypatch.setattr(requirements, "_version", {}.get)
     with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):
         preflight(load_config(tmp_path / "run.toml"))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.fp8.quantize import quantize_weight, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.fp8 import quantize_weight, round_trip_1x128, round_trip_128x1
 
 FILE = Path(__file__).parent / "golden" / "fp8.npz"
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from golden import slow_fp8
 
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
 
 FORMATS = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from golden import slow_fp8
 
-from megatron_rl.fp8.quantize import scales_of
+from megatron_rl.precision.fp8 import scales_of
 
 ALL_POSITIVE_BF16 = (torch.arange(1, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)  # 32639 finite values
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from golden import slow_cut
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.config import Architecture
-from parallel.geometry import Experts, GeometryError, ModelGeometry, Shard
+from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Shard
 from parallel.layout import Coordinates, Layout
-from parallel.megatron import megatron_shards, row_order, trainer_shards
-from parallel.sglang import sglang_shards
+from parallel.megatron_shards import megatron_shards, row_order, trainer_shards
+from parallel.sglang_shards import sglang_shards
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 QKV = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -46,7 +46,7 @@ def names(shards: list[Shard]) -> set[str]:
 
 def test_the_geometry_is_read_from_the_projects_own_config_json():
     architecture = Architecture(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    geometry = ModelGeometry.from_hf_config(hf.new_config(architecture, 0, "fp32"))
+    geometry = ModelGeometry.from_hf_config(write.new_config(architecture, 0, "fp32"))
     assert geometry == ModelGeometry(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, ffn=512, vocab=384, tied=True)
 
 
@@ -54,7 +54,7 @@ def test_tensors_have_the_shapes_of_transformers_qwen3():
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**hf.new_config(Architecture(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
+    config = Qwen3Config(**write.new_config(Architecture(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
     with torch.device("meta"):
         reference = {name: tuple(parameter.shape) for name, parameter in Qwen3ForCausalLM(config).named_parameters()}
     geometry = ModelGeometry.from_hf_config(config.to_dict())
@@ -141,7 +141,7 @@ def test_a_rank_outside_of_the_layout_is_refused(rank):
 
 
 def hf_config(**changes: object) -> dict[str, object]:
-    return {**hf.new_config(Architecture(), 0, "fp32"), **changes}
+    return {**write.new_config(Architecture(), 0, "fp32"), **changes}
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from golden.slow_cut import ROLES
 
-from parallel.geometry import GeometryError, ModelGeometry
+from parallel.model_geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.nearest import engine_problem, explained, nearest_engines, nearest_layouts, one_of_each_layer, trainer_problem
-from parallel.plan import moves, reshard
-from parallel.sglang import engine_shards
+from parallel.megatron_shards import trainer_shards
+from parallel.layout_hints import engine_problem, explained, nearest_engines, nearest_layouts, one_of_each_layer, trainer_problem
+from parallel.reshard import moves, reshard
+from parallel.sglang_shards import engine_shards
 
 
 def dense(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from support import fake_kernels
 from support.hopper import H200
 
 from megatron_rl.config import load_config
-from megatron_rl.fp8.backends import make_backend
-from megatron_rl.run import preflight
+from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.training.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,7 +113,7 @@ def test_a_swapped_scale_is_outside_the_bound(rows, kernels, monkeypatch):
         of_rows[1].copy_(of_rows[1].clone().flip(0))
         return of_rows, of_columns
 
-    monkeypatch.setattr(sys.modules["megatron_rl.fp8.backends.activation_kernel"], "quantize_activation", swapped)
+    monkeypatch.setattr(sys.modules["megatron_rl.precision.backends.triton_quantize"], "quantize_activation", swapped)
     products.check(rows, ["deep_gemm"], ((64, 256, 128),), "cpu", with_sglang=False)
     assert {what.split(" against")[0] for what, row in found(rows).items() if row.ok is False} == {"deep_gemm fprop", "deep_gemm dgrad"}
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from megatron_rl.algorithm.advantages import advantages as group_advantages
 from megatron_rl.algorithm.kl import k3
-from megatron_rl.algorithm.loss import PolicyLoss as GRPOLoss
-from megatron_rl.batch import MicroBatch, Sequence, micro_batches
-from megatron_rl.config_algorithm import Algorithm
+from megatron_rl.algorithm.policy_loss import PolicyLoss as GRPOLoss
+from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.config.algorithm import Algorithm
 
 
 def advantages(rewards_G: list[float]) -> list[float]:
@@ -45,7 +46,7 @@ def test_one_right_answer_among_four():
 
 
 def token_loss(logprob: float, old: float, reference: float, advantage: float, config: Algorithm) -> float:
-    """The loss of one answer token as the docstring of megatron_rl.algorithm.ppo states it."""
+    """The loss of one answer token as the docstring of megatron_rl.algorithm.losses.ppo states it."""
     ratio = math.exp(logprob - old)
     clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
     difference = reference - logprob

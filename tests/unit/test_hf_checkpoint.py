@@ -13,11 +13,11 @@ from support.fp8_checkpoints import SETTINGS, make_fp8_checkpoint, split
 from support.hollow import tensors_of, write_hollow
 from support.models import edit_config, make_checkpoint
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.errors import UserError
-from megatron_rl.fp8.quantize import Blocks, dequantize_weight
-from megatron_rl.hf_checkpoint import INDEX, Checkpoint, is_fp8
-from parallel.geometry import ModelGeometry, Piece, Rect, whole
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.hf.read import INDEX, Checkpoint, is_fp8
+from parallel.model_geometry import ModelGeometry, Piece, Rect, whole
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
 SCALES = GATE + "_scale_inv"
@@ -39,11 +39,11 @@ high, fp8 = (pytest.mark.parametrize("folder", [which], indirect=True) for which
 
 
 def opened(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, hf.read_config(folder))
+    return Checkpoint(folder, write.read_config(folder))
 
 
 def geometry(folder: Path) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(hf.read_config(folder))
+    return ModelGeometry.from_hf_config(write.read_config(folder))
 
 
 def check(folder: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.int8 import product, quantize_channels, row_maxima
+from megatron_rl.precision.int8 import product, quantize_channels, row_maxima
 
 F = np.float32
 

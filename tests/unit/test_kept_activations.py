@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.fp8.backends import make_backend
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.mcore.linear import _FP8Product
+from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.mcore.layers.fp8_linear import _FP8Product
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
 
@@ -47,7 +47,7 @@ def test_nothing_where_the_weight_does_not_learn(name):
 
 
 def test_whole_rows_are_not_copied_to_pad_them():
-    from megatron_rl.fp8.backends.transformer_engine import _whole_rows
+    from megatron_rl.precision.backends.transformer_engine import _whole_rows
 
     x = torch.randn(T, K)
     assert _whole_rows(x) is x and _whole_rows(x[:150]).shape == (160, K)

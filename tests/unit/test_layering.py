@@ -23,20 +23,20 @@ GPU_PARTS = ("tools/gpu_parts/quantisers.py", "tools/gpu_parts/products.py")  # 
 ONLY_IN = {
     "sglang": ("rollout_sglang/*", *GPU_PARTS),
     "megatron": ("megatron_rl/mcore/*",),
-    "triton": ("megatron_rl/fp8/backends/activation_kernel.py", "parallel/device_digest.py"),
+    "triton": ("megatron_rl/precision/backends/triton_quantize.py", "parallel/digest_triton.py"),
     "deep_gemm": ("megatron_rl/fp8/backends/deep_gemm*.py", *GPU_PARTS),
-    "transformer_engine": ("megatron_rl/fp8/backends/transformer_engine.py",),
-    "transformer_engine_torch": ("megatron_rl/fp8/backends/transformer_engine.py",),
+    "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
+    "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
 }
 TORCH_FREE = (
     "megatron_rl.config",
     "megatron_rl.cli",
-    "megatron_rl.graph",
-    "megatron_rl.graph_decoder",
-    "megatron_rl.phases",
-    "megatron_rl.plan.command",
-    "megatron_rl.rules",
-    "megatron_rl.engine_slots",
+    "megatron_rl.precision.graph.graph",
+    "megatron_rl.precision.graph.decoder",
+    "megatron_rl.observability.hang_watchdog",
+    "megatron_rl.cli.plan",
+    "megatron_rl.config.cross_checks",
+    "megatron_rl.rollout.engine_placement",
     "parallel.layout",
     "rollout_sglang",
 )
@@ -64,9 +64,9 @@ def test_imports_flow_one_way(package):
 
 def test_what_only_a_gpu_has_is_imported_when_needed():
     """Every module of the back ends loads without it, but the kernel, which nothing imports at module level."""
-    kernel = ROOT / "megatron_rl/fp8/backends/activation_kernel.py"
+    kernel = ROOT / "megatron_rl/precision/backends/triton_quantize.py"
     modules = [
-        f"megatron_rl.fp8.backends.{file.stem}"
+        f"megatron_rl.precision.backends.base.{file.stem}"
         for file in kernel.parent.glob("*.py")
         if file not in (kernel, kernel.parent / "__init__.py")
     ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import library_scales as library
 
-from megatron_rl.fp8.quantize import scales_of
+from megatron_rl.precision.fp8 import scales_of
 
 ALL_BF16 = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)  # zero, the subnormals and every finite value above
 CLAMPED = np.count_nonzero(np.less(ALL_BF16, np.float32(1e-10)))

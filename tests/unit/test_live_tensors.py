@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from parallel.geometry import Rect
-from parallel.regions import byte_matrix, digest
-from rollout_sglang.live import live_tensors
+from parallel.model_geometry import Rect
+from parallel.digest import byte_matrix, digest
+from rollout_sglang.rank_handler import live_tensors
 
 
 def test_a_weight_kept_transposed_for_a_kernel_is_seen_and_written_by_rows():

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl import packed_attention, row_invariant
+from megatron_rl.precision.ops import packed_attention, batch_invariant
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
 LENGTHS = [1, 5, 31, 32, 33, 64, 0, 70, 150, 40, 1]
@@ -24,7 +24,7 @@ def row(heads: int, groups: int, width: int, values: int, dtype: torch.dtype = t
 
 def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     parts = zip(*(x.transpose(0, 1).unsqueeze(0).split(LENGTHS, 2) for x in (query, key, value)), strict=True)
-    return torch.cat([row_invariant.causal_attention(*part)[0] for part in parts if part[0].numel()], 1).transpose(0, 1)
+    return torch.cat([batch_invariant.causal_attention(*part)[0] for part in parts if part[0].numel()], 1).transpose(0, 1)
 
 
 def assert_same_gradients(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.phases import Stand, _ranks, clear, describe, read_stand, watched
+from megatron_rl.observability.hang_watchdog import Stand, _ranks, clear, describe, read_stand, watched
 
 RANK = """
 import sys, time

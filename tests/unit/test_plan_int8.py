@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from test_geometry import model
 
 from megatron_rl.config import Precision
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.sync_plan import SyncPlan
-from parallel.buckets import planes_of
-from parallel.geometry import Experts, ModelGeometry, Rect, Shard
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import planes_of
+from parallel.model_geometry import Experts, ModelGeometry, Rect, Shard
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.plan import Move, moves, reshard, scale_name
-from parallel.sglang import engine_shards
+from parallel.megatron_shards import trainer_shards
+from parallel.reshard import Move, moves, reshard, scale_name
+from parallel.sglang_shards import engine_shards
 
 NONE: frozenset[str] = frozenset()
 

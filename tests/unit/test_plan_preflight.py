@@ -12,12 +12,12 @@ from support.hollow import tensors_of, write_hollow
 from support.models import ARCHITECTURES
 from typer.testing import CliRunner
 
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.cli import app
 from megatron_rl.config import Architecture, load_config
 from megatron_rl.data.files import FIX
-from megatron_rl.run import preflight
-from parallel.geometry import GeometryError
+from megatron_rl.training.preflight import preflight
+from parallel.model_geometry import GeometryError
 from parallel.layout import Layout
 
 
@@ -35,7 +35,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def write_config(workplace, **changes: object) -> None:
-    config = {**hf.new_config(Architecture(), 0, "fp32"), **changes}
+    config = {**write.new_config(Architecture(), 0, "fp32"), **changes}
     config = {key: value for key, value in config.items() if value != "absent"}
     (workplace / "model" / "config.json").write_text(json.dumps(config))
     with contextlib.suppress(GeometryError):  # it is no model: config.json alone must be refused
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_another_kind(workplace, changes, start):
 
 def test_weights_that_are_not_those_of_the_config(workplace):
     file = workplace / "model" / "model.safetensors"
-    tensors = tensors_of(hf.new_config(Architecture(), 0, "fp32"))
+    tensors = tensors_of(write.new_config(Architecture(), 0, "fp32"))
     write_hollow(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
     assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
     write_hollow(file, {name: told for name, told in tensors.items() if name != "model.norm.weight"})

@@ -9,11 +9,11 @@ import pytest
 from golden.slow_cut import ROLES
 from test_geometry_cases import CONFIGS
 
-from parallel.geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.plan import moves, reshard
-from parallel.sglang import engine_shards
+from parallel.megatron_shards import trainer_shards
+from parallel.reshard import moves, reshard
+from parallel.sglang_shards import engine_shards
 
 
 @pytest.mark.slow

@@ -14,18 +14,18 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli import app
 from megatron_rl.config import Config, load_config
-from megatron_rl.fp8.backends.deep_gemm import DeepGemm
-from megatron_rl.fp8.backends.transformer_engine import _padded
-from megatron_rl.fp8.quantize import quantize_weight
-from megatron_rl.plan import activations, alignment, memory, phases, timing
-from megatron_rl.plan.candidate import Candidate, Job, is_field, setting
-from megatron_rl.plan.hardware import GIB, GPUS, Cluster
-from megatron_rl.plan.search import Planner, reason
-from megatron_rl.plan.sync_load import sync_load
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.rules import check_placement
-from megatron_rl.sync_plan import SyncPlan
-from parallel.geometry import ModelGeometry
+from megatron_rl.precision.backends.deep_gemm import DeepGemm
+from megatron_rl.precision.backends.transformer_engine import _padded
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
+from megatron_rl.planner.candidate import Candidate, Job, is_field, setting
+from megatron_rl.planner.hardware import GIB, GPUS, Cluster
+from megatron_rl.planner.search import Planner, reason
+from megatron_rl.planner.sync_traffic import sync_load
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.config.cross_checks import check_placement
+from megatron_rl.sync.plan import SyncPlan
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     one = job()
 
     def kept(layout: Layout, recompute: str = "none") -> float:
-        return activations.training(one, Candidate(layout, recompute=recompute), 0).kept
+        return activation_memory.training(one, Candidate(layout, recompute=recompute), 0).kept
 
     assert kept(Layout(tp=8)) < kept(Layout(tp=2)) < kept(Layout())
     places = one.places(1)
@@ -136,18 +136,18 @@ def test_a_sequence_that_is_longer_than_the_bound_has_a_pass_of_its_own():
     ],
 )
 def test_micro_batches_in_flight(layout, stage, count, flying):
-    assert activations.in_flight(layout, stage, count) == flying
+    assert activation_memory.in_flight(layout, stage, count) == flying
 
 
 @pytest.mark.parametrize("pp, vpp, m, share", [(1, 1, 7, 0), (4, 1, 8, 3 / 11), (4, 2, 8, 3 / 19), (8, 1, 1, 7 / 8)])
 def test_the_pipelines_bubble(pp, vpp, m, share):
-    assert timing.bubble(pp, vpp, m) == pytest.approx(share)
+    assert roofline.bubble(pp, vpp, m) == pytest.approx(share)
 
 
 def test_the_bubble_is_that_of_a_schedule_told_step_by_step():
     """1F1B with equal forward and backward steps: the last stage's first forward starts pp - 1 steps late, and so ends the first."""
     pp, m = 4, 8
-    assert timing.bubble(pp, 1, m) == pytest.approx(1 - m / (m + pp - 1))
+    assert roofline.bubble(pp, 1, m) == pytest.approx(1 - m / (m + pp - 1))
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
 
 
 def test_shared_gpus_hold_by_turns():
-    sides = {side.phase: side for side in phases.phases(job(), Candidate(Layout(tp=8), 8, 1, 1))}
+    sides = {side.phase: side for side in memory_by_phase.phases(job(), Candidate(Layout(tp=8), 8, 1, 1))}
     assert "KV cache" in sides["generate"].parts and "KV cache" not in sides["train"].parts
     assert "optimizer" in sides["train"].parts and "optimizer" not in sides["generate"].parts
-    assert {side.gpus for side in phases.phases(job(), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"))} == {"trainer", "engine"}
-    assert phases.offloaded(job(), Candidate(Layout(tp=8), 8)) == memory.trainer_held(job(), Candidate(Layout(tp=8)), 0).optimizer
+    assert {side.gpus for side in memory_by_phase.phases(job(), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"))} == {"trainer", "engine"}
+    assert memory_by_phase.offloaded(job(), Candidate(Layout(tp=8), 8)) == memory.trainer_held(job(), Candidate(Layout(tp=8)), 0).optimizer
 
 
 def test_the_search_ranks_what_fits_and_says_why():
@@ -191,10 +191,10 @@ def test_the_search_ranks_what_fits_and_says_why():
 
 def test_alignment_names_what_is_cut():
     cut = Candidate(Layout(tp=4, etp=4), 8)  # 768 / 4 = 192 rows of an expert
-    rows = {row.name: row for row in alignment.rows(job("Qwen3-30B-A3B"), cut) if row.cut}
+    rows = {row.name: row for row in block_alignment.rows(job("Qwen3-30B-A3B"), cut) if row.cut}
     assert any("linear_fc1" in name for name in rows) and any("w13" in name for name in rows)
-    refused = alignment.trainer_refusal(job("Qwen3-30B-A3B"), cut.train)
-    line = str(alignment.told(refused, job("Qwen3-30B-A3B"), cut))
+    refused = block_alignment.trainer_refusal(job("Qwen3-30B-A3B"), cut.train)
+    line = str(block_alignment.told(refused, job("Qwen3-30B-A3B"), cut))
     assert "cuts a 128x128 FP8 block" in line and "train layouts that work: tp=4 ep=1 etp=2" in line
 
 
@@ -243,7 +243,7 @@ def test_train_and_plan_refuse_the_same_layouts():
         (experts, Layout(tp=2), "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2"),
     ]
     for one, layout, line in mistakes:
-        assert str(alignment.trainer_refusal(one, layout)).startswith(line)
+        assert str(block_alignment.trainer_refusal(one, layout)).startswith(line)
 
 
 @pytest.mark.parametrize(

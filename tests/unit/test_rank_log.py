@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from megatron_rl.errors import RunError
-from megatron_rl.rank_log import rank_log
+from megatron_rl.observability.rank_log import rank_log
 
 
 def text(folder) -> str:

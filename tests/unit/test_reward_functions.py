@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config_data import Source
+from megatron_rl.config.data import Source
 from megatron_rl.data.sets import read_set
 from megatron_rl.rewards import arithmetic, load_function, match
 from megatron_rl.rewards import math as math_reward

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config_data import Source
+from megatron_rl.config.data import Source
 from megatron_rl.data.sets import read_set
 from megatron_rl.errors import RunError
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.worker_pool import RewardPool
 from megatron_rl.types import Problem, Reward
 
 GSM8K_TEST = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "gsm8k" / "test.jsonl"

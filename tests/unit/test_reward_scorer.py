@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config import load_config
-from megatron_rl.config_reward import RewardConfig
+from megatron_rl.config.reward import RewardConfig
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.rewards.scorer import Scorer, check_rewards, length_value
 from megatron_rl.types import Problem, Reward

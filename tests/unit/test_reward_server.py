@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from megatron_rl.config_reward import RewardConfig, RewardPart
+from megatron_rl.config.reward import RewardConfig, RewardPart
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.scorer import Scorer, check_rewards
-from megatron_rl.rewards.server import RewardServer
+from megatron_rl.rewards.http import RewardServer
 from megatron_rl.types import Problem, Reward
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.errors import RunError
-from megatron_rl.rollout import Rollout, RolloutWorker, accuracies, rollout_metrics, sample_rows
+from megatron_rl.rollout.worker import Rollout, RolloutWorker, accuracies, rollout_metrics, sample_rows
 from megatron_rl.types import Completion, Generation, Problem, Reward
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl import row_invariant
+from megatron_rl.precision.ops import batch_invariant
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
 
@@ -31,19 +31,19 @@ def attention_inputs(heads: int, groups: int, width: int, values: int, batch: in
 @pytest.mark.parametrize("columns, rows", [(256, 768), (512, 256), (1024, 384), (2048, 64), (256, 4)])
 def test_a_row_of_a_product_is_the_same_in_any_batch_and_order_of_columns(threads, columns, rows):
     x, weight = random(300, columns, seed=0), random(rows, columns, seed=1)
-    whole = row_invariant.product(x, weight)
+    whole = batch_invariant.product(x, weight)
     torch.testing.assert_close(whole, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-3)
     for count in (1, 2, 3, 7, 15, 16, 17, 100):
-        assert torch.equal(row_invariant.product(x[40 : 40 + count], weight), whole[40 : 40 + count])
+        assert torch.equal(batch_invariant.product(x[40 : 40 + count], weight), whole[40 : 40 + count])
     other = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(row_invariant.product(x[None, :5], weight[other])[0], whole[:5, other])
+    assert torch.equal(batch_invariant.product(x[None, :5], weight[other])[0], whole[:5, other])
 
 
 def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
     x, weight = random(200, 384, seed=0), random(384, seed=1)
-    normed, logprobs = row_invariant.rms_norm(x, weight, 1e-6), F.log_softmax(x, -1)
+    normed, logprobs = batch_invariant.rms_norm(x, weight, 1e-6), F.log_softmax(x, -1)
     for rows in (slice(0, 1), slice(7, 9), slice(50, 180)):
-        assert torch.equal(row_invariant.rms_norm(x[rows], weight, 1e-6), normed[rows])
+        assert torch.equal(batch_invariant.rms_norm(x[rows], weight, 1e-6), normed[rows])
         assert torch.equal(F.log_softmax(x[rows], -1), logprobs[rows])
 
 
@@ -51,13 +51,13 @@ def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
 def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
     query, key, value = attention_inputs(*shape)
     scale = shape[2] ** -0.5
-    whole = row_invariant.causal_attention(query, key, value)
+    whole = batch_invariant.causal_attention(query, key, value)
     for length in (1, 2, 31, 32, 33, 64, 65, 150):
-        prompt = row_invariant.causal_attention(query[1:2, :, :length], key[1:2, :, :length], value[1:2, :, :length])
+        prompt = batch_invariant.causal_attention(query[1:2, :, :length], key[1:2, :, :length], value[1:2, :, :length])
         assert torch.equal(prompt[0], whole[1, :, :length])
         last = torch.tensor([[length - 1], [max(length - 30, 0)]])  # of a batch of two, the second shorter
         now = torch.stack([query[sequence, :, row] for sequence, row in enumerate(last.flatten().tolist())]).unsqueeze(2)
-        decoded = row_invariant.attention(now, key[:2, :, :length], value[:2, :, :length], last, scale)
+        decoded = batch_invariant.attention(now, key[:2, :, :length], value[:2, :, :length], last, scale)
         for sequence, row in enumerate(last.flatten().tolist()):
             assert torch.equal(decoded[sequence, :, 0], whole[sequence, :, row])
 
@@ -66,16 +66,16 @@ def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
 def test_attention_is_that_of_torch_and_so_is_its_gradient(shape, monkeypatch):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape)]
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    found = row_invariant.causal_attention(*inputs)
+    found = batch_invariant.causal_attention(*inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     gradient = random(*wanted.shape, seed=9)
     for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(row_invariant, "_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
-    assert torch.equal(row_invariant.causal_attention(*inputs), found)
+    monkeypatch.setattr(batch_invariant, "_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
+    assert torch.equal(batch_invariant.causal_attention(*inputs), found)
 
 
 def test_bf16_is_computed_in_fp32_and_rounded_once():
     query, key, value = (x.bfloat16() for x in attention_inputs(2, 2, 128, 128))
-    wide = row_invariant.causal_attention(query.float(), key.float(), value.float())
-    assert torch.equal(row_invariant.causal_attention(query, key, value), wide.bfloat16())
+    wide = batch_invariant.causal_attention(query.float(), key.float(), value.float())
+    assert torch.equal(batch_invariant.causal_attention(query, key, value), wide.bfloat16())

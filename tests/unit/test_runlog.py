@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_rl.errors import UserError
-from megatron_rl.progress import progress_line, proof_verdict
-from megatron_rl.runlog import RunLog, read_metrics, read_run, read_samples
+from megatron_rl.observability.console import progress_line, proof_verdict
+from megatron_rl.observability.run_log import RunLog, read_metrics, read_run, read_samples
 
 CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}}
 

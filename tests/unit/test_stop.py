@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from megatron_rl import stop
+from megatron_rl.observability import signals
 from megatron_rl.errors import RunError
 
 
@@ -16,12 +16,12 @@ def own_handler():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    stop._asked = ""
+    signals._asked = ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_of_one_process_unwinds_at_once(number):
-    stop.listen(alone=True)
+    signals.listen(alone=True)
     with pytest.raises(SystemExit) as raised:
         signal.raise_signal(number)
     assert raised.value.code == 143
@@ -29,21 +29,21 @@ def test_a_run_of_one_process_unwinds_at_once(number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_stop_where_the_loop_asks_and_at_once_when_told_twice(number):
-    stop.listen(alone=False)
-    stop.check_stop()
-    assert not stop.asked()
+    signals.listen(alone=False)
+    signals.check_stop()
+    assert not signals.asked()
     signal.raise_signal(number)
-    assert stop.asked()
-    with pytest.raises(stop.StopError, match=f"stopped by {number.name}") as raised:
-        stop.check_stop()
+    assert signals.asked()
+    with pytest.raises(signals.StopError, match=f"stopped by {number.name}") as raised:
+        signals.check_stop()
     assert raised.value.exit_code == 143
     with pytest.raises(SystemExit):
         signal.raise_signal(number)
 
 
 def test_what_breaks_after_the_signal_is_the_stop():
-    stop.listen(alone=False)
+    signals.listen(alone=False)
     broken = RunError("the engine is gone")
-    assert stop.stop_or(broken) is broken
+    assert signals.stop_or(broken) is broken
     signal.raise_signal(signal.SIGTERM)
-    assert str(stop.stop_or(broken)) == "stopped by SIGTERM"
+    assert str(signals.stop_or(broken)) == "stopped by SIGTERM"

@@ -10,16 +10,17 @@ import torch
 from test_geometry import MOE, model
 
 from megatron_rl.config import Precision
-from megatron_rl.config_sync import Sync
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.sync_plan import SyncPlan
-from megatron_rl.transport.chunks import Chunk, Memory, check_targets, chunks_of, source_memory, target_memory
-from parallel.geometry import ModelGeometry
+from megatron_rl.config.sync import Sync
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import Chunk, chunks_of
+from parallel.transport.pack import Memory, check_targets, source_memory, target_memory
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.pieces import Rect, Shard
-from parallel.plan import kind_of, scale_name
-from parallel.regions import byte_matrix, digest
+from parallel.megatron_shards import trainer_shards
+from parallel.shards import Rect, Shard
+from parallel.reshard import kind_of, scale_name
+from parallel.digest import byte_matrix, digest
 
 CONTRACT = PrecisionContract.of(Precision())
 

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_rl.errors import RunError
-from rollout_sglang.gate import Gate
+from rollout_sglang.request_gate import Gate
 
 
 def hold(gate: Gate, release: threading.Event) -> threading.Thread:

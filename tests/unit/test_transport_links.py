@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config_sync import IN_FLIGHT, Sync
+from parallel.chunking import IN_FLIGHT
+from megatron_rl.config.sync import Sync
 from megatron_rl.errors import UserError
-from megatron_rl.transport import Link, check_hosts, check_transport, cuda_ipc, gloo, make_inbox, make_outbox, process_group, ring
-from megatron_rl.transport.chunks import Chunk
+from parallel.transport.base import Link, make_inbox, make_outbox
+from megatron_rl.sync.transport_check import check_hosts, check_transport
+from parallel.transport import cuda_ipc, gloo, process_group, ring
+from parallel.chunking import Chunk
 
 ON_CPU = ["shared_memory", "process_group", "gloo", "disk"]
 

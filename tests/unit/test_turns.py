@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.config_environment import EnvironmentConfig
-from megatron_rl.environment import Episode, Message, Reply, load_environment
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.rollout.environments.base import Episode, Message, Reply, load_environment
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.loop import to_sequences
-from megatron_rl.rollout import Rollout, rollout_metrics, sample_rows
-from megatron_rl.turns import EnvironmentPool, Turns
+from megatron_rl.training.loop import to_sequences
+from megatron_rl.rollout.worker import Rollout, rollout_metrics, sample_rows
+from megatron_rl.rollout.environment_pool import EnvironmentPool
+from megatron_rl.rollout.generation import Turns
 from megatron_rl.types import Completion, Generation, Problem, Sampling
 
 VERSION = 5

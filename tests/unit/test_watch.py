@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from megatron_rl.errors import LostError, RunError
-from rollout_sglang.watch import Watch
+from rollout_sglang.health_watch import Watch
 
 
 def test_a_silent_engine_is_given_up_once():

@@ -6,13 +6,13 @@ import torch
 from bench_step import loss, sequence
 
 from gpu_parts.sizes import SIZES
-from megatron_rl import hf
-from megatron_rl.batch import Sequence
+from megatron_rl.hf import write
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Precision, Train
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.names import chunks_of
-from megatron_rl.precision import PrecisionContract
+from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
 
 __all__ = ["SIZES", "actor", "batch_of", "loss", "model"]
@@ -20,7 +20,7 @@ __all__ = ["SIZES", "actor", "batch_of", "loss", "model"]
 
 def model(architecture: Architecture, precision: Precision) -> torch.nn.Module:
     """With the same random weights for the same widths and precision.mode. Megatron must be started."""
-    (chunk,) = chunks_of(build_model(hf.new_config(architecture, 0, precision.high), Layout(), PrecisionContract.of(precision)))
+    (chunk,) = chunks_of(build_model(write.new_config(architecture, 0, precision.high), Layout(), PrecisionContract.of(precision)))
     with torch.no_grad():
         for number, parameter in enumerate(chunk.parameters()):
             if parameter.dim() == 1:

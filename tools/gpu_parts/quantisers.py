@@ -15,8 +15,8 @@ from gpu_parts.backends import FORMATS, extreme, ordinary
 from gpu_parts.differences import compare
 from gpu_parts.found import Machine, find
 from gpu_parts.rows import Rows, run_part
-from megatron_rl.fp8.backends import make_backend
-from megatron_rl.fp8.quantize import quantize_1x128, quantize_128x1, quantize_weight
+from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """E4M3 or uint8 data, float32 scales, in the reference's shapes."""
@@ -74,7 +74,7 @@ def quantisers(machine: Machine) -> dict[tuple[str, str], Quantiser]:
 
 
 def _kernel_rows(x: torch.Tensor, scale_format: str) -> Pair:
-    from megatron_rl.fp8.backends.activation_kernel import quantize_activation
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
     rows, _ = quantize_activation(x, scale_format, rows=True, columns=False)
     assert rows is not None
@@ -82,7 +82,7 @@ def _kernel_rows(x: torch.Tensor, scale_format: str) -> Pair:
 
 
 def _kernel_columns(x: torch.Tensor, scale_format: str) -> Pair:
-    from megatron_rl.fp8.backends.activation_kernel import quantize_activation
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
     _, columns = quantize_activation(x, scale_format, rows=False, columns=True)
     assert columns is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpu_parts.rows import Rows, run_part
 from gpu_parts.training import train
-from megatron_rl.fp8.backends import needs
+from megatron_rl.precision.backends import requirements
 
 SETTINGS = {
     "precision.mode": "fp8_unified",
@@ -18,9 +18,9 @@ _PREFERRED = ("deep_gemm", "transformer_engine", "emulated")
 
 
 def part(rows: Rows) -> None:
-    backend = next(name for name in _PREFERRED if not needs.missing(name))
+    backend = next(name for name in _PREFERRED if not requirements.missing(name))
     for name in _PREFERRED[: _PREFERRED.index(backend)]:
-        rows.add(f"back end {name}", f"not used: {', '.join(what for what, _ in needs.missing(name))}")
+        rows.add(f"back end {name}", f"not used: {', '.join(what for what, _ in requirements.missing(name))}")
     train(rows, f"fp8_unified, {backend}", SETTINGS | {"precision.backend": backend})
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from gpu_parts.rows import Rows
-from megatron_rl import hf
+from megatron_rl.hf import write
 from megatron_rl.config import Architecture, Config, Precision
-from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
-from megatron_rl.precision import PrecisionContract
+from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.precision.contract import PrecisionContract
 from rollout_sglang.engine import SGLangEngine
-from rollout_sglang.start import Start
+from rollout_sglang.launch_args import Start
 
 Engines = dict[str, SGLangEngine]
 
@@ -55,7 +55,7 @@ def write_model(folder: Path, architecture: Architecture, precision: Precision) 
     """A checkpoint's folder without weights."""
     contract = PrecisionContract.of(precision)
     make_byte_tokenizer(folder)
-    config = hf.new_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
+    config = write.new_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
     quantised = contract.hf_quantization_config()
     (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantised} if quantised else {})))
     return folder

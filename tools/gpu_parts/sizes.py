@@ -16,7 +16,7 @@ LAYERS_OF_8B = 32
 VOCABULARY_OF_8B = 128256
 
 ACTOR = 18
-"""Bytes that an actor holds of a value, in BF16 as in FP8: see `megatron_rl.plan.memory`, with the blocks' bytes twice."""
+"""Bytes that an actor holds of a value, in BF16 as in FP8: see `megatron_rl.planner.memory`, with the blocks' bytes twice."""
 REFERENCE = {"bf16": 2, "fp8": 6}
 ENGINE = {"bf16": 2, "fp8": 1, "int8": 1}
 

@@ -16,7 +16,7 @@ from gpu_parts.backends import usable
 from gpu_parts.found import find
 from gpu_parts.parts import SECONDS
 from gpu_parts.rows import Rows, run_part
-from megatron_rl.fp8.quantize import quantize_weight
+from megatron_rl.precision.fp8 import quantize_weight
 
 TOKENS, REPEAT = 8192, 10
 _SECONDS_TO_START = 10.0  # of Python and torch, before the clock here begins

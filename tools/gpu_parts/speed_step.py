@@ -24,20 +24,20 @@ from gpu_parts.side_by_side import started, those_up
 from gpu_parts.sizes import ACTOR, ENGINE, LAYERS_OF_8B, REFERENCE, SIZES, layers_that_fit, stack
 from gpu_parts.speed_layer import timed
 from gpu_parts.targets import TO_BEAT, add
-from megatron_rl import hf
-from megatron_rl.algorithm.loss import PolicyLoss
-from megatron_rl.batch import Sequence
+from megatron_rl.hf import write
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Precision
-from megatron_rl.config_algorithm import Algorithm
-from megatron_rl.config_sync import Sync
+from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.config.sync import Sync
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.model import frozen, start_megatron, stop_megatron
-from megatron_rl.mcore.weights import planes, this_rank_shards
-from megatron_rl.precision import PrecisionContract
-from megatron_rl.sync import WeightSync
-from megatron_rl.sync_plan import SyncPlan
+from megatron_rl.mcore.load_weights import planes, this_rank_shards
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.types import Sampling
-from parallel.geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 from rollout_sglang.engine import SGLangEngine
 
@@ -87,7 +87,7 @@ class OneRun:
     """Actor, reference and sync of one precision, in front of its engine."""
 
     def __init__(self, architecture: Architecture, precision: Precision, engine: SGLangEngine, settings: Sync) -> None:
-        hf_config, contract = hf.new_config(architecture, 0, precision.high), PrecisionContract.of(precision)
+        hf_config, contract = write.new_config(architecture, 0, precision.high), PrecisionContract.of(precision)
         self.actor, self.engine, self.version = actor(architecture, precision), engine, 0
         self.reference = Policy(frozen(model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
         shards, geometry = this_rank_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)

@@ -1,7 +1,7 @@
 """Part `speed_sync`: the sync of an 8B model by CUDA IPC to another process on the same GPU, with several sizes of chunks, against one flat
 copy of as many bytes within the device and against gathering BF16, converting and quantising anew; and what the proof takes of it.
 
-The other process runs `rollout_sglang.live`, the code that runs in SGLang's scheduler; SGLang itself is not started (part `bridge` does).
+The other process runs `rollout_sglang.rank_handler`, the code that runs in SGLang's scheduler; SGLang itself is not started (part `bridge` does).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from sync_baselines import GatherAndQuantise, Setup, contract
 from gpu_parts.rows import Rows, run_part
 from gpu_parts.speed_layer import timed
 from gpu_parts.targets import add
-from megatron_rl.config_sync import Sync
-from megatron_rl.engine import Engine
-from megatron_rl.sync import WeightSync
+from megatron_rl.config.sync import Sync
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout
-from parallel.megatron import trainer_shards
-from parallel.sglang import engine_shards
-from rollout_sglang import live
+from parallel.megatron_shards import trainer_shards
+from parallel.sglang_shards import engine_shards
+from rollout_sglang import rank_handler
 
 _NAME = "gpu"
 
@@ -124,7 +124,7 @@ def serve(pipe: Connection, setup: Setup, device: str) -> None:
         except EOFError:
             return
         try:
-            answer: tuple[Any, str | None] = (live.answer(request, 0, held), None)
+            answer: tuple[Any, str | None] = (rank_handler.answer(request, 0, held), None)
         except Exception as error:
             answer = (None, f"{type(error).__name__}: {error}")
         pipe.send(answer)

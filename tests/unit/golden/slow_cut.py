@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from parallel.blocks import BLOCK
-from parallel.geometry import Experts, Latent, ModelGeometry, Shard
+from parallel.formats import BLOCK
+from parallel.model_geometry import Experts, Latent, ModelGeometry, Shard
 from parallel.layout import Layout
-from parallel.models import KINDS
-from parallel.pieces import FP32_ROLES
-from parallel.plan import Move, scale_name
+from parallel.hf_widths import KINDS
+from parallel.shards import FP32_ROLES
+from parallel.reshard import Move, scale_name
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 Planes = dict[str, np.ndarray]

@@ -1,0 +1,63 @@
+"""Corrections for an engine that samples from a slightly different policy than the trainer holds. For every precision mode.
+
+    q_t = p_trainer / p_engine of a sampled token, the same weights, before the update:  exp(old_t - rollout_t)
+
+    tis              min(q_t, C)                                  Yao et al., https://fengyao.notion.site/off-policy-rl
+    sequence_tis     min(product of q_t, C) on every token        the same on the sequence's ratio
+    icepop           q_t where low <= q_t <= high, else 0         IcePop (Ring-1T, arXiv 2510.18855)
+    geometric_mask   1 where low <= (product of q_t)^(1/T) <= high, else 0, the whole sequence
+                                                                  https://richardli.xyz/post/rl-collapse-part3
+
+Weights are data: no gradient flows through them. Masked tokens still count in the divisor of the mean, as in the formulas.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.config.algorithm import Algorithm
+
+
+def correction(log_ratio: torch.Tensor, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]; not for `correction = "none"`."""
+    low, high, cap = config.correction_low, config.correction_high, config.correction_cap
+    if config.correction == "icepop":
+        ratio = log_ratio.exp()
+        outside = (ratio < low) | (ratio > high)
+        return ratio.masked_fill(outside, 0.0), outside
+    if config.correction == "geometric_mask":
+        ratio = log_ratio.mean().exp().expand_as(log_ratio)
+        outside = (ratio < low) | (ratio > high)
+        return 1.0 - outside.to(log_ratio.dtype), outside
+    ratio = (log_ratio.sum().expand_as(log_ratio) if config.correction == "sequence_tis" else log_ratio).exp()
+    return ratio.clamp(max=cap), ratio > cap
+
+
+def assign_corrections(sequences: list[Sequence], config: Algorithm) -> dict[str, float]:
+    """Sets the correction of every sequence of a step, and the engine's log-probs as the old ones where `old_policy` says so.
+
+    Call when old (trainer) and rollout (engine) log-probs and advantages are known. Returns weight statistics by sign of advantage.
+    """
+    if config.old_policy == "engine":
+        for sequence in sequences:
+            sequence.old_logprobs = sequence.rollout_logprobs
+    if config.correction == "none":
+        return {}
+    touched = []
+    for sequence in sequences:
+        sequence.correction, outside = correction(sequence.old_logprobs - sequence.rollout_logprobs, config)
+        touched.append(outside)
+    return _statistics(sequences, touched)
+
+
+def _statistics(sequences: list[Sequence], touched: list[torch.Tensor]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, sign in (("positive", 1), ("negative", -1)):
+        chosen = [number for number, sequence in enumerate(sequences) if sign * sequence.advantage > 0]
+        weights = torch.cat([torch.empty(0), *(sequences[number].correction for number in chosen)])
+        if weights.numel():
+            found[f"correction/mean_{name}"] = float(weights.mean())
+            found[f"correction/max_{name}"] = float(weights.max())
+            found[f"correction/touched_{name}"] = float(torch.cat([touched[number] for number in chosen]).float().mean())
+    return found

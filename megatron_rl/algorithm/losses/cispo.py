@@ -1,0 +1,18 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped and held constant, so every token keeps a gradient.
+
+loss_t = -stop_gradient(clip(rho_t, 1 - low, 1 + high)) A logp_t,    rho_t = exp(logp_t - old_t)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.config.algorithm import Algorithm
+
+
+def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [1, t], bool [1, t]: tokens whose weight is clipped, their gradient stays). `logprobs` [1, t] with gradient."""
+    ratio = torch.exp(logprobs.detach() - batch.old_logprobs)
+    weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    return -weight * batch.advantages * logprobs, weight != ratio

@@ -1,0 +1,24 @@
+"""GSPO (arXiv 2507.18071): one ratio for a whole sequence, the geometric mean of its tokens' ratios.
+
+    s    = exp(mean over the answer's tokens of (logp_t - old_t))
+    loss = -min(s A, clip(s, 1 - low, 1 + high) A)
+
+Every token of the sequence carries this loss, so that `aggregate = "sequence"` gives the paper's mean over sequences.
+A micro-batch holds whole sequences, so the mean is complete.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.config.algorithm import Algorithm
+
+
+def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses [1, t], bool [1, t]: tokens of sequences whose gradient the clip removes). `logprobs` [1, t] with gradient."""
+    advantage = batch.advantages
+    ratio = torch.exp(batch.sequence_means(logprobs - batch.old_logprobs))
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+    return loss, (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)

@@ -1,0 +1,183 @@
+"""Sequences, and the packed micro-batches that a forward pass takes: sequences laid end to end in one row.
+
+Shape legend: `_T` tokens, `_A` answer tokens, [1, t] a micro-batch. The last token of a sequence predicts nothing and has no place there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from megatron_rl.batch.packing import pack
+from megatron_rl.precision.ops.batch_invariant import FEWEST_ROWS
+
+_EMPTY = torch.empty(0)
+
+
+@dataclass
+class Sequence:
+    """A prompt with its answer, and what is known of each token of it that the policy sampled (float32 [A], empty when not known).
+
+    A counts sampled tokens only: what an environment wrote in between is read by the model, but nothing is ever known or learnt of it.
+    """
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    advantage: float = 0.0
+    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the engine that sampled the answer."""
+    old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the trainer's policy that sampled the answer."""
+    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Log-probs under the frozen reference."""
+    correction: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Weights of the policy term for the engine's difference from the trainer (`algorithm.corrections`); empty for 1."""
+    reward: float = 0.0
+    """What the answer earned, before any KL term."""
+    excluded: bool = False
+    """Nothing is known of what it earned: it teaches nothing and no mean counts it."""
+    weight: float = 1.0
+    """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
+    sampled: list[bool] = field(default_factory=list)
+    """For each answer token, False where an environment wrote it; empty where all were sampled."""
+    experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """The record of its routing that the forward passes replay (`routing`), uint8 or int16 [length - 1, layers, k]; empty for none. All
+    sequences of a batch have one, or none has."""
+    ages: torch.Tensor = field(default_factory=lambda: _EMPTY)
+    """Policy versions between the one that sampled and the trainer's, int64 [A]; empty for 0."""
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt_ids) + len(self.answer_ids)
+
+    @property
+    def sampled_count(self) -> int:
+        """A."""
+        return sum(self.sampled) if self.sampled else len(self.answer_ids)
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The positions whose targets are the sampled tokens, int64 [A]: position t predicts token t + 1."""
+        answer = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
+        return answer[torch.tensor(self.sampled)] if self.sampled else answer
+
+
+@dataclass
+class MicroBatch:
+    """Tensors [1, t]; a place holds a token and what belongs to the next one, its target. Whoever attends must know `lengths`.
+
+    `mask` is 1.0 where the target is a sampled answer token.
+    """
+
+    rows: list[int]
+    """Index of each packed sequence in the list of sequences, in order."""
+    lengths: list[int]
+    """Places of each packed sequence, padding at its end included; where padding follows, its places come last, as one sequence more."""
+    padding: int
+    """Places without a token of a sequence."""
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+    advantages: torch.Tensor
+    old_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor
+    weights: torch.Tensor
+    """The sequence's weight where `mask` is 1, else 0."""
+    corrections: torch.Tensor
+    """The token's correction where `mask` is 1, else 0."""
+    numbers: torch.Tensor
+    """int64: which of the places of all sequences together this is; -1 for padding."""
+    experts: torch.Tensor
+    """The record of the routing, [1, t, layers, k]; empty for none."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with every tensor on `device`."""
+        moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **moved)
+
+    def places(self, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the sequence, int64 [A]: where its sampled tokens are targets)."""
+        for index, start in zip(self.rows, accumulate(self.lengths, initial=0), strict=False):
+            yield index, start + sequences[index].places
+
+    def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(index of the sequence, its sampled tokens' part [A]) of a tensor [1, t] aligned with `targets`."""
+        for index, places in self.places(sequences):
+            yield index, values[0, places]
+
+    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+        """At every place the mean over the targets of its own sequence; `values` [1, t], returns [1, t], with gradient."""
+        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(values.device)
+        zeros = values.new_zeros(len(self.lengths))
+        sums, counts = (zeros.index_add(0, owner, x[0].to(values.dtype)) for x in (values * self.mask, self.mask))
+        return (sums / counts.clamp(min=1))[owner].unsqueeze(0)
+
+
+def micro_batches(
+    sequences: list[Sequence], most_tokens: int, replica: int = 0, replicas: int = 1, multiple: int = 1, context: int = 1, rounds: int = 1
+) -> list[MicroBatch]:
+    """One data-parallel replica's micro-batches of at most `most_tokens` places, a sequence that is longer alone in one.
+
+    Padding only brings a micro-batch to a multiple of `multiple` places and to `FEWEST_ROWS`. Every replica gets the same number of
+    micro-batches, since expert-parallel ranks must take every step together; one that is left without a sequence gets padding alone.
+
+    `context` ranks share the places of every sequence, which is padded to a multiple of 2 * `context` of them (`mcore.context`), and
+    compute at most `most_tokens` each. The number of micro-batches is a multiple of `rounds`.
+    """
+    if any(not sequence.prompt_ids for sequence in sequences):
+        raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
+    part = 2 * context if context > 1 else 1
+    lengths = [_round_up(sequence.length - 1, part) for sequence in sequences]
+    bins = pack(lengths, most_tokens * context, replicas * rounds)
+    fewest = _round_up(FEWEST_ROWS * context, part * multiple)
+    return [_lay(bin, sequences, [lengths[index] for index in bin], part * multiple, fewest) for bin in bins[replica::replicas]]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _lay(rows: list[int], sequences: list[Sequence], lengths: list[int], multiple: int, fewest: int) -> MicroBatch:
+    rest = max(_round_up(sum(lengths), multiple), fewest) - sum(lengths)
+    lengths = lengths + [rest] * bool(rest)
+    shape = (1, sum(lengths))
+    tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
+    numbers, experts = torch.full(shape, -1), _no_experts(shape, sequences)
+    firsts = list(accumulate((sequence.length - 1 for sequence in sequences), initial=0))
+    start = 0
+    for index, length in zip(rows, lengths, strict=False):
+        sequence = sequences[index]
+        ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
+        end = start + sequence.length - 1
+        tokens[0, start:end] = ids[:-1]
+        targets[0, start:end] = ids[1:]
+        answer = (0, start + sequence.places)
+        mask[answer] = 1.0
+        advantages[answer] = sequence.advantage
+        weights[answer] = sequence.weight
+        corrections[answer] = sequence.correction if len(sequence.correction) else 1.0
+        numbers[0, start:end] = torch.arange(firsts[index], firsts[index + 1])
+        if len(sequence.experts):
+            experts[0, start:end] = sequence.experts
+        if len(sequence.old_logprobs):
+            old[answer] = sequence.old_logprobs
+        if len(sequence.reference_logprobs):
+            reference[answer] = sequence.reference_logprobs
+        start += length
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    padding = sum(lengths) - sum(sequences[index].length - 1 for index in rows)
+    return MicroBatch(
+        rows, lengths, padding, tokens, targets, positions, mask, advantages, old, reference, weights, corrections, numbers, experts
+    )
+
+
+def _no_experts(shape: tuple[int, int], sequences: list[Sequence]) -> torch.Tensor:
+    """What a record holds of padding: the first experts, since it must go to k different ones, as every token does. Empty for none."""
+    one = sequences[0].experts
+    return torch.arange(one.shape[2], dtype=one.dtype).repeat(*shape, one.shape[1], 1) if len(one) else _EMPTY

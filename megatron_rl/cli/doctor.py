@@ -1,0 +1,235 @@
+"""`megatron-rl doctor`: what is installed, what each job of a run will use on this machine, what is missing and how to get it.
+
+Versions come from package metadata, so no heavy package is imported; torch alone is, for what it knows of the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_rl.errors import UserError
+from megatron_rl.precision.backends import requirements
+from megatron_rl.cli.doctor_gpu import INSTALL, pitfalls
+
+TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
+"""The versions that the project's tests ran with. Hooks reach into private names of the last two: another version may break them."""
+
+GPU_PINNED = {"torch": "2.14.1"}
+"""Where the GPU tier's pins (launch/requirements-gpu.txt) differ from those: SGLang's kernels for CUDA are built for this torch."""
+
+PYTHONS = ((3, 11), (3, 12))
+SETUP = "bash launch/setup.sh"
+_NEEDED = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "httpx",
+    "math-verify",
+    "datasets",
+    "pyarrow",
+    "tensorboard",
+    "matplotlib",
+)
+_MIN_MEMORY_GIB = 4.0  # trainer and the engine's three processes hold about 1 GiB each
+_STYLE = {"ok": "green", "warn": "yellow", "missing": "red", "": "default"}
+
+Status = Literal["ok", "warn", "missing", ""]  # "" is a plain fact, or something that only a GPU run would want
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One row: what was looked at, what was found, and what to do about it. Only `missing` keeps the CPU tier from running."""
+
+    name: str
+    found: str
+    status: Status = ""
+    advice: str = ""
+
+
+def print_diagnosis(console: Console | None = None) -> None:
+    """Print both tables. Raises UserError, one line, where not even the CPU tier can run."""
+    console = console or Console()
+    facts = machine_facts() + package_facts()
+    jobs = job_facts()
+    for title, rows, heads in (
+        ("This machine", facts, ("what", "found", "advice")),
+        ("What a run will use here", jobs, ("job", "by", "note")),
+        ("Pitfalls on the way to the GPU", pitfall_facts(), ("what", "found", "advice")),
+    ):
+        if not rows:
+            continue
+        table = Table(title=title, title_justify="left")
+        for head in heads:
+            table.add_column(head, overflow="fold")
+        for row in rows:
+            table.add_row(row.name, f"[{_STYLE[row.status]}]{escape(row.found)}[/]", row.advice)
+        console.print(table)
+    if missing := [fact for fact in facts if fact.status == "missing"]:
+        names = ", ".join(f"{fact.name} ({fact.found})" for fact in missing)
+        raise UserError("doctor", None, f"the CPU tier cannot run: {names}", missing[0].advice)
+    console.print("The CPU tier can run: [bold]bash launch/quickstart.sh[/]")
+
+
+def machine_facts() -> list[Fact]:
+    """Python, the processor, memory, disk, GPU and the project's commit."""
+    version = sys.version_info[:2]
+    wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+    fits = version in PYTHONS
+    memory = memory_gib()
+    return [
+        Fact("Python", platform.python_version(), "ok" if fits else "missing", "" if fits else f"install Python {wanted}, then {SETUP}"),
+        Fact("cores", str(len(os.sched_getaffinity(0)))),
+        Fact("memory", f"{memory:.1f} GiB", *_memory_verdict(memory)),
+        Fact("disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free"),
+        Fact("GPU", gpu() or "none", "", "" if gpu() else "none is needed for the CPU tier"),
+        Fact("project commit", commit() or "not a git checkout"),
+    ]
+
+
+def package_facts() -> list[Fact]:
+    """The packages of a run: those that every run needs, then those that only a GPU uses."""
+    optional = [
+        ("transformer-engine", "FP8 kernels of Megatron on NVIDIA GPUs", ("transformer-engine", "transformer_engine")),
+        ("deep_gemm", "FP8 matrix products on Hopper and newer", ("deep-gemm", "deep_gemm", "sgl-deep-gemm")),
+        ("triton", "SGLang's GPU kernels", ("triton",)),
+    ]
+    rows = [needed_package(name) for name in _NEEDED]
+    rows += [Fact(name, first_version(names) or "not installed", "", f"GPU only: {use}") for name, use, names in optional]
+    return [*rows, apex()]
+
+
+def job_facts() -> list[Fact]:
+    """Which code does each job of a run on this machine, as the program is now."""
+    on_gpu = bool(gpu()) and cuda_build() is not None
+    engine = "SGLang's CUDA kernels" if on_gpu else "SGLang's CPU device, platform plug-in megatron_rl_cpu"
+    note = "this project has not run its engine on a GPU yet" if on_gpu else "FP8 products emulated in torch, the trainer's own code"
+    return [
+        *backend_facts(),
+        Fact("trainer's attention", "torch scaled_dot_product_attention"),
+        Fact("optimizer", "Megatron's optimizer over the project's fused-Adam stand-in", "", "float32 master weights"),
+        Fact("engine's kernels", engine, "", note),
+        Fact("engine's attention", "SGLang's default for this GPU" if on_gpu else "SGLang's torch_native back end"),
+        Fact("weight sync", "shared memory", "", "trainer and engine on one machine"),
+    ]
+
+
+def backend_facts() -> list[Fact]:
+    """The back ends of the trainer's FP8 linear layers: which of them this machine can run, and what the others lack."""
+    rows = [Fact("trainer's FP8 linears", "emulated, the default", "", "precision.backend names another")]
+    for name in requirements.BACKENDS:
+        lacks = requirements.missing(name)
+        advice = "; ".join(f"{what}: {fix}" for what, fix in lacks)
+        rows.append(Fact(f"back end {name}", "cannot run here" if lacks else "can run", "" if lacks else "ok", escape(advice)))
+    return rows
+
+
+def pitfall_facts() -> list[Fact]:
+    """What would fail late or compute something else on a GPU; empty on a machine without a GPU's packages."""
+    return [Fact(found.what, found.found, "warn", escape(found.fix)) for found in pitfalls(cuda_build(), driver())]
+
+
+def needed_package(name: str) -> Fact:
+    """Installed and of the tested version, installed but of another one, or missing."""
+    found = first_version((name,))
+    if found is None:
+        return Fact(name, "not installed", "missing", SETUP)
+    shown = f"{found}, {'CUDA ' + cuda if (cuda := cuda_build()) else 'CPU build'}" if name == "torch" else found
+    pinned = GPU_PINNED.get(name) if cuda_build() else None
+    if found.partition("+")[0] == pinned:
+        return Fact(name, shown, "ok", "pinned for the GPU tier, which no test has run on yet")
+    tested = pinned or TESTED.get(name, found)
+    if found.partition("+")[0] != tested.partition("+")[0]:
+        return Fact(name, shown, "warn", f"pinned is {tested}: {INSTALL}" if pinned else f"tested with {tested}: {SETUP}")
+    return Fact(name, shown, "ok")
+
+
+def apex() -> Fact:
+    """NVIDIA's apex has GPU optimizers; the `apex` on PyPI is a web toolkit that merely bears the name."""
+    spec = importlib.util.find_spec("apex")
+    if spec is None:
+        return Fact("apex", "not installed", "", "GPU only: fused weight gradients; PyPI's `apex` is something else")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or []]
+    if any((folder / part).is_dir() for folder in folders for part in ("optimizers", "normalization")):
+        return Fact("apex", f"NVIDIA's, {first_version(('apex',)) or 'version unknown'}", "ok")
+    return Fact("apex", "PyPI's web toolkit, not NVIDIA's", "warn", "pip uninstall apex; build NVIDIA's from github.com/NVIDIA/apex")
+
+
+def first_version(names: tuple[str, ...]) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def memory_gib() -> float:
+    """Memory of the machine, or of the container where that is less, in GiB."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or the text "max"
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return float(total) / 2**30
+
+
+def _memory_verdict(gib: float) -> tuple[Status, str]:
+    return ("ok", "") if gib >= _MIN_MEMORY_GIB else ("warn", f"the quickstart wants {_MIN_MEMORY_GIB:.0f} GiB")
+
+
+def gpu() -> str | None:
+    """Name, memory and driver of the NVIDIA GPUs, by nvidia-smi; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    found = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    return "; ".join(found.splitlines()) if found else None
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if shutil.which("nvidia-smi") else None
+    return found.splitlines()[0] if found else None
+
+
+def commit() -> str | None:
+    """Short commit of the checkout that this file belongs to, `+changes` with uncommitted ones; None outside of git."""
+    root = Path(__file__).parents[1]
+    if not (root / "pyproject.toml").exists():  # an installed wheel: an enclosing checkout is somebody else's
+        return None
+    if (short := _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")) is None:
+        return None
+    return short + ("+changes" if _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def cuda_build() -> str | None:
+    """The CUDA version that torch was built for; None for a CPU build or no torch."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.version.cuda
+
+
+def _output(*command: str) -> str | None:
+    """What a short command prints, None where it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,190 @@
+"""The command `eval`: checks, checkpoints, engine, completions, statistics, results. One engine at a time, and no trainer.
+
+DIR/eval.json          everything counted and computed (docs/evaluation.md)
+DIR/completions.jsonl  every completion, written as it comes
+DIR/eval.html          the tables, to read
+DIR/checkpoint/, baseline/    the engines' logs
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.data import load_problems
+from megatron_rl.data.byte_tokenizer import load_tokenizer
+from megatron_rl.rollout.engine_pool import start_engines
+from megatron_rl.errors import UserError
+from megatron_rl.evaluation.checkpoint import Candidate, check
+from megatron_rl.reporting.eval_page import write_page
+from megatron_rl.reporting.eval_text import SCHEMA
+from megatron_rl.evaluation.sampling import CompletionsFile, sample
+from megatron_rl.reporting.eval_tables import print_results
+from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
+from megatron_rl.evaluation.tallies import Tally, comparison, table
+from megatron_rl.observability.console import Screen
+from megatron_rl.reporting.report import write_text
+from megatron_rl.rewards.scorer import Scorer, check_rewards
+from megatron_rl.training.preflight import check_environment
+from megatron_rl.observability.run_log import new_folder
+from megatron_rl.observability.signals import listen
+from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.rollout.environment_pool import EnvironmentPool
+from megatron_rl.rollout.generation import Turns
+from megatron_rl.types import Problem, Sampling
+from megatron_rl.versions import versions
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for. `at`: the k of pass@k and maj@k, None for powers of two; `output` None: see `_output_folder`."""
+
+    checkpoint: Path
+    baseline: Path | None = None
+    samples: int = 4
+    at: str | None = None
+    greedy: bool = False
+    output: Path | None = None
+
+    def ks(self) -> list[int]:
+        """The k to report, ascending. Raises UserError for what is asked wrongly, `samples` included."""
+        if not 1 <= self.samples <= MOST_SAMPLES:
+            raise UserError("--samples", self.samples, f"must be from 1 to {MOST_SAMPLES}", "give the completions per problem")
+        if self.greedy and self.samples > 1:
+            raise UserError("--samples", self.samples, "asks for completions that --greedy makes all the same", "use --samples 1")
+        if self.at is None:
+            return powers_of_two(self.samples)
+        words = [word.strip() for word in self.at.split(",")]
+        if not all(word.isascii() and word.isdigit() and int(word) for word in words):
+            raise UserError("--at", self.at, "must be whole numbers above 0, with commas between them", "write e.g. --at 1,8,64")
+        ks = sorted(set(map(int, words)))
+        if ks[-1] > self.samples:
+            raise UserError("--at", self.at, f"asks for pass@{ks[-1]} of {self.samples} completions", f"use --samples {ks[-1]} or more")
+        return ks
+
+
+def evaluate(config: Config, request: Request) -> Path:
+    """Evaluates and returns the folder of the results. Raises UserError before an engine starts, RunError where one fails; completions
+    that were scored by then stay in completions.jsonl."""
+    request.ks()  # refuses what is asked wrongly
+    if not config.data.eval:
+        raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
+    _check_output(request.output)
+    check_rewards(config.reward)
+    check_environment(config)
+    sides = {"checkpoint": check(request.checkpoint, "--checkpoint", config)}
+    if request.baseline is not None:
+        sides["baseline"] = check(request.baseline, "--baseline", config)
+    problems = load_problems(config, load_tokenizer(sides["checkpoint"].tokenizer))[1]
+    if not problems:
+        raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
+    folder = _output_folder(config, request, sides["checkpoint"])
+    started = datetime.now().astimezone().isoformat(timespec="seconds")
+    found = _sample(config, request, sides, problems, folder)
+    ended = datetime.now().astimezone().isoformat(timespec="seconds")
+    results = {"schema": SCHEMA, "started": started, "ended": ended, **_results(config, request, sides, found)}
+    write_text(folder / "eval.json", json.dumps(results, indent=1) + "\n")
+    write_page(folder)
+    print_results(results)
+    return folder
+
+
+def _results(config: Config, request: Request, sides: dict[str, Candidate], found: dict[str, tuple[list[Tally], float]]) -> dict[str, Any]:
+    """eval.json, but for its times."""
+    ks, sampling = request.ks(), _sampling(config, request)
+    return {
+        "argv": sys.argv,
+        "versions": versions(),
+        "config": config.model_dump(mode="json"),
+        "sampling": {
+            "samples": request.samples,
+            "temperature": sampling.temperature,
+            "max_new_tokens": sampling.max_new_tokens,
+            "seed": config.train.seed,
+        },
+        "ks": ks,
+        "confidence": CONFIDENCE,
+        "sides": {
+            name: {
+                "path": str(sides[name].folder),
+                "step": sides[name].step,
+                "seconds": seconds,
+                "problems": [asdict(tally) for tally in tallies],
+                "table": table(tallies, ks),
+            }
+            for name, (tallies, seconds) in found.items()
+        },
+        "comparison": comparison(found["checkpoint"][0], found["baseline"][0], ks) if "baseline" in found else [],
+    }
+
+
+def _sampling(config: Config, request: Request) -> Sampling:
+    return Sampling(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
+
+
+def _check_output(output: Path | None) -> None:
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError("--output", str(output), "exists already and is no empty folder", "name a new folder")
+
+
+def _output_folder(config: Config, request: Request, side: Candidate) -> Path:
+    """Made anew: --output; else RUN_DIR/eval/step_N for a run's checkpoint, LOG.DIR/eval/NAME for any other."""
+    try:
+        if request.output is not None:
+            request.output.mkdir(parents=True, exist_ok=True)
+            return request.output
+        return new_folder((side.run_dir or config.log.dir) / "eval", side.folder.resolve().name)
+    except OSError as error:
+        raise UserError("--output", None, f"the folder cannot be made ({error})", "name a folder you can write to") from None
+
+
+def _sample(
+    config: Config, request: Request, sides: dict[str, Candidate], problems: list[Problem], folder: Path
+) -> dict[str, tuple[list[Tally], float]]:
+    """By side: the tallies of all problems, and the seconds it took to sample and score."""
+    listen(alone=True)  # SIGTERM unwinds, so that the engine is ended
+    with ExitStack() as resources:
+        screen = Screen(len(sides) * len(problems) * request.samples)
+        resources.callback(screen.close)
+        screen.line(f"results: {folder}")
+        temporary = Path(tempfile.mkdtemp(prefix=".models-", dir=folder))  # as large as the checkpoints
+        resources.callback(shutil.rmtree, temporary, ignore_errors=True)
+        models = {name: side.prepare(config, temporary / name) for name, side in sides.items()}
+        scorer = resources.enter_context(Scorer(config.reward, screen.line))
+        environments = None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
+        file = CompletionsFile(folder / "completions.jsonl")
+        resources.callback(file.close)
+        found: dict[str, tuple[list[Tally], float]] = {}
+        done = 0
+
+        def record(name: str, scored: Any) -> None:
+            nonlocal done
+            file.append(name, scored)
+            done += len(scored)
+            screen.completed(done)
+
+        for name, side in sides.items():
+            screen.now(f"{name}: engine")
+            (folder / name).mkdir()
+            engine = start_engines(config, models[name], folder / name, screen.line)
+            try:
+                check_live_engine(side.plan, engine)
+                screen.now(name)
+                start, turns = time.perf_counter(), Turns(engine, load_tokenizer(side.tokenizer), environments)
+                sampling, chunk = _sampling(config, request), config.rollout.max_running_requests * config.rollout.engines
+                tallies = sample(turns, scorer, problems, request.samples, sampling, config.train.seed, chunk, partial(record, name))
+                found[name] = tallies, time.perf_counter() - start
+                screen.line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")
+            finally:
+                engine.stop()
+        return found

@@ -1,0 +1,105 @@
+"""The section `[algorithm]`: independent pieces, and names that set them together. Formulas and sources are in docs/algorithms.md.
+
+An algorithm's name is a preset: it gives defaults to other fields, and each of them can still be set by itself.
+Imports without torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.base import Section
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dr_grpo": {"advantage": "group_mean", "aggregate": "constant"},
+    "rloo": {"advantage": "leave_one_out", "aggregate": "constant", "kl_estimator": "k1", "kl_in": "reward"},
+    "reinforce_pp": {"advantage": "batch_std", "kl_estimator": "k2"},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling_max_rounds": 10, "overlong_share": 0.2},
+    "gspo": {"loss": "gspo", "aggregate": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+}
+"""What an algorithm's name changes in the defaults below."""
+
+_CORRECTION_DEFAULTS = {"geometric_mask": {"correction_low": 0.99, "correction_high": 1.01}}
+"""A mean over tokens varies far less than one token, so its bounds are tighter."""
+
+
+class Algorithm(Section):
+    """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
+
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo"] = "grpo"
+    """The preset; see PRESETS above for what each name sets."""
+    updates_per_step: int = Field(1, ge=1)
+    """Optimizer steps per rollout; the batch is cut into that many parts."""
+
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std"] = "group_std"
+    """Reward less the group's mean: over the group's std, as it is, against the others' mean (RLOO), or over the batch's std."""
+    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
+    """PPO's clipped ratio per token, GSPO's clipped ratio per sequence, or CISPO's clipped weight that keeps every gradient."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The ratio's lower bound is 1 - clip_low; 1 leaves it open."""
+    clip_high: float = Field(0.2, gt=0)
+    """The ratio's upper bound is 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo: bounds the loss of a negative advantage A at -dual_clip * A, however large the ratio. Absent: unbounded."""
+    calibrate_every: int = Field(0, ge=0)
+    """ppo in fp8_unified: RL steps between calibrations of both bounds against a forward pass without FP8; 0 leaves them as set."""
+    aggregate: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all answer tokens; mean of the sequences' means; or sum over tokens / (sequences * rollout.max_new_tokens)."""
+
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL estimate against the reference model; 0 runs without a reference model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per token, d = log p_reference - log p: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - d - 1."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`loss`: a term of its own, with gradient. `reward`: taken from a completion's reward, summed over its tokens."""
+
+    dynamic_sampling_max_rounds: int = Field(0, ge=0)
+    """Rounds of sampling to fill the batch with groups whose rewards differ; 0 takes every group as it comes."""
+    overlong_share: float = Field(0.0, ge=0, lt=1)
+    """Last share of rollout.max_new_tokens over which the reward falls with length; 0 turns it off."""
+    overlong_penalty: float = Field(1.0, gt=0)
+    """What a completion of full length loses."""
+
+    old_policy: Literal["trainer", "engine"] = "trainer"
+    """Whose log-probs of the sampled tokens are the ratio's denominator. `engine`: one ratio spans mismatch and update together."""
+    correction: Literal["none", "tis", "sequence_tis", "icepop", "geometric_mask"] = "none"
+    """Weight of a token's loss from q = p_trainer / p_engine, both before the update: min(q, cap) of the token or of the sequence;
+    q where it lies within the bounds, else 0; or 1 where the sequence's geometric mean of q lies within the bounds, else 0."""
+    correction_cap: float = Field(2.0, gt=1)
+    """tis, sequence_tis: the largest weight."""
+    correction_low: float = Field(0.5, gt=0, lt=1)
+    """icepop, geometric_mask: the lower bound. geometric_mask: 0.99 where it is not given."""
+    correction_high: float = Field(5.0, gt=1)
+    """icepop, geometric_mask: the upper bound. geometric_mask: 1.01 where it is not given."""
+
+    routing_replay: Literal["none", "trainer", "engine"] = "none"
+    """Whose choice of experts the training's forward passes take: each its own; `trainer` (R2): that of the pass that computed the old
+    log-probs; `engine` (R3): the engine's when it sampled, in that pass as well. See docs/moe.md."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+
+        def defaults(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
+            chosen = given.get(key)
+            return table.get(chosen, {}) if isinstance(chosen, str) else {}
+
+        return {**defaults(PRESETS, "name"), **defaults(_CORRECTION_DEFAULTS, "correction"), **given}
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Algorithm:
+        if self.dual_clip is not None and self.loss != "ppo":
+            raise ValueError(f"dual_clip belongs to loss ppo, not to {self.loss}: leave it out")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(f"dual_clip ({self.dual_clip}) must be larger than 1 + clip_high ({1 + self.clip_high})")
+        if self.calibrate_every and (self.loss != "ppo" or self.updates_per_step < 2):
+            raise ValueError("calibrate_every needs loss ppo and updates_per_step of 2 or more: before the first update all ratios are 1")
+        if self.correction != "none" and self.old_policy == "engine":
+            raise ValueError(f"correction {self.correction} needs old_policy trainer: with engine the ratio holds the mismatch already")
+        return self

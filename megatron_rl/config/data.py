@@ -1,0 +1,104 @@
+"""The section `[data]`: where problems come from and how they are asked. Imports without torch. See docs/data.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from megatron_rl.config.base import Section
+
+GENERATED = "arithmetic"
+"""The source that is no file: problems made by the project."""
+HUB = "hf:"
+"""What a source from the Hugging Face hub begins with."""
+
+FormatName = Literal["gsm8k", "math", "deepmath", "aime", "arithmetic"]
+
+
+class Source(Section):
+    """One set of problems."""
+
+    source: str = Field(min_length=1)
+    """`arithmetic` (made by the project), the path of a JSONL, JSON or Parquet file, or `hf:OWNER/NAME[:CONFIG]:SPLIT` from the hub."""
+    format: FormatName | None = None
+    """Shape of the rows; `data.format` where it is not given."""
+    name: str = ""
+    """What metrics call the set; its folder and file, or its name on the hub and its split, where it is not given."""
+
+    @property
+    def label(self) -> str:
+        """`name`, or one made from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test are both gsm8k/test."""
+        if self.name or self.source == GENERATED:
+            return self.name or GENERATED
+        if self.source.startswith(HUB):
+            repository, *rest = self.source.removeprefix(HUB).split(":")
+            return "/".join([Path(repository).name, *rest])
+        path = Path(self.source).absolute()
+        return f"{path.parent.name}/{path.stem}"
+
+
+class TrainSource(Source):
+    """One set of a mixture to train on."""
+
+    weight: float = Field(1.0, ge=1e-6, le=1e6)
+    """Share of this set in the stream, in proportion to the others' weights."""
+
+
+def _as_tables(value: Any) -> Any:
+    """A plain text is one source, an empty one none."""
+    if isinstance(value, str):
+        return ({"source": value},) if value else ()
+    if not isinstance(value, list | tuple):
+        raise ValueError('must be one source in quotes, or a list of tables such as [{source = "PATH", format = "gsm8k"}]')
+    return tuple(value)
+
+
+class Data(Section):
+    """Where problems come from."""
+
+    train: Annotated[tuple[TrainSource, ...], BeforeValidator(_as_tables)] = Field(default_factory=lambda: (TrainSource(source=GENERATED),))
+    """A `source` in one text, or several as tables `[[data.train]]` with their weights."""
+    eval: Annotated[tuple[Source, ...], BeforeValidator(_as_tables)] = Field(default_factory=lambda: (Source(source=GENERATED),))
+    """Held-out sets, as `train`; an empty text for no evaluation. `train` loses every question that one of them holds."""
+    format: FormatName | None = None
+    """Shape of a file's rows where the source names none; generated problems need none."""
+    prompt_template: str = "{question}"
+    """Text around each question; must hold `{question}`."""
+    prompt_template_file: Path | None = None
+    """A UTF-8 text file that is the template instead."""
+    chat: bool = False
+    """The templated question is the user's message in the tokenizer's chat template, which ends where the assistant begins."""
+    system_prompt: str = ""
+    """chat: the system's message before it; none where it is empty."""
+    max_prompt_tokens: int = Field(512, ge=1)
+    """Longer problems are left out, counted and logged."""
+    eval_size: int = Field(128, ge=1)
+    """Problems of each held-out set that an evaluation scores."""
+    eval_every: int = Field(5, ge=1)
+    """RL steps between evaluations; the first (step 0) and the last step are always evaluated."""
+    levels: tuple[int, ...] = (2, 3, 4, 5)
+    """Difficulty levels of generated problems: the number of operations."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _sets_have_names_of_their_own(self) -> Data:
+        if not self.train:
+            raise ValueError("train must name at least one source, such as arithmetic or the path of a file")
+        for field, sources in (("train", self.train), ("eval", self.eval)):
+            for label, count in Counter(source.label for source in sources).items():
+                if count > 1:
+                    raise ValueError(f"{count} sets of {field} are called {label!r}: give each a name of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _template(self) -> Data:
+        if "{question}" not in self.prompt_template:
+            raise ValueError(f"prompt_template {self.prompt_template!r} must hold {{question}}")
+        if self.prompt_template_file and "prompt_template" in self.model_fields_set:
+            raise ValueError("prompt_template and prompt_template_file exclude each other: leave one out")
+        if self.system_prompt and not self.chat:
+            raise ValueError("system_prompt needs chat = true: without a chat template there is no place for it")
+        return self

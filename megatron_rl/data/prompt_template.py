@@ -1,0 +1,80 @@
+"""From a question to the text that the policy is given: the template around it, then the tokenizer's chat template where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_rl.config.data import Data
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:  # transformers takes seconds to import
+    from transformers import PreTrainedTokenizerBase
+
+_PLACE = "{question}"
+
+
+def prompt_maker(data: Data, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str]:
+    """A function from a bare question to its whole prompt, without special tokens other than those the chat template writes.
+
+    Raises UserError for a template file that cannot be read or holds no `{question}`; where `data.chat` is on also for a tokenizer
+    without chat template, and for one that refuses or drops the system's message or the question.
+    """
+    template = read_template(data)
+
+    def around(question: str) -> str:
+        """Plain replacement: braces in a question or elsewhere in the template mean nothing."""
+        return template.replace(_PLACE, question)
+
+    if not data.chat:
+        return around
+    if not tokenizer.chat_template:
+        raise no_chat_template(tokenizer.name_or_path)
+
+    def chat(question: str) -> str:
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        messages = [*system, {"role": "user", "content": around(question)}]
+        prompt: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return prompt
+
+    _check_chat(chat, data, tokenizer.name_or_path)
+    return chat
+
+
+def read_template(data: Data) -> str:
+    """The text around each question. Raises UserError for a file that cannot be read, or holds no place for the question."""
+    file = data.prompt_template_file
+    if file is None:
+        return data.prompt_template
+    field = "data.prompt_template_file"
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(field, str(file), f"cannot be read ({reason})", f"give a text file that holds {_PLACE}") from None
+    if _PLACE not in text:
+        raise UserError(field, str(file), f"holds no {_PLACE}", "put it where the question belongs")
+    return text
+
+
+def no_chat_template(folder: str | Path) -> UserError:
+    rule = f"the tokenizer of {folder} has no chat template"
+    return UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
+
+
+def _check_chat(chat: Callable[[str], str], data: Data, folder: str) -> None:
+    """A chat template is a program: some raise at a system's message, others ignore it."""
+    from jinja2 import TemplateError
+
+    question = "What is 1 + 1?"
+    try:
+        prompt = chat(question)
+    except TemplateError as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise UserError("data.chat", None, f"the chat template of {folder} fails ({reason})", "leave out data.system_prompt") from None
+    if question not in prompt:
+        raise UserError("data.chat", None, f"the chat template of {folder} leaves out the question", "correct the template")
+    if data.system_prompt.strip() not in prompt:
+        rule = f"the chat template of {folder} leaves it out"
+        raise UserError("data.system_prompt", None, rule, "put it into data.prompt_template instead")

@@ -1,1 +1,0 @@
-"""FP8 numerics: the reference quantisers and the emulated products. Used by the trainer and by the engine's CPU kernels alike."""

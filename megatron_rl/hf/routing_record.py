@@ -1,0 +1,65 @@
+"""Which experts each token went to, from where that was recorded to where it is replayed.
+
+A record is [t, layers, k]: a row for every token of a sequence but the last, which predicts nothing; all decoder layers, of which those
+without experts are never read; the k chosen experts. A byte each, two where there are more than 256 experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.hf.config import traits_of
+from megatron_rl.errors import RunError
+from parallel.model_geometry import ModelGeometry
+
+
+@dataclass(frozen=True)
+class RoutingShape:
+    """What a record of one model's routing looks like."""
+
+    depth: int
+    """Decoder layers."""
+    layers: tuple[int, ...]
+    """Those with experts."""
+    count: int
+    """Experts of a layer."""
+    top_k: int
+
+    @classmethod
+    def of(cls, hf_config: Mapping[str, Any]) -> RoutingShape:
+        """Of a model with experts."""
+        geometry, routing = ModelGeometry.from_hf_config(hf_config), traits_of(hf_config).routing
+        assert geometry.experts is not None and routing is not None
+        layers = tuple(layer for layer in range(geometry.layers) if geometry.has_experts(layer))
+        return cls(geometry.layers, layers, geometry.experts.count, routing.top_k)
+
+    @property
+    def dtype(self) -> type[np.integer]:
+        return np.uint8 if self.count <= 256 else np.int16
+
+    def check(self, experts: np.ndarray | None, tokens: int, whose: str) -> None:
+        """Raises RunError, in one line, unless this is the record of a sequence of that many tokens."""
+        wanted = (tokens - 1, self.depth, self.top_k)
+        if experts is None:
+            raise RunError(f"{whose} comes without the routing of its tokens")
+        if experts.shape != wanted or experts.dtype != self.dtype:
+            held = f"{list(experts.shape)} in {experts.dtype}"
+            raise RunError(f"{whose} has a routing of shape {held}; its {tokens} tokens need {list(wanted)} in {np.dtype(self.dtype)}")
+        used = experts[:, list(self.layers)]
+        if used.size and not 0 <= int(used.min()) <= int(used.max()) < self.count:
+            wrong = int(used.max()) if int(used.max()) >= self.count else int(used.min())
+            raise RunError(f"{whose} has a routing that names expert {wrong} of {self.count}")
+        ordered = np.sort(used, axis=-1)
+        if (ordered[..., 1:] == ordered[..., :-1]).any():
+            raise RunError(f"{whose} has a routing that sends a token to one expert twice")
+
+
+def extended(known: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:
+    """The record after another turn: tokens keep the experts that they had when they were sampled or first read."""
+    if known is None or longer is None:
+        return longer
+    return np.concatenate([known, longer[len(known) :]])

@@ -1,0 +1,91 @@
+"""The trainer's model computing as its engine does: with the weights that the engine was given, their inputs quantised as there.
+
+Everything else (attention, norms, kernels, order of sums) stays the trainer's, so log-probs that differ from the trainer's own differ
+by quantisation alone, and what still differs from the engine's is the engine's way of computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_rl.precision import int8
+from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.backends.emulated import Values
+from megatron_rl.precision.fp8 import Blocks
+from megatron_rl.precision.int8 import Channels
+from megatron_rl.mcore.layers.fp8_linear import gather_sequence
+from megatron_rl.mcore.names import Model, chunks_of, global_name
+from parallel.reshard import scale_name
+
+Multiply = Callable[[torch.Tensor], torch.Tensor]
+"""x [..., K] -> [..., N] in x's dtype."""
+
+
+@contextmanager
+def with_engine_weights(model: Model, planes: Mapping[str, torch.Tensor], activations: str | None) -> Iterator[int]:
+    """Forward passes within multiply with the quantised weights of `planes`, which is what `mcore.weights.planes` gives to the engine.
+
+    `activations` (`PrecisionContract.activation_format`): the layers' inputs are quantised as the engine does, `pow2` or `fp32` for FP8,
+    `int8`; None: as the trainer does. Yields the number of layers on this rank that are changed: none where the engine is not
+    quantised. No gradient. Under tensor parallelism inputs are quantised as a rank of the trainer holds them.
+    """
+    modules = [(chunk, name, layer) for chunk in chunks_of(model) for name, layer in chunk.named_modules() if hasattr(layer, "weight")]
+    with ExitStack() as undo, torch.no_grad():
+        changed = 0
+        for chunk, name, layer in modules:
+            multiply = _product(layer, planes, global_name(chunk, f"{name}.weight"), activations)
+            if multiply is not None:
+                layer._forward_impl = partial(_forward, multiply)
+                undo.callback(delattr, layer, "_forward_impl")
+                changed += 1
+        yield changed
+
+
+def _forward(
+    multiply: Multiply, input: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool, tp_group: Any, bias: Any = None, **_: Any
+) -> torch.Tensor:
+    """Stands in for a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
+    y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input)
+    return y if bias is None else y + bias
+
+
+def _product(layer: Any, planes: Mapping[str, torch.Tensor], weight: str, activations: str | None) -> Multiply | None:
+    """What a layer multiplies with; None for one that the engine does not quantise."""
+    if (scale := planes.get(scale_name(weight, "int8"))) is not None:
+        return _int8_product(Channels(planes[weight], scale), activations)
+    if (scale := planes.get(scale_name(weight, "fp8"))) is not None:
+        blocks, order = Blocks(planes[weight], scale), getattr(layer, "row_order", None)
+        if hasattr(layer, "blocks"):
+            return _fp8_product(layer.config.fp8_backend, activations or layer.scale_format, blocks, order)
+        if activations:
+            return _fp8_product("emulated", activations, blocks, order)
+        return partial(_plain_product, Values(blocks, order).of(torch.float32))
+    return None
+
+
+def _int8_product(weight: Channels, activations: str | None) -> Multiply:
+    numbers = weight.data.float()
+    if activations:
+        return lambda x: int8.product(x, numbers, weight.scale)
+    return partial(_plain_product, numbers * weight.scale)
+
+
+def _fp8_product(backend_name: str, scale_format: str, blocks: Blocks, row_order: torch.Tensor | None) -> Multiply:
+    backend = make_backend(backend_name, scale_format)
+    operand = backend.prepare(blocks, row_order)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        tokens = backend.quantize(x.reshape(-1, x.shape[-1]), rows=True, columns=False)
+        return backend.fprop(tokens, operand).unflatten(0, x.shape[:-1])
+
+    return multiply
+
+
+def _plain_product(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """In FP32, as the values need not be numbers of bf16."""
+    return (x.float() @ values.t()).to(x.dtype)

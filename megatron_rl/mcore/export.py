@@ -1,0 +1,147 @@
+"""Hugging Face checkpoints out of a Megatron model: BF16 or FP32 masters, or the very FP8 or INT8 bytes that the engine is given. Also
+out of another Hugging Face checkpoint, in another precision.
+
+The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.hf import write
+from megatron_rl.config import Precision
+from megatron_rl.errors import UserError
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.hf.read import Checkpoint
+from megatron_rl.precision.int8 import quantize_channels, row_maxima
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.chunking import planes_of
+from parallel.model_geometry import GeometryError, ModelGeometry, whole
+from parallel.layout import Layout
+from parallel.megatron_shards import trainer_shards
+from parallel.reshard import kind_of, moves, reshard, scale_name
+from parallel.digest import region
+
+_TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def gather_tensors(
+    planes: dict[str, torch.Tensor],
+    model: ModelGeometry,
+    layout: Layout,
+    fp8_roles: frozenset[str],
+    high: str,
+    int8_roles: frozenset[str] = frozenset(),
+) -> dict[str, torch.Tensor]:
+    """Collects the checkpoint's tensors on rank 0 (elsewhere: an empty dict); collective. FP8 and INT8 roles come as bytes and scales.
+
+    `planes` is this rank's `mcore.weights.planes`; what is not quantised is cast to `high` ("bf16" or "fp32").
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sources = trainer_shards(model, layout, quantised=bool(fp8_roles))
+    targets = {0: model.checkpoint_shards()}
+    mine = []
+    for move in moves(reshard(sources, targets, fp8_roles, int8_roles=int8_roles)):
+        if move.source_rank == rank:
+            mine.append((move, region(planes[move.source], move.source_rect).contiguous()))
+    gathered: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object([(move, _as_bytes(value) if move.kind == "fp8" else value) for move, value in mine], gathered)
+    if gathered is None:
+        return {}
+    kinds = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "scale": torch.float32, "fp32": torch.float32, "high": _TORCH[high]}
+    found: dict[str, torch.Tensor] = {}
+    shapes = {plane.name: (plane.rows, plane.cols) for plane in planes_of(targets, fp8_roles, 4, int8_roles)}
+    vectors = {tensor.name for tensor in model.tensors().values() if tensor.vector}
+    for move, value in (pair for part in gathered for pair in part):
+        shape = shapes[move.target][:1] if move.target in vectors else shapes[move.target]
+        tensor = found.setdefault(move.target, torch.empty(shape, dtype=kinds[move.kind]))
+        region(tensor, move.target_rect).copy_(value.view(torch.float8_e4m3fn) if move.kind == "fp8" else value)
+    return found
+
+
+def _as_bytes(value: torch.Tensor) -> torch.Tensor:
+    return value.view(torch.uint8)  # gloo and pickling know uint8, not float8
+
+
+def save_hf(
+    folder: Path, planes: dict[str, torch.Tensor], hf_config: dict[str, Any], layout: Layout, contract: PrecisionContract, tokenizer: Path
+) -> None:
+    """Writes a whole Hugging Face checkpoint folder from all ranks' planes; collective, rank 0 writes.
+
+    FP8 or INT8 where the engine is (with `quantization_config`), else every tensor in `contract.high`.
+    """
+    model = ModelGeometry.from_hf_config(hf_config)
+    tensors = gather_tensors(planes, model, layout, contract.fp8_roles(), contract.high, contract.int8_roles())
+    if tensors:
+        _write(folder, hf_config, tensors, contract, tokenizer)
+    dist.barrier()
+
+
+def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract, tokenizer: Path) -> None:
+    config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
+    config["torch_dtype"] = {"bf16": "bfloat16", "fp32": "float32"}[contract.high]
+    quantization = contract.hf_quantization_config()
+    if quantization:
+        config["quantization_config"] = quantization
+    with write.whole_folder(folder) as temporary:
+        write.write_checkpoint(temporary, config, tensors, tokenizer)
+
+
+def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
+    """The command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder, `precision` "bf16", "fp8" or "int8".
+
+    A run's FP8 blocks and INT8 channels are quantised as its sync does; everything else keeps the run's high-precision dtype.
+    For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output` exists.
+    """
+    if output.exists():
+        raise UserError("--output", str(output), "exists already", "name a new folder")
+    to = {"bf16": {"mode": "bf16", "high": "bf16"}, "fp8": {"mode": "fp8_unified"}, "int8": {"mode": "int8_rollout"}}[precision]
+    if (checkpoint / "config.json").is_file():
+        return convert(checkpoint, output, to)
+    from megatron_rl.mcore.checkpoint.load import load_alone
+
+    model, shards, saved, hf_config = load_alone(checkpoint)
+    from megatron_rl.mcore.load_weights import planes
+
+    contract = PrecisionContract.of(saved.model_copy(update=to))
+    save_hf(output, planes(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")
+
+
+def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
+    """A Hugging Face checkpoint in another precision: FP8 dequantised to BF16, or quantised to INT8, or to FP8 with the default
+    scale format.
+
+    `to` are the fields of a `Precision`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
+    Raises UserError for what `Checkpoint` refuses, and where FP8 would be quantised again.
+    """
+    hf_config = write.read_config(folder)
+    source = Checkpoint(folder, hf_config, "--checkpoint")
+    if source.fp8 and to["mode"] != "bf16":
+        raise UserError("--precision", None, f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")
+    model = _geometry(hf_config)
+    source.check(model)
+    source.check_scales(model.tensors().values(), None)
+    own = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
+    contract = PrecisionContract.of(Precision.model_validate({"high": own, **to}))
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.tensors().items():
+        value = source.values(whole(tensor))
+        kind = kind_of(tensor.role, contract.fp8_roles(), contract.int8_roles())
+        if kind == "fp8":
+            tensors[name], tensors[scale_name(name)] = quantize_weight(value, contract.scale_format)
+        elif kind == "int8":
+            tensors[name], tensors[scale_name(name, kind)] = quantize_channels(value, row_maxima(value))
+        else:
+            tensors[name] = value.to(torch.float32 if kind == "fp32" else _TORCH[contract.high])
+    _write(output, hf_config, tensors, contract, folder)
+
+
+def _geometry(hf_config: dict[str, Any]) -> ModelGeometry:
+    try:
+        return ModelGeometry.from_hf_config(hf_config)
+    except GeometryError as error:
+        raise UserError(error.field, error.value, error.rule, error.fix) from None

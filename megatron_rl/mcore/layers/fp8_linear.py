@@ -1,0 +1,246 @@
+"""Megatron's column- and row-parallel linear layers computing in unified FP8.
+
+A layer keeps three things: `weight`, the FP32 master that the optimizer steps; `blocks`, the E4M3 bytes and scales made from it
+once per optimizer step by `quantize()`; and `operand`, the blocks as the backend multiplies with them. Forward and backward never
+look at the values of `weight`, so what the engine is given is what the trainer computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import TransformerConfig
+
+from megatron_rl.errors import RunError
+from megatron_rl.precision.backends.base import Backend, Operand, make_backend
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.mcore.layers.mla import ReplicatedLinear
+from megatron_rl.mcore.names import Model, chunks_of, global_name
+from megatron_rl.distributed import raise_together
+
+
+def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-gathers the sequence dimension: [s / tp, b, h] -> [s, b, h]. Groups of 128 lie along h, so blocks are unaffected."""
+    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[..., h] -> [T, h]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+class _FP8Product(torch.autograd.Function):
+    """The three products with Megatron's tensor- and sequence-parallel communication around them.
+
+    Saved for the backward pass is what WGrad takes of x, which is smaller than x where the backend quantised it; under sequence
+    parallelism it is this rank's part of x, gathered anew as Megatron does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any
+    ) -> torch.Tensor:
+        inputs = gather_sequence(x, group) if sequence_parallel else x
+        operand = layer.backend.quantize(_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
+        ctx.save_for_backward(weight, *((x,) if sequence_parallel else operand.columns))
+        ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group, ctx.shape = layer, sum_dgrad, sequence_parallel, group, x.shape
+        return layer.backend.fprop(operand, layer.operand).unflatten(0, inputs.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        weight, *saved = ctx.saved_tensors
+        layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
+        needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        gradient = backend.quantize(_tokens(dy), rows=needs_dx, columns=needs_dw)
+        dx, dw, pending = None, None, None
+        if needs_dx:
+            dx = backend.dgrad(gradient, layer.operand).unflatten(0, dy.shape[:-1])
+            if ctx.sum_dgrad:
+                pending = dist.all_reduce(dx, group=group, async_op=True)
+            elif ctx.sequence_parallel:
+                full, dx = dx.contiguous(), dx.new_empty(ctx.shape)
+                pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
+        if needs_dw:
+            if ctx.sequence_parallel:
+                operand = backend.quantize(_tokens(gather_sequence(saved[0], group)), rows=False, columns=True)
+            else:
+                operand = Operand(gradient.tokens, columns=tuple(saved))
+            dw = _weight_gradient(weight, backend, gradient, operand)
+        if pending is not None:
+            pending.wait()
+        return dx, dw, None, None, None, None
+
+
+def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
+    """WGrad, added to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
+    into = getattr(weight, "main_grad", None)
+    dw = backend.wgrad(dy, x, into)
+    if into is None:
+        return dw
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)  # never read: DDP's hook sees the flag and drops it
+
+
+class _FP8Linear:
+    """What both parallel layers share. `config.fp8_scale_format` and `config.fp8_backend` come from `model.build_model`."""
+
+    weight: torch.nn.Parameter
+    blocks: Blocks
+    config: TransformerConfig
+    scale_format: str
+    _operand: Any = None
+    quantises_input: bool = True
+    quantised: bool = True
+    """False within `without_fp8`: the forward pass multiplies with the master."""
+    row_order: torch.Tensor | None = None
+    """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
+    within a block (`parallel.megatron_shards.row_order`). None: the same order."""
+    adopted: bool = False
+    """`blocks` are a checkpoint's, not `quantize`'s."""
+
+    def adopt(self, blocks: Blocks) -> None:
+        """Takes a checkpoint's blocks, rows in quantised order, as they are; the master becomes their values."""
+        self.blocks, self.adopted = blocks, True
+        with torch.no_grad():
+            in_rows = slice(None) if self.row_order is None else self.row_order
+            self.weight[in_rows] = dequantize_weight(blocks)
+
+    def quantize(self, name: str) -> None:
+        """Makes `blocks` from the master; call once per optimizer step. Raises RunError naming the weight if it is inf or NaN.
+
+        Adopted blocks stay for as long as the master is exactly their values, which the first optimizer step ends.
+        """
+        ordered = in_order(self.weight.detach(), self.row_order)
+        self.adopted = self.adopted and torch.equal(ordered, dequantize_weight(self.blocks))
+        try:
+            if not self.adopted:
+                self.blocks = quantize_weight(ordered, self.scale_format)
+        except ValueError as error:
+            raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
+        self._operand = None
+
+    @property
+    def backend(self) -> Backend:
+        """Who computes the products."""
+        return make_backend(self.config.fp8_backend, self.scale_format)
+
+    @property
+    def operand(self) -> Any:
+        """The blocks as the backend multiplies with them, made when first asked for: a model that only serves an engine needs none."""
+        if self._operand is None:
+            self._operand = self.backend.prepare(self.blocks, self.row_order)
+        return self._operand
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
+        if self.quantised:
+            y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
+        else:
+            inputs = gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
+            y = F.linear(inputs, weight.to(inputs.dtype))
+        bias = how.get("bias")
+        return y if bias is None else y + bias
+
+
+def in_order(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+    """The weight's rows in the order in which they are quantised."""
+    return weight if row_order is None else weight[row_order]
+
+
+def _with_master_dtype(config: TransformerConfig) -> TransformerConfig:
+    """The same configuration with FP32 parameters: an FP8 layer's parameter is the master itself, never rounded to bf16."""
+    import copy
+
+    config = copy.copy(config)
+    config.params_dtype = torch.float32
+    return config
+
+
+class FP8ColumnParallelLinear(_FP8Linear, ColumnParallelLinear):
+    """y = x W^T with W's rows split over tensor-parallel ranks; `weight` float32 [N / tp, K]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
+        self.scale_format = config.fp8_scale_format
+        if self.bias is not None:  # of q, k and v: not FP8, so it has no FP32 master
+            self.bias.data = self.bias.data.to(config.params_dtype)
+
+
+class _ValuesOf(torch.autograd.Function):
+    """The blocks' values in the place of the master, which receives their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return dw.float(), None
+
+
+class BlockWeightColumnParallelLinear(FP8ColumnParallelLinear):
+    """The blocks' values times an input that is not quantised: MLA's kv_b. The engine absorbs its weight into the attention, where no
+    activation is quantised."""
+
+    quantises_input = False
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+        if not self.quantised:
+            return super()._forward_impl(input, weight, *args, **how)
+        values = dequantize_weight(self.blocks).to(input.dtype)
+        return ColumnParallelLinear._forward_impl(self, input, _ValuesOf.apply(weight, values), *args, **how)
+
+
+class FP8RowParallelLinear(_FP8Linear, RowParallelLinear):
+    """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` float32 [N, K / tp]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
+        self.scale_format = config.fp8_scale_format
+
+
+class FP8ReplicatedLinear(_FP8Linear, ReplicatedLinear):
+    """y = x W^T with the whole W on every tensor-parallel rank; `weight` float32 [N, K]."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
+        self.scale_format = config.fp8_scale_format
+
+
+def fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
+    """Name -> layer for every FP8 linear of a model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
+
+
+def quantize_model(model: Model) -> None:
+    """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
+    names a broken weight is raised on every rank."""
+    broken = None
+    try:
+        for chunk in chunks_of(model):
+            for name, layer in fp8_layers(chunk).items():
+                layer.quantize(global_name(chunk, f"{name}.weight"))
+    except RunError as error:
+        broken = error
+    raise_together(broken)
+
+
+@contextmanager
+def without_fp8(model: Model) -> Iterator[None]:
+    """Forward passes within compute with the masters in `precision.high`, for measuring what quantisation changes. No gradient."""
+    layers = [layer for chunk in chunks_of(model) for layer in fp8_layers(chunk).values()]
+    for layer in layers:
+        layer.quantised = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for layer in layers:
+            layer.quantised = True

@@ -1,0 +1,189 @@
+"""The layers that replace Megatron's local ones: RMSNorm, core attention, and the layer spec that names them.
+
+Megatron's own local norm refuses sequence parallelism and its local attention refuses packed input; the spec function hard-codes
+its linear layers. These follow Megatron's ModuleSpec, so nothing is patched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
+
+from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
+from megatron_rl.mcore.layers.fp8_linear import (
+    BlockWeightColumnParallelLinear,
+    FP8ColumnParallelLinear,
+    FP8ReplicatedLinear,
+    FP8RowParallelLinear,
+)
+from megatron_rl.mcore.packed_sequences import attend
+from megatron_rl.mcore.layers.router import Router
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that works under sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if x.is_cuda else batch_invariant.rms_norm(x, self.weight, cast(float, self.eps))
+
+
+class CoreAttention(MegatronModule):
+    """Causal attention, grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU the one that an engine
+    computes as well.
+
+    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.packed`; returns [t, heads * d]. Of a
+    row that context parallel ranks share, each gives its own places.
+    A batch without: [s, b, heads, d], padding after a sequence's tokens, where a causal mask hides it; returns [s, b, heads * d].
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
+        packed = how.get("packed_seq_params")
+        if packed is not None:
+            return attend(query, key, value, packed, self.softmax_scale).flatten(1)
+        if self.config.context_parallel_size > 1:
+            raise NotImplementedError("context parallelism takes packed sequences only")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
+        if q.is_cuda:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=True)
+        else:
+            out = batch_invariant.causal_attention(q, k, v, self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class Experts(SequentialMLP):
+    """Megatron's, but a token's weight multiplies what an expert gives, as in every engine. Megatron multiplies what the second layer
+    takes, which is another number once that is quantised."""
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [T, h] in the order of their experts, weights [T]; returns [T, h]."""
+        tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        parts = [_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)]
+        y = torch.cat(parts)
+        return (y.float() * permuted_probs.unsqueeze(-1)).to(y.dtype), None
+
+
+def _expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """One expert's MLP; an expert may get a token or two, or none."""
+    return batch_invariant.with_enough_rows(lambda rows: mlp(rows)[0], x)
+
+
+class SpecProvider(LocalSpecProvider):
+    """Megatron's local building blocks, our experts, and a linear layer that every tensor-parallel rank holds whole."""
+
+    def replicated_linear(self) -> type:
+        return ReplicatedLinear
+
+    def absorbed_linear(self) -> type:
+        """A column-parallel layer whose weight the engine absorbs into the attention."""
+        return self.column_parallel_linear()
+
+    def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
+        return Experts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+
+
+class FP8SpecProvider(SpecProvider):
+    """The same with FP8 linear layers, those of the experts included."""
+
+    def column_parallel_linear(self) -> type:
+        return FP8ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return FP8RowParallelLinear
+
+    def replicated_linear(self) -> type:
+        return FP8ReplicatedLinear
+
+    def absorbed_linear(self) -> type:
+        return BlockWeightColumnParallelLinear
+
+
+def block_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """This pipeline stage's part of a decoder, or its virtual stage's: linear layers in FP8 where `fp8` is set."""
+    backend = FP8SpecProvider() if fp8 else SpecProvider()
+    dense = _layer_spec(config, backend, None)
+    sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense
+    has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one number for each layer
+    first, count = get_transformer_layer_offset(config, vp_stage), get_num_layers_to_build(config, vp_stage)
+    layers = [sparse if has_experts[layer] else dense for layer in range(first, first + count)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int | None) -> ModuleSpec:
+    layer = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=_mlp(backend, experts),
+        mlp_bda=get_bias_dropout_add,
+    )
+    return ModuleSpec(module=TransformerLayer, submodules=layer)
+
+
+def _mlp(backend: SpecProvider, experts: int | None) -> ModuleSpec:
+    spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts)
+    if experts is not None:
+        spec.submodules.router = Router
+    return spec
+
+
+def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
+    head_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    parts = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=CoreAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=head_norm,
+        k_layernorm=head_norm,
+    )
+    return ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+
+
+def _latent_attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
+    parts = MLASelfAttentionSubmodules(
+        linear_q_proj=backend.column_parallel_linear(),
+        linear_q_down_proj=backend.replicated_linear(),
+        linear_q_up_proj=backend.column_parallel_linear(),
+        linear_kv_down_proj=backend.replicated_linear(),
+        linear_kv_up_proj=backend.absorbed_linear(),
+        core_attention=CoreAttention,
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)

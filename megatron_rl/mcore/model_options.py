@@ -1,0 +1,89 @@
+"""What the layout, recomputation, a model's experts and its latent attention become among the options of Megatron's TransformerConfig."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_rl.hf.config import Rope, Routing
+from megatron_rl.config import Train
+from parallel.model_geometry import ModelGeometry
+from parallel.layout import Layout
+
+
+def layout_options(layout: Layout, train: Train) -> dict[str, Any]:
+    """Sizes of the parallel dimensions, and what they need of the pipeline's messages."""
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "sequence_parallel": layout.tp > 1 and train.layout.sequence_parallel,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+        "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up
+        "batch_p2p_comm": layout.vpp == 1,
+        "variable_seq_lengths": layout.pp > 1,  # pipeline stages must tell each other the length
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+    }
+
+
+def recompute_options(train: Train, geometry: ModelGeometry) -> dict[str, Any]:
+    """Which activations are not kept for the backward pass."""
+    if train.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if train.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe"] if geometry.experts else ["mlp"]}
+    return {}
+
+
+def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
+    """Heads of plain attention, or the ranks and head parts of latent attention, which has rotary positions of its own."""
+    a, yarn = geometry.latent, rope.yarn
+    if a is None:
+        return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim}
+    options: dict[str, Any] = {
+        "multi_latent_attention": True,
+        "q_lora_rank": a.q_rank or None,
+        "kv_lora_rank": a.kv_rank,
+        "qk_head_dim": a.nope_dim,
+        "qk_pos_emb_head_dim": a.rope_dim,
+        "v_head_dim": a.v_dim,
+        "rotary_base": rope.theta,
+    }
+    if yarn is None:  # Megatron applies the scaling factor's correction of the softmax scale to plain rotary positions as well
+        return {**options, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    return {
+        **options,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": yarn.factor,
+        "original_max_position_embeddings": yarn.original_length,
+        "beta_fast": yarn.beta_fast,
+        "beta_slow": yarn.beta_slow,
+        "mscale": yarn.mscale,
+        "mscale_all_dim": yarn.mscale_all_dim,
+    }
+
+
+def expert_options(geometry: ModelGeometry, routing: Routing | None) -> dict[str, Any]:
+    """Experts and their router. What balances their load is off; an actor may turn it on."""
+    experts = geometry.experts
+    if experts is None or routing is None:
+        return {}
+    limited = routing.groups > routing.groups_used
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_layer_freq": [int(geometry.has_experts(layer)) for layer in range(geometry.layers)],
+        "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
+        "moe_router_topk": routing.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_score_function": "sigmoid" if routing.sigmoid else "softmax",
+        # softmax before the choice leaves the weights as they are; after it, they add up to one
+        "moe_router_pre_softmax": not routing.sigmoid and not routing.normalised,
+        "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1.0 else None,
+        "moe_router_num_groups": routing.groups if limited else None,
+        "moe_router_group_topk": routing.groups_used if limited else None,
+        "moe_router_enable_expert_bias": experts.correction_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.0,
+    }

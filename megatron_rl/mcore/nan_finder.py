@@ -1,0 +1,43 @@
+"""Where inf or NaN comes from: the first module of a forward pass whose output holds one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_rl.mcore.names import Model, chunks_of, global_name
+from megatron_rl.distributed import gathered
+
+
+@contextmanager
+def watching(model: Model) -> Iterator[list[str]]:
+    """A list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
+    found: list[str] = []
+
+    def watch(name: str) -> Any:
+        def look(_: Any, __: Any, output: Any) -> None:
+            parts = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in parts):
+                found.append(name)
+
+        return look
+
+    hooks = [
+        module.register_forward_hook(watch(global_name(chunk, name)))
+        for chunk in chunks_of(model)
+        for name, module in chunk.named_modules()
+        if name and not isinstance(module, torch.nn.ModuleList)
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def first_of_all_ranks(found: list[str]) -> str:
+    """The first name that the lowest rank with any has, "" where no rank has one; collective. Earlier pipeline stages have lower ranks."""
+    return next(filter(None, gathered(found[0] if found else "")), "")

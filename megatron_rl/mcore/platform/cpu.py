@@ -1,0 +1,203 @@
+"""Runs an unmodified Megatron-Core on a machine without CUDA: `install()` once, before a model is built.
+
+Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
+type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below answers one of these for the CPU and says
+which Megatron code needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
+Megatron live in this file; `KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import logging
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.errors import UserError
+from megatron_rl.precision.ops.batch_invariant import one_thread
+
+KNOWN_VERSIONS = ("0.16.1",)
+_CPU = torch.device("cpu")
+_installed = False
+
+
+class _Stream:
+    """Stands in for torch.cuda.Stream and Event: the CPU runs everything in order, so waiting is free."""
+
+    _time = 0.0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:  # the MoE dispatcher compares current_stream() with its side stream
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def record(self, *_: Any) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end: _Stream) -> float:
+        return (end._time - self._time) * 1e3
+
+    def record_event(self, event: _Stream | None = None) -> _Stream:
+        event = event or _Stream()
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        return True
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    wait = wait_stream = wait_event = synchronize = _nothing
+
+
+def compute_in_one_thread(model: torch.nn.Module) -> None:
+    """A forward pass of `model` runs in one thread on a CPU, where it gives the engine's bits (`row_invariant`); a backward pass in all."""
+    open_passes: list[contextlib.ExitStack] = []
+
+    def enter(*_: Any) -> None:
+        open_passes.append(contextlib.ExitStack())
+        open_passes[-1].enter_context(one_thread())
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(lambda *_: open_passes.pop().close(), always_call=True)
+
+
+def check_version() -> None:
+    """Raises UserError unless the installed megatron-core is one this project was checked with."""
+    version = importlib.metadata.version("megatron-core")
+    if version not in KNOWN_VERSIONS:
+        raise UserError(
+            "megatron-core", version, f"known versions are {', '.join(KNOWN_VERSIONS)}", f"pip install megatron-core=={KNOWN_VERSIONS[-1]}"
+        )
+
+
+def install() -> None:
+    """Applies the patches once per process; does nothing where CUDA is available."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    check_version()
+    _installed = True
+    _patch_device_queries()
+    _patch_device_literals()
+    _patch_tensor_methods()
+    _patch_rng()
+    _patch_moe()
+    _patch_latent_attention()
+    _patch_uneven_collectives()
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+def _patch_device_queries() -> None:
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
+    cuda.synchronize = cuda.empty_cache = _nothing  # p2p_communication, dist_checkpointing
+    cuda.Stream = cuda.Event = _Stream  # MoE dispatcher's side stream, overlapped DDP
+    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.stream = lambda _: contextlib.nullcontext()
+
+
+def _patch_device_literals() -> None:
+    # `device="cuda"` in schedules.py, optimizer.py, clip_grads.py and utils.py; rope_utils pins memory unconditionally
+    from torch.utils import _device
+
+    _device._device_constructors()  # caches the originals: `with torch.device(...)`, which transformers uses, knows them by identity
+    for name in ("tensor", "zeros", "ones"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+
+def _on_cpu(factory: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    wrapped.__name__ = factory.__name__
+    return wrapped
+
+
+def _patch_tensor_methods() -> None:
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_, **__: self  # tied embeddings under pipeline parallelism, optimizer reload
+    plain_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # optimizers compare `param.type()` with "torch.cuda.FloatTensor": tell Megatron, and only Megatron, what it expects
+        result = plain_type(self, *args, **kwargs)
+        if not args and not kwargs and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+    tensor.type = type_
+
+
+def _patch_rng() -> None:
+    # the RNG tracker (dropout, activation recomputation) keeps the CPU generator's states
+    cuda: Any = torch.cuda
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _patch_moe() -> None:
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
+        moe_utils.te_general_gemm = None
+
+    def to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # the original leaves CPU tensors unconverted, and split sizes must be lists
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_cpu
+
+
+def _patch_latent_attention() -> None:
+    import megatron.core.transformer.multi_latent_attention as latent
+
+    if not isinstance(latent.TELinear, type):  # it asks isinstance(..., TELinear) without Transformer Engine too
+        latent.TELinear = type("TELinear", (torch.nn.Module,), {})
+
+
+def _patch_uneven_collectives() -> None:
+    # experts cut over tensor-parallel ranks exchange as many tokens as were routed to each; gloo knows equal parts only
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def gather_uneven(input_: torch.Tensor, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(input_, group, output_split_sizes, use_global_buffer)
+        output = input_.new_empty(sum(output_split_sizes), *input_.shape[1:])
+        parts = output.split(output_split_sizes)
+        parts[group.rank()].copy_(input_)
+        for source, part in enumerate(parts):
+            if part.numel():
+                dist.broadcast(part, group_src=source, group=group)
+        return output
+
+    def reduce_scatter_uneven(input_: torch.Tensor, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(input_, group, input_split_sizes, use_global_buffer)
+        summed = input_.clone()
+        dist.all_reduce(summed, group=group)
+        return summed.split(input_split_sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, reduce_scatter_uneven

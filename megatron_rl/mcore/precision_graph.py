@@ -1,0 +1,179 @@
+"""The training graph, read from the live Megatron model: what its modules hold and run, not what a configuration says.
+
+FP8 linear layers are known by the blocks they hold. A parameter that belongs to no operator read here, or a module of another
+class than this file knows, is refused: a graph that leaves something out proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from megatron_rl.errors import RunError
+from megatron_rl.precision.graph.graph import Format, Graph, merged
+from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.precision.graph.formats import activation, common, dtype_name, plain, quantised
+from parallel.formats import BLOCK
+
+
+def rank_graph(model: GPTModel | Sequence[GPTModel]) -> Graph:
+    """The graph of what this rank holds: one model, or the chunks of a pipeline stage. Raises RunError for a module it does not know."""
+    chunks = model if isinstance(model, Sequence) else [model]
+    return merged(decoder_graph(_Reader(chunk).decoder()) for chunk in chunks)
+
+
+class _Reader:
+    def __init__(self, model: GPTModel) -> None:
+        self.model = model
+        self.read: set[int] = set()
+        embedding = getattr(model, "embedding", None)
+        dtype = model.config.pipeline_dtype if embedding is None else embedding.word_embeddings.weight.dtype
+        self.hidden = Format(dtype_name(dtype))
+        self.residual = Format("fp32") if model.config.fp32_residual_connection else self.hidden
+
+    def decoder(self) -> Decoder:
+        model = self.model
+        first, last = getattr(model, "embedding", None), getattr(model, "output_layer", None)
+        read = Decoder(
+            hidden=self.hidden,
+            layers={layer.layer_number - 1: self.layer(layer) for layer in model.decoder.layers},
+            embedding=None if first is None else self.weighted(first.word_embeddings),
+            norm=None if model.decoder.final_layernorm is None else self.weighted(model.decoder.final_layernorm, self.residual),
+            lm_head=None if last is None else self.lm_head(last),
+            logits=None if last is None else self.hidden,
+        )
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self.read:
+                raise RunError(f"the precision graph knows no operator of the trainer that uses {name}")
+        return read
+
+    def layer(self, layer: Any) -> Layer:
+        return Layer(
+            input_norm=self.weighted(layer.input_layernorm, self.residual),
+            attention=self.attention(_known(layer.self_attention, SelfAttention, MLASelfAttention)),
+            post_attention_norm=self.weighted(layer.pre_mlp_layernorm, self.residual),
+            mlp=self.experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.mlp([_known(layer.mlp, MLP)]),
+            residual=self.residual,
+        )
+
+    def attention(self, attention: Any) -> Attention | LatentAttention:
+        if isinstance(attention, MLASelfAttention):
+            return self.latent_attention(attention)
+        heads = {
+            name: self.weighted(norm)
+            for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm))
+            if norm is not None and not isinstance(norm, IdentityOp)
+        }
+        core = type(attention.core_attention).__name__
+        return Attention(
+            self.linear(attention.linear_qkv), self.linear(attention.linear_proj), self.hidden, self.hidden, detail=core, **heads
+        )
+
+    def latent_attention(self, attention: Any) -> LatentAttention:
+        narrow = {}
+        if hasattr(attention, "linear_q_down_proj"):
+            narrow = {"q_a": self.linear(attention.linear_q_down_proj), "q_a_norm": self.weighted(attention.q_layernorm)}
+        return LatentAttention(
+            q_b=self.linear(attention.linear_q_up_proj if narrow else attention.linear_q_proj),
+            kv_a=self.linear(attention.linear_kv_down_proj),
+            kv_a_norm=self.weighted(attention.kv_layernorm),
+            kv_b=self.linear(attention.linear_kv_up_proj),
+            output=self.linear(attention.linear_proj),
+            q=self.hidden,
+            kv=self.hidden,
+            detail=type(attention.core_attention).__name__,
+            **narrow,
+        )
+
+    def mlp(self, mlps: Sequence[Any], count: int = 1) -> Mlp:
+        """One MLP, or experts that are alike, as one."""
+        return Mlp(_alike([self.linear(mlp.linear_fc1) for mlp in mlps]), _alike([self.linear(mlp.linear_fc2) for mlp in mlps]), count)
+
+    def experts(self, moe: Any) -> Experts:
+        router, local = moe.router, getattr(moe.experts, "local_experts", None)
+        if local is None:
+            raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
+        logits = Format(router.config.moe_router_dtype or self.hidden.dtype)
+        correction = getattr(router, "expert_bias", None)  # a buffer
+        shared = getattr(moe, "shared_experts", None)
+        return Experts(
+            router=replace(self.weighted(router), bias=None if correction is None else plain(correction)),
+            logits=logits,
+            experts=self.mlp(local, count=router.weight.shape[0]),
+            shared=None if shared is None else self.mlp([shared]),
+        )
+
+    def linear(self, layer: Any) -> Weighted:
+        """An FP8 layer by the blocks it holds, any other by its weight. Transformer Engine's own layers hide how they quantise."""
+        if not type(layer).__module__.startswith("megatron_rl."):
+            _known(layer, ColumnParallelLinear, RowParallelLinear)
+        blocks = getattr(layer, "blocks", None)
+        if blocks is None:
+            return self.weighted(layer)
+        self.read.add(id(layer.weight))
+        weight, master = quantised(*blocks), plain(layer.weight)
+        x = tokens = self.hidden
+        if getattr(layer, "quantises_input", True):
+            x = activation(BLOCK, layer.scale_format)
+            tokens = Format(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
+        gradients = Gradients(x, weight, x, tokens, _gradient(layer.weight), master)
+        computed_by = type(getattr(layer, "backend", None)).__name__
+        detail = type(layer).__name__ + (f", {computed_by}" if computed_by != "NoneType" else "")
+        return Weighted(x, weight, self.bias(layer), detail, gradients)
+
+    def weighted(self, module: Any, x: Format | None = None) -> Weighted:
+        """A module that multiplies its weight in high precision."""
+        x, weight = x or self.hidden, module.weight
+        self.read.add(id(weight))
+        gradients = Gradients(x, plain(weight), x, x, _gradient(weight), _master(weight))
+        return Weighted(x, plain(weight), self.bias(module), type(module).__name__, gradients)
+
+    def bias(self, module: Any) -> Format | None:
+        bias = getattr(module, "bias", None)
+        if not isinstance(bias, torch.Tensor):
+            return None
+        self.read.add(id(bias))
+        return plain(bias)
+
+    def lm_head(self, layer: Any) -> Weighted:
+        """The output layer; with tied embeddings it has no weight of its own."""
+        if layer.weight is not None:
+            return self.linear(layer)
+        weight = self.model.shared_embedding_or_output_weight()
+        self.read.add(id(weight))
+        gradients = Gradients(self.hidden, plain(weight), self.hidden, self.hidden, _gradient(weight), plain(weight))
+        return Weighted(self.hidden, plain(weight), None, f"{type(layer).__name__}, tied", gradients)
+
+
+def _gradient(weight: Any) -> Format:
+    """Where the weight's gradient is accumulated: Megatron's buffer, or autograd's, which has the weight's dtype."""
+    return plain(getattr(weight, "main_grad", weight))
+
+
+def _master(weight: Any) -> Format:
+    """What the optimizer steps: the weight, or the FP32 copy of a 16-bit one, which a distributed optimizer may keep elsewhere."""
+    return Format("fp32") if hasattr(weight, "main_param") else plain(weight)
+
+
+def _known(module: Any, *classes: type) -> Any:
+    """Raises RunError where `module` is none of these classes."""
+    if not isinstance(module, classes):
+        raise RunError(f"the precision graph does not know the trainer's module {type(module).__name__}")
+    return module
+
+
+def _alike(parts: Sequence[Weighted]) -> Weighted:
+    """Experts as one operator; where they differ, in a precision that equals none."""
+    if all(part == parts[0] for part in parts):
+        return parts[0]
+    return Weighted(common([part.x for part in parts]), common([part.weight for part in parts]), None, parts[0].detail)

@@ -1,0 +1,312 @@
+"""The run folder: all that a run writes about itself, and how to read it back.
+
+    run.json        what was started, with which configuration and versions, and how it ended
+    metrics.jsonl   one JSON object per step; flat keys such as "reward/mean", numbers as values
+    samples.jsonl   some completions of each step
+    run.log         the lines that the console showed
+    tensorboard/    the metrics again, for TensorBoard
+    checkpoints/    see docs/checkpoints.md; a run that goes on from one writes on in the same folder
+    ranks/          a log of each rank, and where it stands (megatron_rl.observability.rank_log, megatron_rl.observability.hang_watchdog)
+    graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
+
+A crash may come at any moment, so each metrics line is on the disk before the next step starts, and a run counts as finished only
+when `run.json` says so. A metric that was not measured is absent; one that is NaN or infinite is `null`, for JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal, Protocol
+
+from megatron_rl.errors import UserError
+from megatron_rl.observability.console import Number, Screen, progress_line
+
+Status = Literal["running", "finished", "broken"]
+_COUNTS = ("step", "policy_version")
+
+
+class _Scalars(Protocol):
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class RunLog:
+    """Writes one run folder. Rank 0 only.
+
+    As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
+    """
+
+    def __init__(self, folder: Path, run: dict[str, Any], scalars: _Scalars, lock: IO[str]) -> None:
+        self.dir = folder
+        self._run = run
+        self._scalars = scalars
+        self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
+        self._files: dict[str, IO[str]] = {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
+        # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
+        self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
+        self._files["lock"] = lock
+        self._write_run()
+        self._screen = Screen(self._total_steps)
+
+    @classmethod
+    def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
+        """Makes `parent/YYYY-mm-dd_HH-MM-SS` and points `parent/latest` at it.
+
+        `config` is the whole configuration as plain data, `versions` maps a package to its version.
+        Raises UserError("log.dir") where the folder cannot be made.
+        """
+        from torch.utils.tensorboard import SummaryWriter  # here, so that reading a run needs no torch
+
+        started = datetime.now().astimezone()
+        try:
+            folder = new_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
+        except OSError as error:
+            rule = f"cannot make the run's folder ({error.strerror})"
+            raise UserError("log.dir", str(parent), rule, "name a folder you can write to") from None
+        run = {
+            "status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), "ended": None,
+            "argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "config": config,
+        }  # fmt: skip
+        lock = _locked(folder)
+        log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")), lock)
+        log.event(f"run folder: {folder}")
+        try:
+            _point_latest(parent, folder.name)
+        except OSError as error:  # a file system without links, or a real folder of that name: the run goes on without it
+            log.event(f"no link {parent / 'latest'}: {error.strerror}")
+        return log
+
+    @classmethod
+    def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int) -> RunLog:
+        """Goes on in the folder of a run that stopped, as if nothing had been recorded after `step`.
+
+        Raises UserError("checkpoint.resume") where another process still writes it, or it cannot be written.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        run, now = read_run(folder), datetime.now().astimezone().isoformat(timespec="seconds")
+        run |= {"status": "running", "reason": "", "ended": None, "versions": versions, "config": config}
+        run |= {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
+        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": now}]
+        try:
+            lock = _locked(folder)
+            log = cls(folder, run, SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1), lock)
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                _cut(folder / name, step)
+        except OSError as error:
+            raise UserError("checkpoint.resume", str(folder), f"cannot be written ({error.strerror})", "check its permissions") from None
+        return log
+
+    def event(self, text: str) -> None:
+        """Says one thing: one line on the console and, with the time, in run.log. Line breaks become " | "."""
+        text = " | ".join(text.splitlines())
+        self._screen.line(text)
+        self._write_log(text)
+
+    def now(self, phase: str) -> None:
+        """Tells a watching terminal what the run is doing ("generate", "train", ...); written nowhere."""
+        self._screen.now(phase)
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """Records one step. `metrics` must hold "step"; the row also gets "unix_time", the second it was written."""
+        row: dict[str, Number] = {key: _json_number(key, value) for key, value in metrics.items()}
+        row["unix_time"] = round(datetime.now().timestamp(), 3)
+        self._append("metrics.jsonl", [row])
+        step = int(metrics["step"])
+        for key, value in metrics.items():
+            if key != "step":
+                self._scalars.add_scalar(key, float(value), step)
+        self._scalars.flush()
+        line = progress_line(row, self._total_steps)
+        self._screen.line(line)
+        self._screen.completed(step)
+        self._write_log(line.plain)
+        if broken := [key for key, value in row.items() if value is None]:
+            self.event(f"step {step}: not finite: {', '.join(broken)}")
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keeps completions of a step: level, prompt, completion, answer, reward, correct, advantage, finish_reason, error."""
+        self._append("samples.jsonl", [{"step": step, **row} for row in rows])
+
+    def finish(self, status: Literal["finished", "broken"], reason: str = "") -> None:
+        """Ends the run in run.json and closes all files. A broken run stays broken: a later "finished" changes nothing."""
+        if self._run["status"] == "broken" or self._run["status"] == status:
+            return
+        self._run.update(status=status, reason=reason, ended=datetime.now().astimezone().isoformat(timespec="seconds"))
+        self._write_run()
+        self._screen.close()
+        if not self._files["run.log"].closed:
+            self.event(f"run {status}: {reason}" if reason else f"run {status}")
+        self._scalars.close()
+        for file in self._files.values():
+            file.close()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.finish("finished")
+        else:
+            self.finish("broken", "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__)
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        file = self._files[name]
+        file.write("".join(json.dumps(_finite(row), allow_nan=False, default=_plain) + "\n" for row in rows))
+        file.flush()
+        os.fsync(file.fileno())
+
+    def _write_log(self, text: str) -> None:
+        self._files["run.log"].write(f"{datetime.now():%H:%M:%S}  {text}\n")
+        self._files["run.log"].flush()
+
+    def _write_run(self) -> None:
+        """Replaces run.json in one piece: a reader sees the old one or the new one, never half of it."""
+        temporary = self.dir / "run.json.tmp"
+        with temporary.open("w") as file:
+            json.dump(_finite(self._run), file, indent=2, default=_plain, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.dir / "run.json")
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """run.json of a run. Raises UserError("RUN_DIR") where `folder` is no run folder or run.json is damaged."""
+    fix = "name the folder of one run, such as runs/quickstart/latest"
+    if not folder.is_dir():
+        raise UserError("RUN_DIR", str(folder), "is no folder", fix)
+    try:
+        run = json.loads((folder / "run.json").read_bytes())
+    except OSError as error:
+        raise UserError("RUN_DIR", str(folder), f"holds no readable run.json ({error.strerror})", fix) from None
+    except ValueError as error:
+        raise UserError("RUN_DIR", str(folder), f"run.json is damaged ({error})", fix) from None
+    if not isinstance(run, dict) or run.get("status") not in ("running", "finished", "broken"):
+        raise UserError("RUN_DIR", str(folder), "run.json has no status running, finished or broken", fix)
+    return run
+
+
+def read_metrics(folder: Path) -> list[dict[str, Number]]:
+    """The rows of metrics.jsonl, oldest first; [] before the first step. A torn last line is left out and said so on stderr."""
+    return _read_and_say(folder / "metrics.jsonl")
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """The rows of samples.jsonl, oldest first; as `read_metrics` in all else."""
+    return _read_and_say(folder / "samples.jsonl")
+
+
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a JSONL file, and a remark ("" for none) where its last line was torn by a crash and left out.
+
+    Raises UserError("RUN_DIR") with file and line for damage anywhere else.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], ""
+    except OSError as error:
+        raise UserError("RUN_DIR", str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
+    rows: list[dict[str, Any]] = []
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in numbered:
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no JSON object")
+        except ValueError:
+            if number == numbered[-1][0]:
+                return rows, f"{path.name}: the last line (line {number}) is torn and was left out"
+            raise UserError("RUN_DIR", str(path), f"line {number} is no JSON object", "restore the file or remove the line") from None
+        rows.append(row)
+    return rows, ""
+
+
+def _read_and_say(path: Path) -> list[dict[str, Any]]:
+    rows, remark = read_rows(path)
+    if remark:
+        print(remark, file=sys.stderr)
+    return rows
+
+
+def _locked(folder: Path) -> IO[str]:
+    """An open file that locks the folder until it is closed or this process ends, however it ends. A file system without locks has none."""
+    file = (folder / "run.log").open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError("checkpoint.resume", str(folder), "is still being written by another process", "wait for it, or end it") from None
+    except OSError:
+        pass
+    return file
+
+
+def _cut(path: Path, step: int) -> None:
+    """Leaves out every line from the first one of a later step on, and a torn last line."""
+    end = 0
+    with path.open("rb+") as file:
+        for line in file:
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except ValueError:
+                break
+            end += len(line)
+        file.truncate(end)
+        os.fsync(file.fileno())
+
+
+def _json_number(key: str, value: float) -> Number:
+    number = float(value)
+    if not math.isfinite(number):
+        return None
+    return int(number) if key in _COUNTS else number
+
+
+def _finite(value: Any) -> Any:
+    """The same data with None for every float that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(value: Any) -> Any:
+    """What json cannot write itself: scalars of torch and numpy as numbers, all else (paths) as text."""
+    return _finite(value.item()) if hasattr(value, "item") else str(value)
+
+
+def new_folder(parent: Path, name: str) -> Path:
+    """Makes a folder that was not there; "-2", "-3", ... when runs start in the same second."""
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _point_latest(parent: Path, name: str) -> None:
+    """Sets the link in one move, so that it always points at some run."""
+    temporary = parent / f".latest-{name}"
+    temporary.symlink_to(name)
+    try:
+        os.replace(temporary, parent / "latest")
+    except OSError:
+        temporary.unlink()
+        raise

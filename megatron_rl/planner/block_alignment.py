@@ -1,0 +1,103 @@
+"""Every kind of tensor in the trainer's and the engine's layout: shapes, precision, and whether each FP8 block is whole."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from megatron_rl.errors import UserError
+from megatron_rl.precision.backends import requirements
+from megatron_rl.planner.candidate import Candidate, Job
+from megatron_rl.config.cross_checks import check_layout_of
+from parallel.formats import SCHEMES
+from parallel.model_geometry import GeometryError, Shard
+from parallel.layout import Layout
+from parallel.megatron_shards import check_layout, megatron_shards
+from parallel.layout_hints import engine_problem, explained, one_of_each_layer, trainer_problem
+from parallel.shards import cut_piece
+from parallel.reshard import kind_of
+from parallel.sglang_shards import engine_shards
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of parameter of one side: layers, and experts, of one kind are alike."""
+
+    side: str
+    name: str
+    shape: tuple[int, ...]
+    """On one rank."""
+    kind: str
+    scales: tuple[int, ...]
+    """Empty where it is not quantised."""
+    cut: str
+    """The first piece that cuts an FP8 block; "" where all are whole."""
+
+
+def rows(job: Job, candidate: Candidate) -> list[Row]:
+    """Both sides' parameters. Raises GeometryError where a layout does not divide the model."""
+    one = one_of_each_layer(job.model)
+    quantised = bool(job.contract.fp8_roles())
+    train = replace(candidate.train, pp=1, vpp=1)
+    trainer = (megatron_shards(one, train, train.coordinates(rank), quantised=quantised) for rank in range(train.tp * train.cp * train.dp))
+    engine = engine_shards(one, candidate.rollout_tp, candidate.rollout_ep).values()
+    return _side(job, "trainer", trainer) + _side(job, "engine", engine)
+
+
+def _side(job: Job, side: str, ranks: Iterable[list[Shard]]) -> list[Row]:
+    found: dict[str, Row] = {}
+    roles, int8_roles = job.contract.fp8_roles(), job.contract.int8_roles()
+    for shards in ranks:
+        for shard in shards:
+            name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", shard.name)
+            if job.model.experts and job.model.experts.dense_layers and ".layers.0." in shard.name:
+                name = name.replace(".layers.*.", ".layers.dense.")
+            kind = kind_of(shard.role, roles, int8_roles)
+            cut = _cut(shard) if kind == "fp8" else ""
+            if name not in found or (cut and not found[name].cut):
+                grid = shard.scale_shape_of(kind) if kind in SCHEMES else ()
+                found[name] = Row(side, name, shard.shape, kind, grid, cut)
+    return list(found.values())
+
+
+def _cut(shard: Shard) -> str:
+    piece = cut_piece(shard)
+    if piece is None:
+        return ""
+    row, col, height, width = piece.source
+    return f"rows {row}..{row + height}, columns {col}..{col + width} of {piece.tensor.name}"
+
+
+Refusal = GeometryError | UserError
+
+
+def trainer_refusal(job: Job, layout: Layout) -> Refusal | None:
+    """Why the trainer's layout cannot work, as `train` would say it; None where it can."""
+    once = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
+    roles = job.contract.fp8_roles()
+    try:
+        check_layout_of(job.model, layout, job.config.train.layout)
+        check_layout(job.model, layout)
+        if (error := trainer_problem(job.model, once, roles, bool(roles))) is not None:
+            return error
+        requirements.check_model(job.config.precision, one_of_each_layer(job.model), once)
+    except (GeometryError, UserError) as error:
+        return error
+    return None
+
+
+def engine_refusal(job: Job, tp: int, ep: int) -> Refusal | None:
+    """The same for an engine."""
+    return job.contract.engine_refusal(job.model) or engine_problem(job.model, tp, ep, job.contract.fp8_roles())
+
+
+def told(error: Refusal, job: Job, candidate: Candidate) -> UserError:
+    """The refusal as the user's line, with the nearest layouts that work."""
+    if isinstance(error, UserError):
+        return error
+    roles = job.contract.fp8_roles()
+    error = explained(error, job.model, candidate.train, (candidate.rollout_tp, candidate.rollout_ep), roles, bool(roles))
+    field = f"train.{error.field}" if error.field.startswith("layout.") else error.field
+    return UserError(field, error.value, error.rule, error.fix)

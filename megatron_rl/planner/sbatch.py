@@ -1,0 +1,38 @@
+"""An sbatch file for a plan, from the template launch/slurm/plan.sbatch.j2."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, StrictUndefined
+
+from megatron_rl.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_rl.cli.plan import Plan, Request
+
+TEMPLATE = Path(__file__).parents[2] / "launch" / "slurm" / "plan.sbatch.j2"
+
+
+def write_sbatch(plan: Plan, request: Request) -> str:
+    """The text of the file: how many nodes, and the project's own launch/slurm/PLACEMENT.sbatch with the plan's layouts.
+
+    Raises UserError where the template is missing, as in an installed wheel.
+    """
+    if not TEMPLATE.is_file():
+        raise UserError("--sbatch", None, f"needs {TEMPLATE}", "run it from a checkout of the project")
+    candidate, cluster = plan.chosen.candidate, plan.cluster
+    template = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True).from_string(TEMPLATE.read_text())
+    return template.render(
+        name=plan.job.config.model.path.name,
+        cluster=cluster,
+        ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),
+        placement=candidate.placement,
+        words=candidate.words(),
+        engines=candidate.engine_words(),
+        engine_nodes=candidate.engine_nodes(cluster),
+        problem=candidate.not_started(cluster),
+        arguments=shlex.join((str(request.path), *request.overrides, *candidate.overrides(plan.job.config))),
+    )

@@ -1,0 +1,134 @@
+"""The plan's tables on a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megatron_rl.planner import block_alignment
+from megatron_rl.planner.candidate import MEAN_SHARE, Job
+from megatron_rl.planner.hardware import GIB, LINK_SHARE, NETWORK, Cluster
+from megatron_rl.planner.memory_by_phase import offloaded, usable
+from megatron_rl.planner.search import Found, Verdict, reason
+from megatron_rl.planner.roofline import COMPUTE_SHARE
+
+if TYPE_CHECKING:
+    from megatron_rl.cli.plan import Plan
+
+_WIDTH = 120
+
+
+def print_plan(plan: Plan) -> None:
+    """Everything, 120 columns wide where the output is no terminal."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    job, chosen = plan.job, plan.chosen
+    console.print(_headline(job, plan.cluster), soft_wrap=True)
+    what = "As configured" if plan.configured else "The best layout"
+    console.print(f"{what}: {chosen.candidate.placement}; train {chosen.candidate.words()}; engines {chosen.candidate.engine_words()}\n")
+    console.print(_memory(chosen, plan.cluster))
+    if host := offloaded(job, chosen.candidate):
+        console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
+    if problem := chosen.candidate.not_started(plan.cluster):
+        console.print(f"No batch script starts this as it is: {problem}.")
+    console.print()
+    console.print(_alignment(plan))
+    console.print(_sync(chosen, plan.cluster))
+    console.print(_ranked(plan.found))
+    for number, verdict in enumerate(plan.found.ranked, 1):
+        console.print(f"{number}. {reason(verdict, plan.found.ranked[0])}")
+        console.print(f"   {' '.join(verdict.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
+    console.print(_left_out(plan.found))
+    console.print(
+        "Memory is counted from the shards, activations by formula. Seconds are estimates, measured nowhere: "
+        f"{COMPUTE_SHARE:.0%} of peak compute, {LINK_SHARE:.0%} of bandwidths, sequences {MEAN_SHARE:.0%} of the longest."
+    )
+
+
+def _headline(job: Job, cluster: Cluster) -> str:
+    precision, rollout = job.config.precision, job.config.rollout
+    size = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values()) / 1e9
+    flow = precision.mode + (f" by {precision.backend}" if precision.mode == "fp8_unified" else "")
+    return (
+        f"{job.config.model.path.name}: {job.model.kind}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
+        f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.longest} tokens each"
+    )
+
+
+def _memory(verdict: Verdict, cluster: Cluster) -> Table:
+    apart = "" if verdict.candidate.colocated else "\n{}"
+    columns = [side.phase + apart.format(side.gpus) for side in verdict.memory]
+    table = _table(f"GiB on the fullest GPU, of {_gib(usable(cluster))} to be used", ["", *columns])
+    for part in dict.fromkeys(part for side in verdict.memory for part in side.parts):
+        if any(side.parts.get(part) for side in verdict.memory):
+            table.add_row(part, *(_gib(side.parts.get(part, 0)) for side in verdict.memory))
+    table.add_section()
+    table.add_row("total", *(_gib(side.total) for side in verdict.memory))
+    table.add_row("free", *(_gib(usable(cluster) - side.total) for side in verdict.memory))
+    return table
+
+
+def _alignment(plan: Plan) -> Table:
+    rows = block_alignment.rows(plan.job, plan.chosen.candidate)
+    heads = ["side", "parameter, of each layer", "on one rank", "precision", "scales", "FP8 blocks"]
+    table = _table("Every kind of parameter in both layouts", heads, text=True)
+    for row in rows:
+        name = row.name.removeprefix("decoder.").removeprefix("model.").replace("layers.*.", "")
+        blocks = row.cut or "whole" if row.kind == "fp8" else ""
+        table.add_row(row.side, name, _shape(row.shape), row.kind, _shape(row.scales), blocks)
+    return table
+
+
+def _sync(verdict: Verdict, cluster: Cluster) -> Table:
+    assert verdict.sync is not None
+    title = f"One sync: {_bytes(sum(verdict.sync.total.values()))}, an estimated {verdict.sync.seconds:.2g} s without the proof"
+    table = _table(title, ["link", "all GPUs", "busiest GPU", "bandwidth"])
+    rates = {"same": cluster.gpu.hbm, "node": cluster.gpu.nvlink, "network": NETWORK}
+    names = {"same": "within a GPU", "node": "NVLink, within a node", "network": "between nodes"}
+    for link, rate in rates.items():
+        table.add_row(names[link], _bytes(verdict.sync.total[link]), _bytes(verdict.sync.busiest[link]), f"{_bytes(rate)}/s")
+    return table
+
+
+def _ranked(found: Found) -> Table:
+    heads = ["", "placement", "train", "engines", "free GiB", "step s", "generate s", "train s", "sync s", "bubble"]
+    table = _table("Layouts that fit, the fastest first", heads)
+    for number, verdict in enumerate(found.ranked, 1):
+        candidate, seconds = verdict.candidate, verdict.seconds
+        times = [f"{value:.3g}" for value in (seconds.step, seconds.generate, seconds.trainer, seconds.sync)]
+        names = [candidate.placement, candidate.words(), candidate.engine_words()]
+        table.add_row(str(number), *names, _gib(verdict.spare), *times, f"{seconds.bubble:.1%}")
+    return table
+
+
+def _left_out(found: Found) -> str:
+    reasons = ", ".join(f"{count} {why}" for why, count in found.dropped.most_common())
+    return f"{found.tried} placements tried" + (f": {reasons}" if reasons else "") + "."
+
+
+def _table(title: str, heads: list[str], text: bool = False) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for number, head in enumerate(heads):
+        left = text or number == 0 or head in ("placement", "train", "engines")
+        table.add_column(head, justify="left" if left else "right", overflow="fold", no_wrap=number == 0)
+    return table
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size else ""
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

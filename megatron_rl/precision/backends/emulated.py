@@ -1,0 +1,50 @@
+"""The reference backend: `fp8.products` on any device, in any dtype, for weights of any shape and row order."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.precision import fp8_products
+from megatron_rl.precision.backends.base import Operand
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+
+
+class Values:
+    """A weight's dequantised blocks in its own row order, made when first asked for."""
+
+    def __init__(self, blocks: Blocks, row_order: torch.Tensor | None) -> None:
+        self._blocks, self._row_order = blocks, row_order
+        self._made: dict[torch.dtype, torch.Tensor] = {}
+
+    def of(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K]."""
+        if dtype not in self._made:
+            values, order = dequantize_weight(self._blocks).to(dtype), self._row_order
+            self._made[dtype] = values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)
+        return self._made[dtype]
+
+
+class Emulated:
+    """An operand is the tensor itself: each product quantises it on the way, so nothing is quantised that no product asks for."""
+
+    def __init__(self, scale_format: str) -> None:
+        self.scale_format = scale_format
+
+    def prepare(self, blocks: Blocks, row_order: torch.Tensor | None) -> Values:
+        return Values(blocks, row_order)
+
+    def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
+        return Operand(x.shape[0], (x,) if rows else (), (x,) if columns else ())
+
+    def fprop(self, x: Operand, weight: Values) -> torch.Tensor:
+        return fp8_products.fprop(x.rows[0], self._values(x, weight), self.scale_format)
+
+    def dgrad(self, dy: Operand, weight: Values) -> torch.Tensor:
+        return fp8_products.dgrad(dy.rows[0], self._values(dy, weight), self.scale_format)
+
+    def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
+        dw = fp8_products.wgrad(dy.columns[0], x.columns[0], self.scale_format)
+        return dw if into is None else into.add_(dw)
+
+    def _values(self, x: Operand, weight: Values) -> torch.Tensor:
+        return weight.of(fp8_products.value_dtype(x.rows[0], self.scale_format))

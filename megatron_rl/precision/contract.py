@@ -1,0 +1,102 @@
+"""The precision contract: which tensors are FP8 or INT8, how they are quantised, what stays in high precision. The one truth.
+
+Trainer, engine settings, converter, checkpoint and proof all read this file; none keeps a list of its own. No torch here.
+
+The three products of a linear layer y = x W^T in unified FP8 (Jet-RL, arXiv 2601.14243):
+
+    FProp   y  = Q_1x128(x)    . Q_128x128(W)^T  -> high precision
+    DGrad   dx = Q_1x128(dy)   . Q_128x128(W)    -> high precision     (the same weight blocks as FProp)
+    WGrad   dW = Q_1x128(dy^T) . Q_128x1(x)      -> FP32, accumulated
+
+Weights are quantised once per optimizer step from the FP32 master; those blocks serve FProp, DGrad and the engine.
+
+In `fp8_rollout` and `int8_rollout` (FlashRL) the trainer computes in high precision and quantises, at every sync, the weights that it
+computes with: y = Q_1x128(x) . Q_128x128(W)^T, or with a scale per token and per output channel (`megatron_rl.precision.int8`), in the engine alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_rl.config import Precision
+from megatron_rl.errors import UserError
+from parallel.formats import BLOCK
+from parallel.model_geometry import ModelGeometry
+
+E4M3_MAX = 448.0
+"""Largest finite E4M3 value."""
+
+AMAX_EPSILON = 1e-10
+"""Smallest block maximum, as SGLang clamps it; with it a pow2 block of zeros has scale 2^-42 on both sides."""
+
+FP8_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
+"""Roles of weights (see parallel.model_geometry) that are FP8 in the FP8 modes, INT8 in `int8_rollout`; every other stays in high precision."""
+
+
+@dataclass(frozen=True)
+class PrecisionContract:
+    """What one run's configuration makes of the contract."""
+
+    train_fp8: bool
+    """The trainer's linear layers compute in FP8."""
+    rollout_fp8: bool
+    """The engine's linear layers compute in FP8."""
+    scale_format: str
+    high: str
+    rollout_int8: bool = False
+    """The engine's linear layers compute in INT8."""
+    backend: str = "emulated"
+    """Who computes the trainer's FP8 products; every backend keeps the contract."""
+
+    @classmethod
+    def of(cls, precision: Precision) -> PrecisionContract:
+        return cls(
+            train_fp8=precision.mode == "fp8_unified",
+            rollout_fp8=precision.mode in ("fp8_unified", "fp8_rollout"),
+            scale_format=precision.scale_format,
+            high=precision.high,
+            rollout_int8=precision.mode == "int8_rollout",
+            backend=precision.backend,
+        )
+
+    def fp8_roles(self) -> frozenset[str]:
+        """Roles that the engine holds as E4M3 blocks with scales."""
+        return FP8_ROLES if self.rollout_fp8 else frozenset()
+
+    def int8_roles(self) -> frozenset[str]:
+        """Roles that the engine holds as INT8 with a scale per output channel."""
+        return FP8_ROLES if self.rollout_int8 else frozenset()
+
+    def engine_refusal(self, model: ModelGeometry) -> UserError | None:
+        """Why no engine serves the model in this precision; None where one does."""
+        if self.rollout_int8 and model.latent is not None:
+            rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"
+            return UserError("precision.mode", "int8_rollout", rule, "use fp8_rollout")
+        return None
+
+    @property
+    def engine_quantization(self) -> str | None:
+        """SGLang's name for how the engine's linear layers are quantised; None where none is."""
+        return "fp8" if self.rollout_fp8 else "w8a8_int8" if self.rollout_int8 else None
+
+    @property
+    def activation_format(self) -> str | None:
+        """How the engine's linear layers quantise their input: FP8 with `pow2` or `fp32` scales, `int8` per token, None: not."""
+        return self.scale_format if self.rollout_fp8 else "int8" if self.rollout_int8 else None
+
+    def hf_quantization_config(self) -> dict[str, object] | None:
+        """The `quantization_config` of an exported checkpoint, as SGLang reads it; None where nothing is quantised."""
+        if self.rollout_int8:
+            return {"quant_method": "w8a8_int8", "is_dynamic": True}
+        if not self.rollout_fp8:
+            return None
+        config: dict[str, object] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head"],
+        }
+        if self.scale_format == "pow2":
+            config["scale_fmt"] = "ue8m0"  # makes the engine's activation scales powers of two as well
+        return config

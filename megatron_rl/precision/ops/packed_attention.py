@@ -1,0 +1,115 @@
+"""Causal attention of sequences that lie end to end in one row: none sees another.
+
+query [t, h, d], key [t, g, d], value [t, g, e], grouped-query heads where g < h; returns [t, h, e]. Scale 1 / sqrt(d) where None.
+On a CPU sequences of about one length attend in one batch, each with the bits that it has alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+
+from megatron_rl.precision.ops import batch_invariant
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Packed sequences of about one length, which attend in one batch: places [t] <-> [b, s]."""
+
+    places: torch.Tensor
+    """int64 [b, s]: where each token stands in the row; beyond a sequence's end, its first token."""
+    real: torch.Tensor
+    """bool [b, s]: False beyond a sequence's end."""
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """[t, h, d] -> [b, h, s, d]."""
+        return x[self.places].transpose(1, 2)
+
+    def put(self, x: torch.Tensor, into: torch.Tensor) -> None:
+        """[b, h, s, d] -> the sequences' places in [t, h, d]."""
+        into[self.places[self.real]] = x.transpose(1, 2)[self.real]
+
+
+def alike(lengths: list[int]) -> list[Alike]:
+    """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys.
+
+    A group is as wide as those keys, not as its longest sequence: so the backward pass, too, gives a sequence the same bits in any
+    company.
+    """
+    starts = list(accumulate(lengths, initial=0))
+    found: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        found.setdefault(-(-length // batch_invariant.KEYS), []).append(number)
+    return [
+        _group([starts[n] for n in numbers], [lengths[n] for n in numbers], blocks * batch_invariant.KEYS)
+        for blocks, numbers in found.items()
+        if blocks
+    ]
+
+
+def _group(starts: list[int], lengths: list[int], width: int) -> Alike:
+    first, steps = torch.tensor(starts)[:, None], torch.arange(width)
+    real = steps < torch.tensor(lengths)[:, None]
+    return Alike(first + steps * real, real)
+
+
+class _PackedCausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Alike], scale: float) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.groups, ctx.scale = groups, scale
+        result = query.new_empty(*query.shape[:2], value.shape[-1])
+        for group in groups:
+            last = torch.arange(group.places.shape[1]).expand(group.places.shape)
+            group.put(batch_invariant.attention(group.take(query), group.take(key), group.take(value), last, scale), result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        found = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+        for group in ctx.groups:
+            inputs = tuple(group.take(x) for x in ctx.saved_tensors)
+            beyond = group.take(gradient) * group.real[:, None, :, None]
+            for x, into in zip(batch_invariant.attention_gradients(inputs, beyond, ctx.scale), found, strict=True):
+                group.put(x, into)
+        return *found, None, None
+
+
+def row_by_row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Alike], scale: float | None = None
+) -> torch.Tensor:
+    """The same bits as `row_invariant.causal_attention` of each sequence alone; on a CPU. `groups` from `alike` cover all t."""
+    return _PackedCausalAttention.apply(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float | None) -> torch.Tensor:
+    """The same by torch's fused attention, one sequence after the other, on any device."""
+    parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
+    found = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in parts]
+    return torch.cat(found, 1).transpose(0, 1)
+
+
+def flash(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float | None
+) -> torch.Tensor:
+    """The same by FlashAttention, on a GPU, in BF16 or FP16; `starts` int32 [n + 1], where sequences begin and the last one ends."""
+    width = value.shape[-1]
+    value = F.pad(value, (0, query.shape[-1] - width))  # it wants one width of all three
+    found = varlen_attn(
+        query,
+        key,
+        value,
+        starts,
+        starts,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),  # causal
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return cast(torch.Tensor, found)[..., :width]

@@ -1,0 +1,89 @@
+"""eval.html: one evaluation on one page, in the style of the run's report, made from its folder alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.reporting.eval_text import estimate_of, interval, line_name, measures, p_text, points, sentence, widest
+from megatron_rl.reporting.report import Fact, render, write_text
+from megatron_rl.reporting.plots import Curve, curves
+from megatron_rl.reporting.metric_glossary import duration, toml_text, write
+from megatron_rl.observability.run_log import read_rows
+
+_SHOWN = 12
+"""Completions on the page."""
+
+
+def write_page(folder: Path) -> Path:
+    """Writes `folder/eval.html` from its eval.json and completions.jsonl; returns its path."""
+    results = json.loads((folder / "eval.json").read_text())
+    rows, _ = read_rows(folder / "completions.jsonl")
+    page = render(
+        "eval.html.j2",
+        results=results,
+        headline=sentence(results),
+        facts=_facts(results),
+        titles=[title for title, _, _ in measures(results)],
+        sides=[(name, side["path"], [_line(results, line) for line in side["table"]]) for name, side in results["sides"].items()],
+        comparison=[_compared(results, line) for line in results["comparison"]],
+        picture=_picture(results),
+        samples=_spread([row for row in rows if row.get("side") == "checkpoint" and row.get("sample") == 0]),
+        config=toml_text(results["config"]),
+    )
+    return write_text(folder / "eval.html", page)
+
+
+def _facts(results: dict[str, Any]) -> list[Fact]:
+    side = results["sides"]["checkpoint"]
+    overall, sampling = side["table"][0], results["sampling"]
+    facts = []
+    for title, kind, k in widest(results):
+        value, _, bounds = interval(estimate_of(overall, kind, k)).partition(" (")
+        facts.append(Fact(title, value, f"{100 * results['confidence']:.0f} % interval {bounds.removesuffix(')')}"))
+    tokens = overall["tokens"]
+    facts.append(Fact("Length", f"{write(tokens['mean'], 'number')} tokens", f"median {tokens['median']:g}, longest {tokens['max']}"))
+    limit = f"at {sampling['max_new_tokens']} tokens; {write(overall['unanswered'], 'share')} state no answer"
+    facts.append(Fact("Cut off", write(overall["truncated"], "share"), limit))
+    errors = overall["errors"]
+    facts.append(Fact("Without verdict", f"{errors}", "completions; they count as wrong", good=not errors))
+    facts.append(Fact("Time", duration(side["seconds"]), f"{overall['problems']} problems, {sampling['samples']} completions each"))
+    return facts
+
+
+def _line(results: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": line_name(line),
+        "problems": line["problems"],
+        "estimates": [interval(estimate_of(line, kind, k)) for _, kind, k in measures(results)],
+        "reward": write(line["reward"], "number"),
+        "tokens": write(line["tokens"]["mean"], "number"),
+        "truncated": write(line["truncated"], "share"),
+        "errors": line["errors"],
+    }
+
+
+def _compared(results: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    estimates = [points(estimate_of(line, kind, k)) for _, kind, k in measures(results)]
+    counts = {"better": line["better"], "worse": line["worse"], "equal": line["problems"] - line["better"] - line["worse"]}
+    return {"name": line_name(line), "estimates": estimates, "p": p_text(line["p"]), **counts}
+
+
+def _picture(results: dict[str, Any]) -> str:
+    """pass@k and maj@k over k for all problems; "" where there is one k only."""
+    ks = results["ks"]
+    if len(ks) < 2:
+        return ""
+    lines = []
+    for name, side in results["sides"].items():
+        for kind in ("pass", "maj"):
+            found = [side["table"][0][kind][str(k)] for k in ks]
+            label = f"{kind}@k" + (f", {name}" if len(results["sides"]) > 1 else "")
+            lines.append(Curve(label, ks, *([estimate[what] for estimate in found] for what in ("value", "low", "high"))))
+    return curves("pass@k and maj@k", "k, completions that may be tried", lines)
+
+
+def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    count = min(_SHOWN, len(rows))
+    return [rows[index * len(rows) // count] for index in range(count)]

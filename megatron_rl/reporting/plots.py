@@ -1,0 +1,357 @@
+"""The report's plots: each is a small SVG drawing without scripts, colours or fonts of its own.
+
+Text and colours are left to the page: every colour drawn here is a stand-in that becomes a CSS variable, so that one drawing
+is legible on a light and on a dark page. Series differ in marker and dash as well as in colour.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from megatron_rl.observability.console import PHASES, Number
+from megatron_rl.reporting.metric_glossary import CAUSES
+
+Rows = Sequence[dict[str, Number]]
+
+# Stand-in -> CSS colour. The page defines --s1.. for light and dark after Okabe and Ito's palette for colour-blind readers.
+_INK, _GRID, _PAPER = "#010101", "#020202", "#030303"
+_SERIES = [f"#0000{10 + number:02d}" for number in range(8)]
+_CSS = {_INK: "var(--ink)", _GRID: "var(--grid)", _PAPER: "var(--card)"}
+_CSS |= {stand_in: f"var(--s{number})" for number, stand_in in enumerate(_SERIES, 1)}
+_MARKERS = "osD^vPX*"
+_MARKED = 60  # a line of more points than this has no markers
+_DASHES = ["-", "--", ":", "-.", "-", "--", ":", "-."]
+_STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "megatron-rl", "font.size": 9, "axes.titlesize": 9, "text.color": _INK, "axes.labelcolor": _INK,
+    "axes.edgecolor": _GRID, "xtick.color": _INK, "ytick.color": _INK, "axes.grid": True, "grid.color": _GRID, "grid.linewidth": 0.6,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "lines.linewidth": 1.6, "legend.frameon": False,
+    "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes: `series` are (metric, label); `draw` replaces the lines where a plot is of another kind."""
+
+    ylabel: str
+    series: tuple[tuple[str, str], ...] = ()
+    kind: str = "number"  # "number" | "share" (0..1 shown in percent) | "log"
+    pattern: str = ""  # metrics that match are series too; group 1 names them, a number as "level <group>"
+    zero: bool = False  # the axis starts at 0
+    legend: bool = False  # a legend even for one series
+    draw: Callable[[Axes, Rows], None] | None = None
+
+    def found(self, rows: Rows) -> list[tuple[str, str]]:
+        """The series that these rows have at all."""
+        present = {key for row in rows for key in row}
+        found = [(match[1], key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key))]
+        levels = sorted((int(name), key) for name, key in found if name.isdigit())
+        sets = sorted((name, key) for name, key in found if not name.isdigit())
+        fixed = [(key, label) for key, label in self.series if key in present]
+        return [*fixed, *((key, f"level {level}") for level, key in levels), *((key, name) for name, key in sets)]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One card of the report: a title, one sentence on what to look for, and one or two panels over the same steps."""
+
+    title: str
+    caption: str
+    panels: tuple[Panel, ...]
+
+
+def svg(plot: Plot, rows: Rows) -> str:
+    """The plot as an inline `<svg>` element; "" where the rows have nothing for it."""
+    panels = [panel for panel in plot.panels if panel.found(rows)]
+    if not panels:
+        return ""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, ax in zip(panels, axes, strict=True):
+            if panel.draw:
+                panel.draw(ax, rows)
+            else:
+                _lines(ax, rows, panel)
+            _finish_axes(ax, panel)
+        _finish_steps(axes[-1], rows)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(buffer.getvalue(), plot.title)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of `curves`: shares at `xs`, each in a band from `lows` to `highs`."""
+
+    label: str
+    xs: Sequence[float]
+    shares: Sequence[float]
+    lows: Sequence[float]
+    highs: Sequence[float]
+
+
+def curves(title: str, xlabel: str, lines: Sequence[Curve]) -> str:
+    """Shares over numbers that double, as an inline `<svg>` element."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        ax = figure.subplots()
+        for number, line in enumerate(lines):
+            color = _SERIES[number]
+            ax.fill_between(line.xs, line.lows, line.highs, color=color, alpha=0.13, linewidth=0)
+            ax.plot(line.xs, line.shares, color=color, linestyle=_DASHES[number], marker=_MARKERS[number], markersize=4.5, label=line.label)
+        ax.set_xscale("log", base=2)
+        ticks = sorted({x for line in lines for x in line.xs})
+        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_xlabel(xlabel)
+        _legend(ax)
+        _finish_axes(ax, Panel("correct", kind="share"))
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    return _for_page(buffer.getvalue(), title)
+
+
+def _lines(ax: Axes, rows: Rows, panel: Panel) -> None:
+    series = panel.found(rows)
+    for number, (key, label) in enumerate(series):
+        points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
+        steps, values = [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
+        color, dash = (
+            number % len(_SERIES),
+            (number + number // len(_SERIES)) % len(_DASHES),
+        )  # the ninth has the first's colour, other dashes
+        style: dict[str, Any] = {"color": _SERIES[color], "linestyle": _DASHES[dash], "label": label}
+        if len(points) <= _MARKED:
+            style |= {"marker": _MARKERS[dash], "markersize": 4.5, "markeredgecolor": _PAPER, "markeredgewidth": 0.4}
+        ax.plot(steps, values, **style)
+        lost = [step for step, value in points if value is None]
+        if lost:
+            ax.plot(lost, [0.03] * len(lost), "x", color=_SERIES[color], transform=ax.get_xaxis_transform(), label=f"{label}: not finite")
+    positive = [value for row in rows for key, _ in series if (value := row.get(key)) is not None and value > 0]
+    smallest = min((value for row in rows for key, _ in series if (value := row.get(key)) is not None), default=0.0)
+    if panel.kind == "log" and positive:
+        if smallest > 0:
+            ax.set_yscale("log")
+        else:  # an exact 0 (or a negative estimate) has no place on a log axis: it is linear below the smallest positive value
+            ax.set_yscale("symlog", linthresh=min(positive))
+    if panel.legend or len(ax.get_lines()) > 1:
+        _legend(ax)
+
+
+def _legend(ax: Axes, **more: Any) -> None:
+    longest = max((len(label) for label in ax.get_legend_handles_labels()[1]), default=0)
+    columns = max(1, min(4, int(410 / (43 + 4.8 * longest))))  # points: the figure's width; a line with its gap, and a letter
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.4, columnspacing=1.4, **more)
+
+
+def _finish_axes(ax: Axes, panel: Panel) -> None:
+    ax.set_ylabel(panel.ylabel)
+    if panel.kind == "share":
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+        highest = ax.get_ylim()[1]
+        ax.set_ylim(0, 1.0 if highest > 0.5 else max(highest, 0.01))
+    elif panel.kind == "log" and ax.get_yscale() != "linear":
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0e}" if value else "0"))
+        ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+    elif panel.zero:
+        ax.set_ylim(bottom=0)
+
+
+def _finish_steps(ax: Axes, rows: Rows) -> None:
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
+    steps = [float(row["step"] or 0) for row in rows]
+    margin = max(0.5, 0.02 * (max(steps) - min(steps)))
+    ax.set_xlim(min(steps) - margin, max(steps) + margin)
+
+
+def _reward(ax: Axes, rows: Rows) -> None:
+    """Mean reward in a band of one standard deviation."""
+    band = [(row["step"] or 0, mean, row.get("reward/std") or 0.0) for row in rows if (mean := row.get("reward/mean")) is not None]
+    steps, low, high = [step for step, _, _ in band], [mean - std for _, mean, std in band], [mean + std for _, mean, std in band]
+    ax.fill_between(steps, low, high, color=_SERIES[0], alpha=0.16, linewidth=0, label="± 1 standard deviation")
+    _lines(ax, rows, Panel("", (("reward/mean", "mean"),)))
+    _legend(ax)
+
+
+def _phases(ax: Axes, rows: Rows) -> None:
+    """Seconds of each phase of each step, one on the other; "other" is what the whole step took beyond its phases."""
+    first = min(int(row["step"] or 0) for row in rows)
+    count = max(int(row["step"] or 0) for row in rows) - first + 1
+    edges = [first - 0.5 + number for number in range(count + 1)]
+    below = [0.0] * count
+    for number, phase in enumerate((*PHASES, "other")):
+        seconds = [0.0] * count
+        for row in rows:
+            place = int(row["step"] or 0) - first
+            whole = float(row.get("time/step") or 0.0)
+            seconds[place] = max(0.0, whole - below[place]) if phase == "other" else float(row.get(f"time/{phase}") or 0.0)
+        if any(seconds):
+            above = [low + more for low, more in zip(below, seconds, strict=True)]
+            ax.stairs(above, edges, baseline=below, fill=True, facecolor=_SERIES[number], edgecolor=_PAPER, linewidth=0.4, label=phase)
+            below = above
+    _legend(ax)
+
+
+def _for_page(text: str, title: str) -> str:
+    """matplotlib's SVG file -> an element of the page: no XML head, no metadata, a name for screen readers, the page's colours and font."""
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', text, count=1)
+    text = re.sub(r"font: (\S+) [^;\"]*", r"font-size: \1", text)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    for stand_in, css in _CSS.items():
+        text = text.replace(stand_in, css)
+    return text.replace("#000000", "var(--ink)")
+
+
+_CAUSES = [cause for cause in CAUSES if cause != "total"]
+_level = r"eval/(?:level|source)_(.+)"
+SECTIONS: dict[str, tuple[Plot, ...]] = {
+    "Learning": (
+        Plot(
+            "Accuracy",
+            "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart.",
+            (Panel("correct", (("eval/accuracy", "held-out"), ("accuracy/train", "training, as sampled")), "share"),),
+        ),
+        Plot(
+            "Held-out accuracy by level or set",
+            "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
+            (Panel("correct", kind="share", pattern=_level),),
+        ),
+        Plot(
+            "Reward",
+            "The mean should rise; when the band closes, all completions score alike and there is little left to learn from.",
+            (Panel("reward", (("reward/mean", "mean"),), draw=_reward),),
+        ),
+        Plot(
+            "Completion length",
+            "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight.",
+            (
+                Panel("tokens", (("length/mean", "mean"), ("length/max", "longest")), zero=True),
+                Panel("cut at the limit", (("length/truncated", "cut"),), "share"),
+            ),
+        ),
+    ),
+    "Precision: trainer against engine": (
+        Plot(
+            "Mismatch of log-probabilities",
+            "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy.",
+            (
+                Panel(
+                    "|Δ log p| (nats)",
+                    (
+                        ("mismatch/abs_mean", "mean over tokens"),
+                        ("mismatch/abs_max", "largest"),
+                        ("mismatch/without_replay/abs_mean", "mean without routing replay"),
+                    ),
+                    "log",
+                ),
+                Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True),
+            ),
+        ),
+        Plot(
+            "Mismatch by cause",
+            "Each line is one change on the way from the engine's log-probabilities to the trainer's; the highest is what to look into.",
+            (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", cause) for cause in _CAUSES), "log"),),
+        ),
+        Plot(
+            "Age of the tokens",
+            "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction.",
+            (Panel("policy versions", (("staleness/mean", "mean"), ("staleness/max", "oldest")), zero=True),),
+        ),
+        Plot(
+            "Weight sync",
+            "Bytes should be the same at every sync; the proof should cost little beside the sync itself.",
+            (
+                Panel("bytes moved (MB)", (("sync/megabytes", "bytes"),), zero=True),
+                Panel("seconds", (("time/sync", "sync"), ("time/proof", "proof")), zero=True),
+            ),
+        ),
+    ),
+    "Experts": (
+        Plot(
+            "Load of the experts",
+            "1 is an even load; a climb means that few experts do most of the work and the others learn little.",
+            (
+                Panel("most / mean", (("router/load_mean", "mean over layers"), ("router/load_max", "most uneven layer"))),
+                Panel("choices dropped", (("router/dropped", "dropped"),), zero=True, legend=True),
+            ),
+        ),
+        Plot(
+            "Entropy of the routers",
+            "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it.",
+            (Panel("nats per token", (("router/entropy", "mean over layers"), ("router/entropy_min", "surest layer")), zero=True),),
+        ),
+        Plot(
+            "Routing: trainer against engine",
+            "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch.",
+            (Panel("tokens", (("router/differs", "under replay"), ("router/differs_without_replay", "without")), "share", legend=True),),
+        ),
+    ),
+    "Policy update": (
+        Plot(
+            "Clipped tokens by sign of the advantage",
+            "A few percent is usual; many more on one side means that steps are too long in that direction.",
+            (
+                Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),
+                Panel("calibrated bounds", (("clip/bound_low", "lower"), ("clip/bound_high", "upper"))),
+            ),
+        ),
+        Plot(
+            "Weights of mismatch correction",
+            "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
+            (
+                Panel(
+                    "mean weight", (("correction/mean_positive", "advantage above 0"), ("correction/mean_negative", "advantage below 0"))
+                ),
+                Panel("tokens", (("correction/touched_positive", "touched, above 0"), ("correction/touched_negative", "below 0")), "share"),
+            ),
+        ),
+        Plot(
+            "Entropy",
+            "A slow decline is normal; a fall to 0 means that the policy has stopped exploring.",
+            (Panel("entropy (nats per token)", (("entropy", "entropy"),), zero=True),),
+        ),
+        Plot(
+            "Gradient norm",
+            "Spikes are steps that the gradient clipping had to tame; look for what was sampled there.",
+            (Panel("norm before clipping", (("grad_norm", "norm"),), zero=True),),
+        ),
+        Plot(
+            "Losses",
+            "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference.",
+            (Panel("policy loss", (("loss/policy", "policy loss"),)), Panel("KL term", (("loss/kl", "KL"),))),
+        ),
+    ),
+    "Speed": (
+        Plot(
+            "Time by phase",
+            "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
+            (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_phases),),
+        ),
+        Plot(
+            "Memory by phase",
+            "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak.",
+            (
+                Panel("trainer (MiB)", pattern=r"memory/(?!engine_|device_)(\w+)_mb", zero=True),
+                Panel("engine, or device (MiB)", pattern=r"memory/(?:engine|device)_(\w+)_mb", zero=True),
+            ),
+        ),
+        Plot(
+            "Generation speed",
+            "Should stay level for equal lengths; a decline means longer completions or an engine short of memory.",
+            (Panel("tokens per second", (("tokens/per_second", "tokens/s"),), zero=True),),
+        ),
+    ),
+}

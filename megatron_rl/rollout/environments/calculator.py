@@ -1,0 +1,85 @@
+"""An environment that computes: the policy writes `<<5+3-6>>`, the calculator goes on with `2`. Also worked examples that use it.
+
+Whole numbers only, with + - * / // and brackets; nothing is ever executed: the expression is parsed, and its tree is walked.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+
+from megatron_rl.rollout.environments.base import Message
+from megatron_rl.types import Problem
+
+MOST_CHARACTERS = 64
+LARGEST = 10**15
+"""No number on the way may be larger; also what keeps every product quick."""
+_CALL = re.compile(r"<<([^<>]*)>>\s*$")
+_ALPHABET = re.compile(r"[0-9+\-*/() ]+")
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+class Calculator:
+    """Answers a turn that ends with a call by the result, or by `?` where there is none. Any other turn ends the answer."""
+
+    stop = (">>",)
+
+    def __init__(self, problem: Problem) -> None: ...
+
+    def step(self, text: str) -> Message | None:
+        call = _CALL.search(text)
+        if call is None:
+            return None
+        try:
+            return Message(str(evaluate(call[1])))
+        except ValueError as error:
+            return Message("?", str(error))
+
+
+def evaluate(expression: str) -> int:
+    """The value of an expression such as `12*(3-1)`. Raises ValueError where it has none, is no whole number, or is too large."""
+    if len(expression) > MOST_CHARACTERS or not _ALPHABET.fullmatch(expression):
+        raise ValueError(f"needs 1 to {MOST_CHARACTERS} digits, operators and brackets")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, MemoryError) as error:  # MemoryError: brackets nested too deep for Python's parser
+        raise ValueError(f"{type(error).__name__} in {expression}") from None
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
+        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    elif isinstance(node, ast.BinOp):
+        value = _combined(node.op, _value(node.left), _value(node.right))
+    else:
+        raise ValueError(f"cannot compute {type(node).__name__}")
+    if abs(value) > LARGEST:
+        raise ValueError(f"a number is larger than {LARGEST}")
+    return value
+
+
+def _combined(kind: ast.operator, left: int, right: int) -> int:
+    if isinstance(kind, ast.Div):
+        if left % right:
+            raise ValueError(f"{left}/{right} is no whole number")
+        return left // right
+    if type(kind) not in _OPERATORS:
+        raise ValueError(f"cannot compute {type(kind).__name__}")
+    return _OPERATORS[type(kind)](left, right)
+
+
+def demonstration(problem: Problem) -> list[str]:
+    """A worked answer to a generated problem: the policy's call, the calculator's result, the policy's answer."""
+    call = f"<<{problem.id.partition(':')[2]}>>"
+    result = Calculator(problem).step(call)
+    assert result is not None and not result.error
+    return [call, result.text, f"#{problem.answer}"]

@@ -1,0 +1,32 @@
+"""One process that runs environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see `rewards.worker`.
+
+It answers turns by replies. Environments come and go pickled, so any worker can take any turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+
+from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, Reply, load_environment
+from megatron_rl.rewards.worker import describe, serve
+
+
+def reply(environment: EnvironmentClass, text: str, episode: Episode) -> Reply:
+    """What the environment says to a turn; whatever it raises or wrongly returns becomes a Reply that names the error."""
+    try:
+        current = pickle.loads(episode.state) if episode.state else environment(episode)
+        message = current.step(text)
+        if message is None:
+            return Reply()
+        if not isinstance(message, Message):
+            raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
+        return Reply(Message(message.text, message.error), state=pickle.dumps(current))
+    except BaseException as error:  # as for rewards: nothing may end the worker
+        return Reply(error=describe(error))
+
+
+if __name__ == "__main__":
+    name = sys.argv[2]
+    serve(lambda: functools.partial(reply, load_environment(name)), int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))

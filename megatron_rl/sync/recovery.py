@@ -1,0 +1,69 @@
+"""The sync, and what rank 0 has sampled, made to outlive engines: where one is lost, a new one is brought to the same policy version.
+
+What was under way is done anew. Draws are a function of seed, policy version and place, and a sync ends with the same bytes however
+often it is begun, so a run that lost engines ends with the bits of one that did not (`megatron_rl.rollout.engine_pool` has the engines' side).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar, cast
+
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.rollout.engine_pool import Engines
+from megatron_rl.errors import LostError
+from megatron_rl.distributed import on_rank0
+from megatron_rl.observability.signals import check_stop
+from megatron_rl.sync.weight_sync import SyncReport, WeightSync
+from megatron_rl.sync.engine_check import check_live_engine
+
+T = TypeVar("T")
+
+
+class SteadySync:
+    """A `WeightSync` that is repeated. Every trainer rank makes one, only rank 0 has the engines; all methods are collective."""
+
+    def __init__(self, sync: WeightSync, engines: Engines | None, say: Callable[[str], None]) -> None:
+        self._sync, self._engines, self._say = sync, cast(Engines, engines), say  # the engines are used inside on_rank0 only
+        self._restarts, self._seconds = 0, 0.0
+        self._since: float | None = None
+
+    def run(self, version: int) -> SyncReport:
+        """See `WeightSync.run`; the report counts the losses since the report before. Raises RunError where no restart is left."""
+        report = self._bring_to(version)
+        report = replace(report, restarts=self._restarts, recovery_seconds=self._seconds)
+        self._restarts, self._seconds = 0, 0.0
+        return report
+
+    def serving(self, version: int, work: Callable[[], T]) -> T:
+        """The result of rank 0's `work` on all ranks, begun anew as often as engines, which hold `version`, were lost meanwhile."""
+        while True:
+            try:
+                return on_rank0(work)
+            except LostError as error:
+                self._bring_to(version, error)
+
+    def _bring_to(self, version: int, loss: LostError | None = None) -> SyncReport:
+        while True:
+            try:
+                if loss is not None:
+                    self._replace_lost(loss)
+                report = self._sync.run(version)
+            except LostError as error:
+                loss = error
+                continue
+            if self._since is not None:
+                seconds = time.perf_counter() - self._since
+                self._since, self._seconds = None, self._seconds + seconds
+                self._say(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
+            return report
+
+    def _replace_lost(self, loss: LostError) -> None:
+        check_stop()  # a cluster's signal goes to engines as well
+        hang_watchdog.enter("restarting engines")
+        self._since = self._since or time.perf_counter()
+        self._sync.close()
+        self._restarts += on_rank0(lambda: self._engines.revive(loss))
+        on_rank0(lambda: check_live_engine(self._sync.plan, self._engines))

@@ -1,0 +1,40 @@
+"""Where a run stands between two steps: what a checkpoint keeps beside the tensors, so that a run that goes on draws and computes the same.
+
+Taken when a policy version is complete. What happens after that, up to the next optimizer step, changes no weight: a run that is stopped
+there writes a checkpoint of the mark and goes on from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megatron_rl.mcore.checkpoint.rng import random_state
+
+
+@dataclass(frozen=True)
+class Mark:
+    """`data` is known on rank 0 only."""
+
+    version: int
+    """Policy version: RL steps done."""
+    optimizer_steps: int
+    clip_bounds: tuple[float, float]
+    data: dict[str, Any]
+    """`ProblemStream.state_dict()`."""
+    unrecorded: dict[str, float] | None = None
+    """What the log's row of this version is to say beside what its sync and its evaluation say; None once the row is written."""
+    random: dict[str, Any] = field(default_factory=random_state)
+    """This rank's random numbers."""
+
+    def state(self) -> dict[str, Any]:
+        """All but the random numbers, for state.json."""
+        kept = {name: value for name, value in asdict(self).items() if name != "random"}
+        return {"step": self.version, "policy_version": kept.pop("version"), **kept}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> Mark:
+        """The mark that state.json tells. Raises KeyError, TypeError or ValueError where it tells none."""
+        low, high = state["clip_bounds"]
+        version, steps = int(state["policy_version"]), int(state["optimizer_steps"])
+        return cls(version, steps, (float(low), float(high)), dict(state["data"]), state["unrecorded"])

@@ -1,0 +1,164 @@
+"""How SGLang 0.5.23 cuts a model: each engine rank's parameters as pieces of the checkpoint. Knows names and shapes, imports no SGLang.
+
+qkv_proj is [q ; k ; v] of the rank's heads (a kv head is replicated when there are more ranks than kv heads), gate_up_proj is
+[gate ; up]. Experts lie in two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], told here as their E
+matrices one below the other. With expert parallelism, rank r of tp holds the experts of run r // (tp / ep), cut by the rest.
+The vocabulary is padded to a multiple of 64: the padding is no piece of the checkpoint and is never written.
+
+MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also keeps w_kc and w_vc, made from kv_b_proj by the
+model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are told as modules of their
+own: run the engine with --disable-shared-experts-fusion, and no all-to-all backend that replicates them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import GeometryError, Piece, Shard, Tensor, cols_of, rows_of, stack, vocabulary_rows, whole
+
+_VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
+_FIELD = "rollout.tp"
+
+
+def padded_vocabulary(vocab: int, tp: int) -> int:
+    """Rows of SGLang's embedding over all ranks."""
+    padded = -(-vocab // _VOCAB_PADDING) * _VOCAB_PADDING
+    return padded if padded % tp == 0 else -(-vocab // (_VOCAB_PADDING * tp)) * _VOCAB_PADDING * tp
+
+
+def sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
+    """All parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, by SGLang's parameter names.
+
+    Raises GeometryError where the sizes do not fit the model.
+    """
+    _check(model, tp, ep)
+    return list(_shards(model, tp, rank, ep))
+
+
+def engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int = 1) -> dict[int, list[Shard]]:
+    """`sglang_shards` of every rank of several equal engines; rank r of engine e is number e * tp + r."""
+    return {rank: sglang_shards(model, tp, rank % tp, ep) for rank in range(engines * tp)}
+
+
+def _check(model: ModelGeometry, tp: int, ep: int) -> None:
+    if model.heads % tp:
+        raise GeometryError(_FIELD, tp, f"must divide num_attention_heads ({model.heads})", f"use a divisor of {model.heads}")
+    if model.latent is None and max(model.kv_heads, tp) % min(model.kv_heads, tp):
+        raise GeometryError(_FIELD, tp, f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it", "use a power of two")
+    if tp % ep:
+        raise GeometryError("rollout.ep", ep, f"must divide rollout.tp ({tp})", f"use a divisor of {tp}")
+    if model.kind == "qwen3_moe" and model.experts is not None and model.experts.dense_layers:
+        raise GeometryError(
+            "mlp_only_layers",
+            sorted(model.experts.dense_layers),
+            "SGLang gives every layer of a qwen3_moe model experts, and would serve these with weights that nobody wrote",
+            "use a model without dense layers",
+        )
+    if model.experts is None and ep > 1:
+        raise GeometryError("rollout.ep", ep, f"needs a model with experts, {model.kind} has none", "set rollout.ep = 1")
+    if model.experts is not None and model.experts.count % ep:
+        raise GeometryError("rollout.ep", ep, f"must divide the number of experts ({model.experts.count})", "use a divisor of it")
+
+
+@lru_cache(maxsize=1024)
+def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, ...]:
+    return tuple(_Rank(model, tp, rank, ep).shards())
+
+
+class _Rank:
+    """Builds the shards of one rank."""
+
+    def __init__(self, model: ModelGeometry, tp: int, rank: int, ep: int) -> None:
+        self.model, self.tp, self.rank, self.ep = model, tp, rank, ep
+        self.tensors = model.tensors()
+
+    def shards(self) -> list[Shard]:
+        embedding = "model.embed_tokens.weight"
+        found = [self._vocabulary(embedding, embedding)]
+        for layer in range(self.model.layers):
+            found += self._layer(f"model.layers.{layer}.", self.model.has_experts(layer))
+        found.append(self._whole("model.norm.weight"))
+        if not self.model.tied:
+            found.append(self._vocabulary("lm_head.weight", "lm_head.weight"))
+        elif self.model.kind == "qwen3_moe":  # its lm_head is never the embedding itself
+            found.append(self._vocabulary("lm_head.weight", embedding))
+        return found
+
+    def _vocabulary(self, name: str, hf: str) -> Shard:
+        return vocabulary_rows(name, self.tensors[hf], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
+
+    def _layer(self, prefix: str, experts: bool) -> list[Shard]:
+        attention = self._attention if self.model.latent is None else self._latent_attention
+        return [
+            self._whole(prefix + "input_layernorm.weight"),
+            *attention(prefix + "self_attn."),
+            self._whole(prefix + "post_attention_layernorm.weight"),
+            *(self._moe(prefix + "mlp.") if experts else self._mlp(prefix + "mlp.")),
+        ]
+
+    def _attention(self, prefix: str) -> list[Shard]:
+        found = [self._qkv(prefix, "weight")]
+        if self.model.qkv_bias:
+            found.append(self._qkv(prefix, "bias"))
+        if self.model.qk_norm:
+            found += [self._whole(f"{prefix}{part}_norm.weight") for part in "qk"]
+        return [*found, self._cols(prefix + "o_proj.weight")]
+
+    def _qkv(self, prefix: str, what: str) -> Shard:
+        q, k, v = (self.tensors[f"{prefix}{part}_proj.{what}"] for part in "qkv")
+        return stack(f"{prefix}qkv_proj.{what}", [rows_of(q, self.rank, self.tp, _FIELD), self._kv_rows(k), self._kv_rows(v)])
+
+    def _kv_rows(self, tensor: Tensor) -> Piece:
+        heads = self.model.kv_heads
+        if self.tp <= heads:
+            return rows_of(tensor, self.rank, self.tp, _FIELD)
+        return rows_of(tensor, self.rank * heads // self.tp, heads, _FIELD)
+
+    def _latent_attention(self, prefix: str) -> list[Shard]:
+        assert self.model.latent is not None
+        kv_down = prefix + "kv_a_proj_with_mqa.weight"
+        if self.model.latent.q_rank:
+            both = [whole(self.tensors[prefix + "q_a_proj.weight"]), whole(self.tensors[kv_down])]
+            down = [stack(prefix + "fused_qkv_a_proj_with_mqa.weight", both), self._whole(prefix + "q_a_layernorm.weight")]
+            down.append(self._rows(prefix + "q_b_proj.weight"))
+        else:
+            down = [self._rows(prefix + "q_proj.weight"), self._whole(kv_down)]
+        return [
+            *down,
+            self._whole(prefix + "kv_a_layernorm.weight"),
+            self._rows(prefix + "kv_b_proj.weight"),
+            self._cols(prefix + "o_proj.weight"),
+        ]
+
+    def _mlp(self, prefix: str) -> list[Shard]:
+        gate_up = [rows_of(self.tensors[f"{prefix}{half}_proj.weight"], self.rank, self.tp, _FIELD) for half in ("gate", "up")]
+        return [stack(prefix + "gate_up_proj.weight", gate_up), self._cols(prefix + "down_proj.weight")]
+
+    def _moe(self, prefix: str) -> list[Shard]:
+        experts = self.model.experts
+        assert experts is not None
+        parts, count = self.tp // self.ep, experts.count // self.ep
+        run, part = divmod(self.rank, parts)
+        gate_up, down = [], []
+        for expert in range(run * count, (run + 1) * count):
+            mlp = f"{prefix}experts.{expert}."
+            gate_up += [rows_of(self.tensors[f"{mlp}{half}_proj.weight"], part, parts, _FIELD) for half in ("gate", "up")]
+            down.append(cols_of(self.tensors[mlp + "down_proj.weight"], part, parts, _FIELD))
+        found = [self._whole(prefix + "gate.weight")]
+        if experts.correction_bias:
+            found.append(self._whole(prefix + "gate.e_score_correction_bias"))
+        found.append(stack(prefix + "experts.w13_weight", gate_up, experts=count))
+        found.append(stack(prefix + "experts.w2_weight", down, experts=count))
+        if experts.shared_ffn:
+            found += self._mlp(prefix + "shared_experts.")
+        return found
+
+    def _whole(self, name: str) -> Shard:
+        return stack(name, [whole(self.tensors[name])])
+
+    def _rows(self, name: str) -> Shard:
+        return stack(name, [rows_of(self.tensors[name], self.rank, self.tp, _FIELD)])
+
+    def _cols(self, name: str) -> Shard:
+        return stack(name, [cols_of(self.tensors[name], self.rank, self.tp, _FIELD)])

@@ -1,0 +1,208 @@
+"""Chunks: what one trainer rank sends to one engine rank in one go, a bounded number of bytes.
+
+A plan's buckets are runs of whole rows of engine tensors; the share of a bucket that one trainer rank holds is a chunk. Its
+rectangles lie one after the other, each in row order, without gaps: `Memory` packs, unpacks and hashes them so. Both sides go
+through their chunks in the order of one list, so each knows which is next and nobody waits for somebody who waits for him.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from parallel.chunking import Bucket, part_of
+from parallel.shards import Rect
+from parallel.reshard import Move
+from parallel.digest import ByteMatrix, Hash, Place, byte_matrix
+
+_TILE = 256 << 10
+"""Bytes. On the machine this was measured on, hashing 256 KiB just before they are copied costs 5 % of the copy; later, 100 %."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`sources` are rectangles of trainer rank `source`'s planes, `targets` those of engine rank `target`'s tensors that they fill.
+
+    `offset` counts the bytes of the chunks that the same trainer rank sends before this one.
+    """
+
+    source: int
+    target: int
+    offset: int
+    nbytes: int
+    sources: tuple[Place, ...]
+    targets: tuple[Place, ...]
+
+    def to_json(self) -> list[Any]:
+        """What the engine rank must know of it."""
+        return [self.source, self.offset, self.nbytes, [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in self.targets]]
+
+    @classmethod
+    def from_json(cls, target: int, told: list[Any]) -> Chunk:
+        source, offset, nbytes, places = told
+        return cls(source, target, offset, nbytes, (), tuple((name, Rect(*rect)) for name, *rect in places))
+
+
+def chunks_of(moves: Sequence[Move], buckets: Sequence[Bucket]) -> list[Chunk]:
+    """All chunks of a plan. The engine ranks take turns, so that they are filled side by side."""
+    into: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    for move in moves:
+        into[move.target_rank, move.target].append(move)
+    turns: dict[int, int] = defaultdict(int)
+    found: dict[tuple[int, int, int], list[tuple[int, Place, Place]]] = defaultdict(list)
+    for bucket in buckets:
+        for piece in bucket:
+            rank, name = piece.plane.rank, piece.plane.name
+            for move in into[rank, name]:
+                part = part_of(move, piece)
+                if part is not None:
+                    from_rect, to_rect = part
+                    within = Rect(piece.row + to_rect.row, to_rect.col, to_rect.rows, to_rect.cols)
+                    size = within.rows * within.cols * piece.plane.itemsize
+                    found[turns[rank], rank, move.source_rank].append((size, (move.source, from_rect), (name, within)))
+        for rank in {piece.plane.rank for piece in bucket}:
+            turns[rank] += 1
+    sent: dict[int, int] = defaultdict(int)
+    chunks = []
+    for (_, target, source), parts in sorted(found.items()):
+        nbytes = sum(size for size, _, _ in parts)
+        chunks.append(Chunk(source, target, sent[source], nbytes, tuple(part[1] for part in parts), tuple(part[2] for part in parts)))
+        sent[source] += nbytes
+    return chunks
+
+
+class Clock:
+    """Adds up the seconds of something that is done in pieces. On a GPU, which works on while Python goes on, by events."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def running(self, on_gpu: bool) -> Iterator[None]:
+        if on_gpu:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((start, end))
+        else:
+            began = time.perf_counter()
+            yield
+            self._seconds += time.perf_counter() - began
+
+    @property
+    def seconds(self) -> float:
+        """On a GPU, waits until the last piece is done."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
+
+
+class Memory:
+    """Named tensors as byte matrices, made once per sync: what chunks are copied from, copied to, and hashed in."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+        """Raises ValueError, by name, for a tensor that is missing or whose rows are no runs of bytes."""
+        self._clock = Clock()
+        self._matrices: dict[str, tuple[ByteMatrix, int]] = {}
+        for name in names:
+            if name not in tensors:
+                raise ValueError(f"there is no tensor {name}")
+            try:
+                self._matrices[name] = byte_matrix(tensors[name]), tensors[name].element_size()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+
+    @property
+    def hash_seconds(self) -> float:
+        """Spent on hashing so far; on a GPU, waits until that is done."""
+        return self._clock.seconds
+
+    def part(self, place: Place) -> ByteMatrix:
+        """The bytes of a rectangle, a view."""
+        name, rect = place
+        matrix, size = self._matrices[name]
+        return matrix[rect.row : rect.row + rect.rows, rect.col * size : (rect.col + rect.cols) * size]
+
+    def pack(self, places: Iterable[Place], flat: ByteMatrix, hashing: bool) -> str:
+        """Copies rectangles into `flat`, uint8 [bytes], one after the other.
+
+        Where `hashing`, returns `Hash` of the rectangles' bytes in that order, as 32 hex digits; else an empty text.
+        """
+        state, at = Hash() if hashing else None, 0
+        for tile in self._tiles(places):
+            rows, cols = tile.shape
+            self._hash(state, tile)
+            flat[at : at + rows * cols].reshape(rows, cols)[...] = tile
+            at += rows * cols
+        _check_filled(at, flat)
+        return state.hexdigest() if state else ""
+
+    def unpack(self, places: Iterable[Place], flat: ByteMatrix, hashing: bool) -> str:
+        """The inverse of `pack`; hashes what the rectangles hold after they were written."""
+        state, at = Hash() if hashing else None, 0
+        for tile in self._tiles(places):
+            rows, cols = tile.shape
+            tile[...] = flat[at : at + rows * cols].reshape(rows, cols)
+            at += rows * cols
+            self._hash(state, tile)
+        _check_filled(at, flat)
+        return state.hexdigest() if state else ""
+
+    def copy(self, places: Sequence[Place], other: Memory, hashing: bool) -> str:
+        """Copies the same rectangles of `other` here; else as `unpack`."""
+        state = Hash() if hashing else None
+        for tile, theirs in zip(self._tiles(places), other._tiles(places), strict=True):
+            tile[...] = theirs
+            self._hash(state, tile)
+        return state.hexdigest() if state else ""
+
+    def _hash(self, state: Hash | None, tile: ByteMatrix) -> None:
+        if state is not None:
+            with self._clock.running(on_gpu=not isinstance(tile, np.ndarray)):
+                state.update(tile)
+
+    def _tiles(self, places: Iterable[Place]) -> Iterator[ByteMatrix]:
+        """The rectangles in runs of rows that are hashed while a core's cache still holds them; on a GPU, uncut."""
+        for place in places:
+            view = self.part(place)
+            rows, cols = view.shape
+            step = max(_TILE // cols, 1) if isinstance(view, np.ndarray) else rows
+            for row in range(0, rows, step):
+                yield view[row : row + step]
+
+
+def _check_filled(at: int, flat: ByteMatrix) -> None:
+    """The other side counted `len(flat)` bytes for the same rectangles."""
+    if at != len(flat):
+        raise ValueError(f"a chunk's rectangles are {at} bytes here, {len(flat)} on the other side")
+
+
+def source_memory(planes: Mapping[str, torch.Tensor], chunks: Sequence[Chunk], rank: int) -> Memory:
+    """Trainer rank `rank`'s planes, as far as its chunks need them."""
+    return Memory(planes, {name for chunk in chunks if chunk.source == rank for name, _ in chunk.sources})
+
+
+def target_memory(tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> Memory:
+    """An engine rank's tensors, as far as its chunks need them."""
+    return Memory(tensors, {name for chunk in chunks for name, _ in chunk.targets})
+
+
+def check_targets(memory: Memory, chunks: Sequence[Chunk]) -> None:
+    """Raises ValueError, by name, where chunks do not fit an engine rank's tensors. Nothing is touched."""
+    for chunk in chunks:
+        total = 0
+        for name, rect in chunk.targets:
+            if min(rect.row, rect.col, rect.rows, rect.cols) < 0 or memory.part((name, rect)).shape[0] != rect.rows:
+                raise ValueError(f"{name}: rows {rect.row}..{rect.row + rect.rows - 1} lie outside")
+            total += memory.part((name, rect)).shape[1] * rect.rows
+        if total != chunk.nbytes:
+            raise ValueError(f"{chunk.targets[0][0]} and its neighbours are {total} bytes in the engine, {chunk.nbytes} are coming")

@@ -1,0 +1,145 @@
+"""A torch process group of the trainer ranks that hold sources and the engine ranks, made for the sync: point-to-point only.
+
+NCCL where the tensors are on GPUs, gloo on CPUs. The group is a plain object, not torch's default group, which trainer and engine
+each have one of already. FP8 travels as bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parallel.transport import gloo_backend
+from parallel.chunking import IN_FLIGHT
+from megatron_rl.config.sync import Sync
+from parallel.transport.base import Link
+from parallel.chunking import Chunk
+from parallel.transport.store import listening_store
+
+
+class Outbox:
+    """See `parallel.transport.base.Outbox`."""
+
+    on_device = True
+    """Sends from the GPU's memory where there is one."""
+
+    def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
+        self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
+        self._sources = sorted({chunk.source for chunk in chunks})
+        self._targets = sorted({chunk.target for chunk in chunks})
+        self._size = max(chunk.nbytes for chunk in chunks)
+        self._store: Any = None
+        if rank == self._sources[0]:
+            self._store = listening_store(self._host, self._timeout)
+        self.address: Any = [self._host, self._store.port] if self._store is not None else None
+        self._group: Any = None
+        self._buffers: list[torch.Tensor] = []
+        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
+        self._sent = 0
+
+    def open(self, addresses: Mapping[int, Any]) -> None:
+        if self._rank not in self._sources:
+            return
+        place, size = self._sources.index(self._rank), len(self._sources) + len(self._targets)
+        store = self._store or _store(addresses[self._sources[0]], self._timeout)
+        device = _device(self.on_device)
+        self._group = _group(store, place, size, self._host, self._timeout, device)
+        self._buffers = _buffers(self._size, device)
+
+    def buffer(self, chunk: Chunk) -> torch.Tensor:
+        if len(self._sending) == IN_FLIGHT:
+            self._wait_for_oldest()
+        return self._next(chunk)
+
+    def send(self, chunk: Chunk) -> None:
+        flat = self._next(chunk)
+        to = len(self._sources) + self._targets.index(chunk.target)
+        self._sending.append((self._group.send([flat], to, 0), flat))
+        self._sent += 1
+
+    def finish(self) -> None:
+        while self._sending:
+            self._wait_for_oldest()
+        if self._buffers and self._buffers[0].is_cuda:
+            torch.cuda.synchronize()  # NCCL's wait orders streams only
+
+    def close(self) -> None:
+        self._group = self._store = None
+        self._sending.clear()
+        self._buffers = []
+
+    def _next(self, chunk: Chunk) -> torch.Tensor:
+        return self._buffers[self._sent % IN_FLIGHT][: chunk.nbytes]
+
+    def _wait_for_oldest(self) -> None:
+        self._sending[0][0].wait()
+        self._sending.popleft()
+
+
+class Inbox:
+    """See `parallel.transport.base.Inbox`. Receives are posted ahead, as far as there are buffers."""
+
+    on_device = True
+
+    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+        first, timeout = link.addresses[str(link.sources[0])], link.timeout
+        self._place = {source: place for place, source in enumerate(link.sources)}
+        own, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
+        device = _device(self.on_device)
+        self._group: Any = _group(_store(first, timeout), own, size, first[0], timeout, device)
+        self._buffers = _buffers(link.largest, device)
+        self._chunks, self._asked, self._lent = chunks, 0, 0
+        self._coming: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def receive(self, chunk: Chunk) -> torch.Tensor:
+        while self._asked < len(self._chunks) and len(self._coming) + self._lent < IN_FLIGHT:
+            self._ask(self._chunks[self._asked])
+        work, flat = self._coming.popleft()
+        self._lent = 1
+        work.wait()
+        return flat
+
+    def release(self, chunk: Chunk) -> None:
+        self._lent = 0
+
+    def finish(self) -> None:
+        self._asked = 0
+
+    def close(self) -> None:
+        self._group = None
+        self._coming.clear()
+
+    def _ask(self, chunk: Chunk) -> None:
+        flat = self._buffers[self._asked % IN_FLIGHT][: chunk.nbytes]
+        self._coming.append((self._group.recv([flat], self._place[chunk.source], 0), flat))
+        self._asked += 1
+
+
+def _store(address: Any, timeout: float) -> Any:
+    host, port = address
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
+
+
+def _device(on_device: bool) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if on_device and torch.cuda.is_available() else torch.device("cpu")
+
+
+def _group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
+    """The process group; returns when every member has joined."""
+    wait = timedelta(seconds=timeout)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    make: Any = dist.ProcessGroupGloo
+    found = make.create_device(hostname=host) if host == "127.0.0.1" else make.create_default_device()
+    return gloo_backend.group(store, rank, size, wait, [found])
+
+
+def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]

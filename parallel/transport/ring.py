@@ -1,0 +1,169 @@
+"""A ring of buffers that two processes see, and a Unix socket for each pair of ranks: a byte says which buffer was filled or is free.
+
+The socket orders the memory accesses, blocks without polling, and ends when the other process does: nobody waits for a dead one.
+What the buffers are is a subclass's affair; file descriptors travel over the socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parallel.chunking import IN_FLIGHT
+from megatron_rl.config.sync import Sync
+from parallel.transport.base import Link
+from parallel.chunking import Chunk
+
+_NUMBER = struct.Struct("<q")
+
+
+class RingOutbox:
+    """Fills buffer after buffer; waits where the next one has not been read yet."""
+
+    def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
+        self._targets = sorted({chunk.target for chunk in chunks if chunk.source == rank})
+        self._size = max(chunk.nbytes for chunk in chunks)
+        self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))  # readable by this user only
+        self._timeout = settings.timeout
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.settimeout(settings.timeout)
+        self._listener.bind(str(self._folder / "ring"))
+        self._listener.listen()
+        self._peers: dict[int, socket.socket] = {}
+        self._readers: deque[int] = deque()
+        self._sent = 0
+        self._ring = torch.empty(0, dtype=torch.uint8)
+        self.address: Any = str(self._folder / "ring")
+
+    def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
+        """(uint8 [nbytes], file descriptors, description) of new memory; the latter two are what the reader opens it by."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Returns when what was written into the ring is visible to others."""
+
+    def open(self, addresses: Mapping[int, Any]) -> None:
+        if not self._targets:
+            return
+        self._ring, descriptors, description = self.make_ring(IN_FLIGHT * self._size)
+        while len(self._peers) < len(self._targets):
+            peer, _ = self._listener.accept()
+            peer.settimeout(self._timeout)
+            (rank,) = _NUMBER.unpack(_read(peer, _NUMBER.size))
+            socket.send_fds(peer, [_NUMBER.pack(len(description))], descriptors)
+            peer.sendall(description)
+            self._peers[rank] = peer
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def buffer(self, chunk: Chunk) -> torch.Tensor:
+        if len(self._readers) == IN_FLIGHT:
+            self._wait_for_oldest()
+        return self._slot()[: chunk.nbytes]
+
+    def send(self, chunk: Chunk) -> None:
+        self.settle()
+        self._peers[chunk.target].sendall(bytes([self._sent % IN_FLIGHT]))
+        self._readers.append(chunk.target)
+        self._sent += 1
+
+    def finish(self) -> None:
+        while self._readers:
+            self._wait_for_oldest()
+
+    def close(self) -> None:
+        for peer in (*self._peers.values(), self._listener):
+            peer.close()
+        self._ring = torch.empty(0, dtype=torch.uint8)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _slot(self) -> torch.Tensor:
+        start = self._sent % IN_FLIGHT * self._size
+        return self._ring[start : start + self._size]
+
+    def _wait_for_oldest(self) -> None:
+        _read(self._peers[self._readers[0]], 1)
+        self._readers.popleft()
+
+
+class RingInbox:
+    """Reads the rings of all trainer ranks that send to this engine rank."""
+
+    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+        self._link, self._rank, self._size = link, rank, link.largest
+        self._peers: dict[int, socket.socket] = {}
+        self._rings: dict[int, torch.Tensor] = {}
+        self._slots: dict[int, int] = {}
+        try:
+            for source in sorted({chunk.source for chunk in chunks}):
+                self._connect(source)
+        except BaseException:
+            self.close()
+            raise
+
+    def open_ring(self, descriptors: list[int], description: bytes, nbytes: int) -> torch.Tensor:
+        """The sender's memory as uint8 [nbytes]."""
+        raise NotImplementedError
+
+    def receive(self, chunk: Chunk) -> torch.Tensor:
+        (slot,) = _read(self._peers[chunk.source], 1)
+        self._slots[chunk.source] = slot
+        return self._rings[chunk.source][slot * self._size : slot * self._size + chunk.nbytes]
+
+    def settle(self) -> None:
+        """Returns when this rank's reads of the ring are done."""
+
+    def release(self, chunk: Chunk) -> None:
+        self.settle()
+        self._peers[chunk.source].sendall(bytes([self._slots.pop(chunk.source)]))
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._rings.clear()
+
+    def _connect(self, source: int) -> None:
+        peer = self._peers[source] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.settimeout(self._link.timeout)
+        address = self._link.addresses[str(source)]
+        try:
+            peer.connect(address)
+        except OSError as error:
+            raise OSError(f"cannot reach trainer rank {source} at {address} ({error}); is it on this host?") from None
+        peer.sendall(_NUMBER.pack(self._rank))
+        header, descriptors, _, _ = socket.recv_fds(peer, _NUMBER.size, 4)
+        try:
+            header += _read(peer, _NUMBER.size - len(header))
+            description = _read(peer, _NUMBER.unpack(header)[0])
+            self._rings[source] = self.open_ring(descriptors, description, IN_FLIGHT * self._size)
+        finally:
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+
+
+def _read(peer: socket.socket, count: int) -> bytes:
+    """Exactly `count` bytes. Raises ConnectionError when the other side is gone, TimeoutError when it is silent."""
+    found = b""
+    while len(found) < count:
+        try:
+            more = peer.recv(count - len(found))
+        except TimeoutError:
+            raise TimeoutError(f"the other side was silent for {peer.gettimeout():g} s (sync.timeout)") from None
+        if not more:
+            raise ConnectionError("the other side closed the connection")
+        found += more
+    return found

@@ -1,0 +1,153 @@
+"""What SGLang computes on a CPU in place of its Triton kernels, or around its own code, so that the trainer's bits come out.
+
+Every operator here calls the function that the trainer's forward pass calls: `megatron_rl.precision.fp8_products.fprop` and those of
+`megatron_rl.precision.ops.batch_invariant`. Experts: `rollout_sglang.hooks.cpu_moe`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.precision.fp8_products import fprop, value_dtype
+from parallel.formats import BLOCK
+from rollout_sglang.hooks.dequant_cache import values_of
+
+
+def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
+    """Stands in for SGLang's `dispatch_w8a8_block_fp8_linear`, which drops `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs
+    them: the engine would then quantise activations with fp32 scales although its checkpoint says pow2."""
+    return functools.partial(block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
+
+
+def block_fp8_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    block_size: list[int],
+    weight_scale: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    act_scale_ue8m0: bool = False,
+    weight_bf16: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Stands in for SGLang's `triton_w8a8_block_fp8_linear`, same arguments: input [..., K], weight E4M3 [N, K]; returns [..., N]."""
+    if block_size != [BLOCK, BLOCK] or input_scale is not None:
+        raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
+    form = "pow2" if act_scale_ue8m0 else "fp32"
+    y = fprop(input, values_of(weight, weight_scale, value_dtype(input, form)), form)
+    return y if bias is None else y + bias
+
+
+def plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """Around `UnquantizedLinearMethod.apply`: routers, and every linear layer where nothing is quantised."""
+    return batch_invariant.with_enough_rows(lambda rows: original(self, layer, rows, bias), x)
+
+
+def lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Around `LogitsProcessor._compute_lm_head`."""
+    return batch_invariant.with_enough_rows(lambda rows: original(self, rows, *args, **kwargs), hidden)
+
+
+def rms_norm(
+    original: Callable[..., Any],
+    self: Any,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    post_residual_addition: torch.Tensor | None = None,
+    **named: Any,
+) -> Any:
+    """Around `RMSNorm.forward_native`: the sum with the residual stream is rounded to the stream's dtype before it is normed, as Megatron
+    has it. Returns the normed x, and the new residual stream where there is one."""
+    wider = self.override_orig_dtype or self.fp32_residual
+    if wider or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
+        return original(self, x, residual, post_residual_addition, **named)
+    summed = x if residual is None else x + residual
+    normed = batch_invariant.rms_norm(summed, self.weight, self.variance_epsilon)
+    return normed if residual is None else (normed, summed)
+
+
+def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
+    """Around `Sampler.forward`: log-probs are the log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It
+    overwrites the logits, but takes others to make log-probs of."""
+    if return_logprob and named.get("logprob_logits") is None:
+        named["logprob_logits"] = output.next_token_logits.clone()
+    return original(self, output, sampling, return_logprob, *args, **named)
+
+
+def extend_attention(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    extend_prefix_lens: torch.Tensor,
+    extend_seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
+) -> torch.Tensor:
+    """Attention of prompts, one request after the other. query [tokens, heads, d], requests one after the other; the rest as
+    `decode_attention`. Of a request's `seq_lens` tokens the first `extend_prefix_lens` were cached before."""
+    _refuse_special(encoder_lens, sliding_window_size)
+    start = 0
+    for row, length, cached, new in zip(
+        *(x.tolist() for x in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)), strict=True
+    ):
+        tokens = slice(start, start + new)
+        slots, last = req_to_token[row : row + 1, :length], torch.arange(cached, length)[None]
+        output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling)[0].transpose(0, 1)
+        start += new
+    return output
+
+
+def decode_attention(
+    self: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    req_to_token: torch.Tensor,
+    req_pool_indices: torch.Tensor,
+    seq_lens: torch.Tensor,
+    encoder_lens: torch.Tensor | None = None,
+    scaling: float | None = None,
+    enable_gqa: bool = False,
+    causal: bool = False,
+    is_cross_attn: bool = False,
+    sliding_window_size: int | None = None,
+) -> torch.Tensor:
+    """Attention of one decoded token per request, all requests in one padded batch.
+
+    query [requests, heads, d]; caches [slots, kv heads, d]; row r of `req_to_token` lists the slots of request r's tokens.
+    """
+    _refuse_special(encoder_lens, sliding_window_size)
+    longest = int(seq_lens.max())
+    visible = torch.arange(longest, device=query.device)[None, :] < seq_lens[:, None]
+    slots = req_to_token[req_pool_indices, :longest].masked_fill(~visible, 0)
+    output.copy_(_attention(query.unsqueeze(2), k_cache, v_cache, slots, seq_lens[:, None].long() - 1, scaling).squeeze(2))
+    return output
+
+
+def _refuse_special(encoder_lens: torch.Tensor | None, sliding_window_size: int | None) -> None:
+    if encoder_lens is not None or (sliding_window_size is not None and sliding_window_size >= 0):
+        raise NotImplementedError("cross attention and sliding windows are not supported on the CPU tier")
+
+
+def _attention(
+    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """`row_invariant.attention` of query [b, h, s, d] over the cache's `slots` [b, t]; returns [b, h, s, e]."""
+    heads = k_cache.shape[1]
+    rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # of the cache as [slots * heads, d]
+    keys, values = (cache.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, -1) for cache in (k_cache, v_cache))
+    return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale)

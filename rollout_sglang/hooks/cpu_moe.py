@@ -1,0 +1,104 @@
+"""What SGLang computes on a CPU for a mixture of experts, in place of its Triton kernels and of its own CPU path, which knows no
+expert parallelism:
+
+    y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
+
+w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. What an expert gives is weighted and rounded to
+x's dtype, as in SGLang's GPU kernels and in Megatron; experts are added in ascending order, in float32, and rounded once; the sum over
+ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.precision.fp8_products.fprop` twice, as two linear layers would, INT8 experts
+`megatron_rl.precision.int8.product`: tokens are quantised before w13, and what goes into w2 again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.precision import int8
+from megatron_rl.precision.fp8_products import fprop, value_dtype
+from megatron_rl.precision.ops.batch_invariant import product
+from parallel.formats import BLOCK
+from rollout_sglang.hooks import gpu_activation_quant
+from rollout_sglang.hooks.dequant_cache import values_of
+
+Linear = Callable[[torch.Tensor, int], torch.Tensor]
+"""An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
+
+
+def mixture(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+    """x [T, H]; `weights` float32 [T, k] and `experts` [T, k] of the router, by this rank's numbers, -1 for another rank's expert.
+
+    Returns [T, H] in x's dtype: this rank's part of the sum.
+    """
+    summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert in experts.unique().tolist():  # ascending
+        if expert < 0:
+            continue
+        token, choice = (experts == expert).nonzero(as_tuple=True)
+        gate, up = gate_up(x[token], expert).chunk(2, dim=-1)
+        y = down(F.silu(gate) * up, expert)
+        summed.index_add_(0, token, (y.float() * weights[token, choice, None]).to(x.dtype).float())
+    return summed.to(x.dtype)
+
+
+def route(
+    original: Callable[..., Any], hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **named: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Around `fused_topk_native`: (weights float32 [T, k], experts [T, k]). Weights that add up to one are the softmax over the chosen
+    experts, as Megatron has it; SGLang divides those of the softmax over all experts by their sum."""
+    if not renormalize or named.get("correction_bias") is not None or named.get("scoring_func", "softmax") != "softmax":
+        return original(hidden_states, gating_output, topk, renormalize, **named)
+    scores, experts = gating_output.float().topk(topk, dim=-1)
+    return scores.softmax(-1), experts
+
+
+def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Stands in for `Fp8MoEMethod.apply`."""
+    if not self.block_quant or self.weight_block_size != [BLOCK, BLOCK]:
+        raise NotImplementedError(f"experts in FP8 blocks of {self.weight_block_size} are outside the precision contract")
+    form = gpu_activation_quant.of_experts(self, layer)
+
+    def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
+        return lambda x, expert: fprop(x, values_of(weight[expert], scale[expert], value_dtype(x, form)), form)
+
+    return _apply(
+        self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
+    )
+
+
+def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Stands in for `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
+
+    def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
+        return lambda x, expert: int8.product(x, values_of(weight[expert], scale[expert]), scale[expert])
+
+    return _apply(self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale))
+
+
+def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
+    """Stands in for `UnquantizedFusedMoEMethod.apply`."""
+    return _apply(
+        self,
+        dispatch_output,
+        lambda x, expert: product(x, layer.w13_weight[expert]),
+        lambda x, expert: product(x, layer.w2_weight[expert]),
+    )
+
+
+def _apply(method: Any, dispatch_output: Any, gate_up: Linear, down: Linear) -> Any:
+    config = method.moe_runner_config
+    plain = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
+    with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method knows none
+    if not plain or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
+        raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
+    chosen = dispatch_output.topk_output
+    return _combine_input(mixture(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
+
+
+def _combine_input(y: torch.Tensor) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+    return StandardCombineInput(hidden_states=y)

@@ -1,0 +1,26 @@
+"""SGLang's INT8 linear layer (`W8A8Int8LinearMethod`) as this project runs it: what it computes on a CPU, how its weights lie."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_rl.precision.int8 import product
+from rollout_sglang.hooks.dequant_cache import values_of
+
+
+def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Stands in for SGLang's `apply`, same arguments: x [..., K]; returns [..., N]."""
+    y = product(x, values_of(layer.weight, layer.weight_scale), layer.weight_scale)
+    return y if bias is None else y + bias
+
+
+def keep_layout(self: Any, layer: Any) -> None:
+    """Stands in for SGLang's `process_weights_after_loading`, which transposes the weight at every call: when the checkpoint was
+    loaded, and again at the end of every sync. A GPU's kernel wants it transposed; here that is done once. On a CPU, where SGLang
+    knows AMX alone, it stays [N, K]."""
+    weight = layer.weight.detach()
+    transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
+    layer.weight = torch.nn.Parameter(transposed, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(layer.weight_scale.detach(), requires_grad=False)

@@ -1,0 +1,13 @@
+"""SGLang's platform plug-in for a plain CPU: no sgl_kernel, no Triton, no graphs, FP8 by the project's emulated products.
+
+Chosen by `SGLANG_PLATFORM=megatron_rl_cpu`, which `rollout_sglang.engine` sets where there is no GPU.
+"""
+
+from __future__ import annotations
+
+NAME = "megatron_rl_cpu"
+
+
+def activate() -> str:
+    """Entry point of the group `sglang.srt.platforms`: the dotted path of the platform class."""
+    return "rollout_sglang.platform.cpu.CpuPlatform"

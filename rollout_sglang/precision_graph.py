@@ -1,0 +1,190 @@
+"""The rollout graph, read inside a scheduler process from the live SGLang model: weights, scales, and the callables that use them.
+
+A parameter that belongs to no operator read here, or a quantisation method that this file does not know, is refused: a graph that
+leaves something out proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_rl.precision.graph.graph import Format, Graph
+from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, LatentAttention, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.precision.graph.formats import activation, channels, dtype_name, plain, quantised, tokens
+
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_KNOWN_METHODS = (
+    "Fp8LinearMethod",
+    "Fp8MoEMethod",
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedFusedMoEMethod",
+    "Fp32RouterMethod",
+    "W8A8Int8LinearMethod",
+    "W8A8Int8MoEMethod",
+)
+
+_runner: Any = None
+"""SGLang's ModelRunner, which owns the attention backend and the cache; `check_weights` leaves it here."""
+
+
+def check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Wraps SGLang's ModelRunner.check_weights, through which requests for a graph come."""
+    global _runner
+    _runner = runner
+    return original(runner, *args, **kwargs)
+
+
+def runner() -> Any:
+    """SGLang's ModelRunner of this process; one of our requests must have come before."""
+    return _runner
+
+
+def rank_graph(model: Any, activation_scales: Mapping[str, str]) -> Graph:
+    """The graph of the model that this rank serves. `activation_scales` names the scale format of every FP8 module's activations
+    (`live.activation_scale_formats`). Raises ValueError for a module it does not know."""
+    return decoder_graph(_Reader(model, _runner, activation_scales).decoder())
+
+
+class _Reader:
+    def __init__(self, model: Any, runner: Any, activation_scales: Mapping[str, str]) -> None:
+        self.model, self.runner, self.scales = model, runner, activation_scales
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.read: set[int] = set()
+        self.hidden = plain(model.model.embed_tokens.weight)
+
+    def decoder(self) -> Decoder:
+        model = self.model
+        stack = model.model
+        fp32_head = getattr(model.logits_processor, "use_fp32_lm_head", False)
+        read = Decoder(
+            hidden=self.hidden,
+            layers={number: self.layer(layer) for number, layer in enumerate(stack.layers)},
+            embedding=self.linear(stack.embed_tokens),
+            norm=self.norm(stack.norm, self.residual(stack.norm)),
+            lm_head=self.linear(model.lm_head, Format("fp32") if fp32_head else plain(model.lm_head.weight)),
+            logits=Format("fp32") if fp32_head else self.hidden,
+        )
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in self.read:
+                raise ValueError(f"the precision graph knows no operator of the engine that uses {name}")
+        return read
+
+    def layer(self, layer: Any) -> Layer:
+        residual = self.residual(layer.input_layernorm)
+        return Layer(
+            input_norm=self.norm(layer.input_layernorm, residual),
+            attention=self.attention(layer.self_attn),
+            post_attention_norm=self.norm(layer.post_attention_layernorm, self.residual(layer.post_attention_layernorm)),
+            mlp=self.experts(layer.mlp) if hasattr(layer.mlp, "experts") else self.mlp(layer.mlp),
+            residual=residual,
+        )
+
+    def residual(self, norm: Any) -> Format:
+        """The stream that a norm adds to; it is wider than the rest where the norm says so."""
+        wider = getattr(norm, "override_orig_dtype", None)
+        return self.hidden if wider is None else Format(dtype_name(wider))
+
+    def attention(self, attention: Any) -> Attention | LatentAttention:
+        if hasattr(attention, "kv_b_proj"):
+            return self.latent_attention(attention)
+        if not hasattr(attention, "qkv_proj"):
+            raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
+        heads = {name: self.norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+        backend, cache = type(self.runner.attn_backend).__name__, self.cache(attention.attn)
+        return Attention(self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **heads)
+
+    def latent_attention(self, attention: Any) -> LatentAttention:
+        """Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values and never quantises it."""
+        if getattr(attention, "use_deep_gemm_bmm", False):
+            raise ValueError("the engine quantises latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
+        fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
+        cache = self.cache(attention.attn_mqa, attention.attn_mha)
+        kv_b = self.linear(attention.kv_b_proj)
+        return LatentAttention(
+            q_b=self.linear(attention.q_proj if fused is None else attention.q_b_proj),
+            kv_a=self.linear(attention.kv_a_proj_with_mqa if fused is None else fused),
+            kv_a_norm=self.norm(attention.kv_a_layernorm, self.hidden),
+            kv_b=kv_b if attention.w_kc is None else replace(kv_b, x=cache, detail="absorbed into the attention"),
+            output=self.linear(attention.o_proj),
+            q=self.hidden,
+            kv=cache,
+            q_a=None if fused is None else self.linear(fused),
+            q_a_norm=None if fused is None else self.norm(attention.q_a_layernorm, self.hidden),
+            detail=type(self.runner.attn_backend).__name__,
+        )
+
+    def cache(self, *attentions: Any) -> Format:
+        """Keys and values as the cache keeps them; an FP8 cache has scales of its own, one over a layer's keys and one over its values."""
+        self.read |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
+        dtype = self.runner.token_to_kv_pool.dtype
+        return Format(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else Format(dtype_name(dtype))
+
+    def mlp(self, mlp: Any) -> Mlp:
+        return Mlp(self.linear(mlp.gate_up_proj), self.linear(mlp.down_proj))
+
+    def experts(self, block: Any) -> Experts:
+        gate, experts = block.gate, block.experts
+        shared = getattr(block, "shared_experts", None)
+        wider = "MoEGate" if not hasattr(gate, "quant_method") else type(gate.quant_method).__name__
+        logits = Format("fp32") if wider in ("MoEGate", "Fp32RouterMethod") else plain(gate.weight)  # see rollout_sglang.hooks.fp32_router
+        router = self.linear(gate) if hasattr(gate, "quant_method") else self.norm(gate, self.hidden)
+        return Experts(
+            router=replace(router, bias=self.vector(gate, "e_score_correction_bias")),
+            logits=logits,
+            experts=Mlp(self.stacked(experts, "w13_weight"), self.stacked(experts, "w2_weight"), count=gate.weight.shape[0]),
+            shared=None if shared is None else self.mlp(shared),
+        )
+
+    def stacked(self, experts: Any, name: str) -> Weighted:
+        """One of the two matrices of all experts, [experts, N, K]."""
+        return self.product(experts, getattr(experts, name), _scale(experts, name), None)
+
+    def linear(self, module: Any, x: Format | None = None) -> Weighted:
+        """A linear layer or an embedding, by its weight and its quantisation method. `x`: how it reads its input, where that is special."""
+        return self.product(module, module.weight, _scale(module, "weight"), x)
+
+    def product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: Format | None) -> Weighted:
+        method = type(module.quant_method).__name__
+        if method not in _KNOWN_METHODS:
+            raise ValueError(f"the precision graph does not know the quantisation method {method}")
+        self.read.add(id(weight))
+        bias, detail = self.vector(module, "bias"), f"{type(module).__name__}, {method}"
+        if weight.dtype not in (*_FP8_DTYPES, torch.int8):
+            return Weighted(x or self.hidden, plain(weight), bias, detail)
+        name = self.names[id(module)]
+        if scale is None:
+            raise ValueError(f"the engine's {name} is {dtype_name(weight.dtype)} without scales")
+        self.read.add(id(scale))
+        quantises = self.scales.get(name, "unknown")
+        if weight.dtype == torch.int8:
+            return Weighted(tokens(quantises), channels(weight, scale), bias, detail)
+        return Weighted(activation(_group(module.quant_method), quantises), quantised(weight, scale), bias, detail)
+
+    def norm(self, module: Any, x: Format) -> Weighted:
+        self.read.add(id(module.weight))
+        return Weighted(x, plain(module.weight), self.vector(module, "bias"), type(module).__name__)
+
+    def vector(self, module: Any, name: str) -> Format | None:
+        """A bias; None where the module has none."""
+        bias = getattr(module, name, None)
+        if not isinstance(bias, torch.Tensor):
+            return None
+        self.read.add(id(bias))
+        return plain(bias)
+
+
+def _scale(module: Any, weight: str) -> torch.Tensor | None:
+    """The scales of a module's FP8 or INT8 weight; None where it has none."""
+    inverse = getattr(module, f"{weight}_scale_inv", None)
+    return getattr(module, f"{weight}_scale", None) if inverse is None else inverse
+
+
+def _group(method: Any) -> int | None:
+    """How many activations share a scale: the block width that SGLang hands to its kernel; None where it has no blocks."""
+    blocks = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
+    return blocks[1] if blocks else None
