@@ -1,6 +1,6 @@
 """`python -m megatron_rl`: the same program as the `megatron-rl` script, as torchrun wants it."""
 
-from megatron_rl.cli import main
+from megatron_rl.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -1,13 +1,23 @@
-"""Cuts what an engine must be given into buckets of bounded size, each a run of whole rows of some planes laid end to end."""
+"""Buckets and chunks: what is sent in one go, a bounded number of bytes. No torch.
+
+A bucket is a run of whole rows of some engine tensors laid end to end; the share of a bucket that one trainer rank holds is a chunk. Its
+rectangles lie one after the other, each in row order, without gaps: `transport.pack` packs, unpacks and hashes them so. Both sides go
+through their chunks in the order of one list, so each knows which is next and nobody waits for somebody who waits for him.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from parallel.formats import SCHEMES
-from parallel.shards import Rect, Shard
 from parallel.reshard import Move, kind_of, scale_name
+from parallel.shards import Place, Rect, Shard
+
+IN_FLIGHT = 2
+"""Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
 
 
 @dataclass(frozen=True)
@@ -93,3 +103,55 @@ def part_of(move: Move, piece: Slice) -> tuple[Rect, Rect] | None:
         return None
     source = Rect(move.source_rect.row + first - target.row, move.source_rect.col, last - first, target.cols)
     return source, Rect(first - piece.row, target.col, last - first, target.cols)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`sources` are rectangles of trainer rank `source`'s planes, `targets` those of engine rank `target`'s tensors that they fill.
+
+    `offset` counts the bytes of the chunks that the same trainer rank sends before this one.
+    """
+
+    source: int
+    target: int
+    offset: int
+    nbytes: int
+    sources: tuple[Place, ...]
+    targets: tuple[Place, ...]
+
+    def to_json(self) -> list[Any]:
+        """What the engine rank must know of it."""
+        return [self.source, self.offset, self.nbytes, [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in self.targets]]
+
+    @classmethod
+    def from_json(cls, target: int, told: list[Any]) -> Chunk:
+        source, offset, nbytes, places = told
+        return cls(source, target, offset, nbytes, (), tuple((name, Rect(*rect)) for name, *rect in places))
+
+
+def chunks_of(moves: Sequence[Move], buckets: Sequence[Bucket]) -> list[Chunk]:
+    """All chunks of a plan. The engine ranks take turns, so that they are filled side by side."""
+    into: dict[tuple[int, str], list[Move]] = defaultdict(list)
+    for move in moves:
+        into[move.target_rank, move.target].append(move)
+    turns: dict[int, int] = defaultdict(int)
+    found: dict[tuple[int, int, int], list[tuple[int, Place, Place]]] = defaultdict(list)
+    for bucket in buckets:
+        for piece in bucket:
+            rank, name = piece.plane.rank, piece.plane.name
+            for move in into[rank, name]:
+                part = part_of(move, piece)
+                if part is not None:
+                    from_rect, to_rect = part
+                    within = Rect(piece.row + to_rect.row, to_rect.col, to_rect.rows, to_rect.cols)
+                    size = within.rows * within.cols * piece.plane.itemsize
+                    found[turns[rank], rank, move.source_rank].append((size, (move.source, from_rect), (name, within)))
+        for rank in {piece.plane.rank for piece in bucket}:
+            turns[rank] += 1
+    sent: dict[int, int] = defaultdict(int)
+    chunks = []
+    for (_, target, source), parts in sorted(found.items()):
+        nbytes = sum(size for size, _, _ in parts)
+        chunks.append(Chunk(source, target, sent[source], nbytes, tuple(part[1] for part in parts), tuple(part[2] for part in parts)))
+        sent[source] += nbytes
+    return chunks

@@ -11,10 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from parallel.shards import Rect
-
-Place = tuple[str, Rect]
-"""A rectangle of a named tensor."""
+from parallel.shards import Place, Rect
 
 ByteMatrix: TypeAlias = Any
 """uint8 [rows, bytes of a row]: numpy on the CPU, a tensor elsewhere. Slicing and assigning are the same for both."""

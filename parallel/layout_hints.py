@@ -12,12 +12,12 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
-from parallel.shards import GeometryError
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import check_blocks
 from parallel.sglang_shards import engine_shards
+from parallel.shards import GeometryError
 
 
 def trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True) -> GeometryError | None:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Coordinates, Layout
+from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, Piece, Shard, Tensor, cols_of, cut_piece, rows_at, rows_of, stack, vocabulary_rows, whole
 
 

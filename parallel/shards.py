@@ -33,6 +33,10 @@ class Rect(NamedTuple):
     cols: int
 
 
+Place = tuple[str, Rect]
+"""A rectangle of a named tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
     """A tensor of the checkpoint.

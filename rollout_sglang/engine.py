@@ -14,17 +14,17 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.rollout.engine import LiveTensor
 from megatron_rl.errors import LostError, RunError
 from megatron_rl.precision.graph.graph import Graph
+from megatron_rl.rollout.engine import LiveTensor
 from megatron_rl.types import Generation, Sampling
 from rollout_sglang import memory_release
-from rollout_sglang.request_gate import Gate
+from rollout_sglang.health_watch import Watch
+from rollout_sglang.launch_args import Start
 from rollout_sglang.rank_handler import FAILED, PREFIX
 from rollout_sglang.rank_requests import LiveRequests
+from rollout_sglang.request_gate import Gate
 from rollout_sglang.routing_record import RecordedRouting
-from rollout_sglang.launch_args import Start
-from rollout_sglang.health_watch import Watch
 
 _CACHES = (memory_release.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
 _POLL_SECONDS = 0.5
@@ -109,7 +109,8 @@ class SGLangEngine(LiveRequests):
         )
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
-        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.hooks.seeded_sampling`); on a GPU SGLang draws as it likes."""
+        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.hooks.seeded_sampling`); on a GPU SGLang draws as it
+        likes."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, Sampling) else sampling
         parameters = [_parameters(one) for one in samplings]
         found: dict[int, Generation] = {}

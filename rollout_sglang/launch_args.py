@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, first_device, slot_of
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, first_device, slot_of
 from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.graph.graph import Format, Graph
 from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, LatentAttention, Layer, Mlp, Weighted, decoder_graph
 from megatron_rl.precision.graph.formats import activation, channels, dtype_name, plain, quantised, tokens
+from megatron_rl.precision.graph.graph import Format, Graph
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KNOWN_METHODS = (

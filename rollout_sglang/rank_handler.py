@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 
-from parallel.transport.base import Link
 from parallel.chunking import Chunk
-from parallel.shards import Rect
 from parallel.digest import digests
-from rollout_sglang.hooks import gpu_activation_quant, dequant_cache as values
-from rollout_sglang import precision_graph, memory_release, activation_hooks
+from parallel.shards import Rect
+from parallel.transport.base import Link
+from rollout_sglang import activation_hooks, memory_release, precision_graph
+from rollout_sglang.hooks import dequant_cache as values
+from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.weight_receiver import Receiver
 
 PREFIX = "megatron_rl:"

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from parallel.transport.base import Link
 from parallel.chunking import Chunk
 from parallel.shards import Rect
+from parallel.transport.base import Link
 
 
 class LiveRequests:
@@ -45,5 +45,6 @@ class LiveRequests:
         self._live({"verb": "tap"})
 
     def untap(self, folder: Path) -> list[Path]:
-        """Ends that; each rank writes what it recorded (`rollout_sglang.activation_hooks`) into this existing folder of the engine's machine."""
+        """Ends that; each rank writes what it recorded (`rollout_sglang.activation_hooks`) into this existing folder of the engine's
+        machine."""
         return [Path(rank["file"]) for rank in self._live({"verb": "untap", "folder": str(folder)})]

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hf import write
 from megatron_rl.errors import RunError
+from megatron_rl.hf import write
 from megatron_rl.hf.routing_record import RoutingShape
 
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from parallel.transport.base import Inbox, Link, make_inbox
 from parallel.chunking import Chunk
-from parallel.transport.pack import Memory, check_targets, target_memory
 from parallel.digest import byte_flat
+from parallel.transport.base import Inbox, Link, make_inbox
+from parallel.transport.pack import Memory, check_targets, target_memory
 
 Tensors = Mapping[str, torch.Tensor]
 

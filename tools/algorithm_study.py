@@ -15,9 +15,9 @@ import study
 import typer
 
 from megatron_rl.config.algorithm import PRESETS
-from megatron_rl.reporting.plots import Rows
-from megatron_rl.reporting.metric_glossary import write
 from megatron_rl.observability.run_log import read_metrics
+from megatron_rl.reporting.metric_glossary import write
+from megatron_rl.reporting.plots import Rows
 
 SHOWN = {
     "eval/accuracy": ("Held-out accuracy", "correct", "share"),

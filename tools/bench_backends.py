@@ -17,8 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
-from megatron_rl.precision.backends.base import make_backend
-from megatron_rl.precision.backends import requirements
+from megatron_rl.precision.backends import make_backend, requirements
 from megatron_rl.precision.fp8 import quantize_weight
 
 SHAPES = {  # name: (N, K)

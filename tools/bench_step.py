@@ -17,9 +17,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megatron_rl.hf import write
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Precision, Train
+from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract

@@ -31,18 +31,18 @@ from rich.table import Table
 from sync_baselines import GatherAndQuantise, PlainCopy, Setup, contract, flat_plan, flat_tensors
 
 from megatron_rl.config.sync import Running, Sync
-from megatron_rl.rollout.engine import Engine
 from megatron_rl.errors import MegatronRLError, UserError
-from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
-from parallel.model_geometry import ModelGeometry
+from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
-from parallel.shards import Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import kind_of, scale_name
 from parallel.sglang_shards import engine_shards
+from parallel.shards import Shard
 from rollout_sglang import rank_handler
 from rollout_sglang.rank_requests import LiveRequests
 

@@ -26,21 +26,21 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from megatron_rl.hf import write
-from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.batch.micro_batch import micro_batches
-from megatron_rl.cli import error_text
+from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.cli.main import error_text
 from megatron_rl.config import Architecture, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
+from megatron_rl.hf import write
 from megatron_rl.mcore.activation_hooks import recording
+from megatron_rl.mcore.actor import Policy
+from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.preflight import preflight
-from megatron_rl.types import Sampling
 from megatron_rl.training.sft_warmup import make_checkpoint
+from megatron_rl.types import Sampling
 from rollout_sglang.engine import launch
 
 Rows = dict[str, torch.Tensor]

@@ -19,9 +19,9 @@ from typing import Annotated
 import study
 import typer
 
-from megatron_rl.reporting.plots import Rows
-from megatron_rl.reporting.metric_glossary import CAUSES, write
 from megatron_rl.observability.run_log import read_metrics
+from megatron_rl.reporting.metric_glossary import CAUSES, write
+from megatron_rl.reporting.plots import Rows
 
 MODES = ("bf16", "fp8_unified", "fp8_rollout", "int8_rollout")
 REPLAYS = ("none", "trainer", "engine")

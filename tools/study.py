@@ -17,8 +17,8 @@ import typer
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.reporting.plots import Panel, Plot, Rows, svg
 from megatron_rl.observability.run_log import read_metrics, read_run
+from megatron_rl.reporting.plots import Panel, Plot, Rows, svg
 
 ROOT = Path(__file__).parents[1]
 BROKEN = 3

@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from megatron_rl.config import Precision
 from megatron_rl.config.sync import Sync
-from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Plane, buckets, planes_of
-from parallel.model_geometry import ModelGeometry
+from parallel.digest import region
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
-from parallel.shards import Rect
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Move
-from parallel.digest import region
 from parallel.sglang_shards import engine_shards
+from parallel.shards import Rect
 
 _FLAT_COLS = 4096
 

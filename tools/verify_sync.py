@@ -28,25 +28,25 @@ import torch.multiprocessing as mp
 import typer
 from safetensors.torch import save_file
 
-from megatron_rl.hf.config import traits_of
 from megatron_rl.config import Precision
 from megatron_rl.config.sync import Running, Sync
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.hf.config import traits_of
 from megatron_rl.mcore.layers.fp8_linear import fp8_layers
+from megatron_rl.mcore.load_weights import global_parameters, piece_rect, planes, rank_shards
 from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import chunks_of
-from megatron_rl.mcore.load_weights import global_parameters, piece_rect, planes, rank_shards
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
-from parallel.transport.base import Link
+from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
-from parallel.model_geometry import GeometryError, ModelGeometry
-from parallel.layout import Layout
-from parallel.shards import Piece, Rect, Shard, Tensor
-from parallel.reshard import blocks, kind_of, scale_name
 from parallel.digest import digests, region
+from parallel.layout import Layout
+from parallel.model_geometry import GeometryError, ModelGeometry
+from parallel.reshard import blocks, kind_of, scale_name
+from parallel.shards import Piece, Rect, Shard, Tensor
+from parallel.transport.base import Link
 from rollout_sglang.weight_receiver import Receiver
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": torch.bfloat16}

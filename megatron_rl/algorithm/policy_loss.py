@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithm.losses import cispo, gspo, ppo
 from megatron_rl.algorithm.kl import ESTIMATORS
+from megatron_rl.algorithm.losses import cispo, gspo, ppo
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.config.algorithm import Algorithm
 

@@ -1,4 +1,4 @@
-"""Sequences, and the packed micro-batches that a forward pass takes: sequences laid end to end in one row.
+"""Packed micro-batches, which a forward pass takes: sequences laid end to end in one row.
 
 Shape legend: `_T` tokens, `_A` answer tokens, [1, t] a micro-batch. The last token of a sequence predicts nothing and has no place there.
 """
@@ -6,64 +6,17 @@ Shape legend: `_T` tokens, `_A` answer tokens, [1, t] a micro-batch. The last to
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from megatron_rl.batch.packing import pack
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.precision.ops.batch_invariant import FEWEST_ROWS
 
 _EMPTY = torch.empty(0)
-
-
-@dataclass
-class Sequence:
-    """A prompt with its answer, and what is known of each token of it that the policy sampled (float32 [A], empty when not known).
-
-    A counts sampled tokens only: what an environment wrote in between is read by the model, but nothing is ever known or learnt of it.
-    """
-
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    advantage: float = 0.0
-    rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the engine that sampled the answer."""
-    old_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the trainer's policy that sampled the answer."""
-    reference_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Log-probs under the frozen reference."""
-    correction: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Weights of the policy term for the engine's difference from the trainer (`algorithm.corrections`); empty for 1."""
-    reward: float = 0.0
-    """What the answer earned, before any KL term."""
-    excluded: bool = False
-    """Nothing is known of what it earned: it teaches nothing and no mean counts it."""
-    weight: float = 1.0
-    """Of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
-    sampled: list[bool] = field(default_factory=list)
-    """For each answer token, False where an environment wrote it; empty where all were sampled."""
-    experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """The record of its routing that the forward passes replay (`routing`), uint8 or int16 [length - 1, layers, k]; empty for none. All
-    sequences of a batch have one, or none has."""
-    ages: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Policy versions between the one that sampled and the trainer's, int64 [A]; empty for 0."""
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt_ids) + len(self.answer_ids)
-
-    @property
-    def sampled_count(self) -> int:
-        """A."""
-        return sum(self.sampled) if self.sampled else len(self.answer_ids)
-
-    @property
-    def places(self) -> torch.Tensor:
-        """The positions whose targets are the sampled tokens, int64 [A]: position t predicts token t + 1."""
-        answer = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
-        return answer[torch.tensor(self.sampled)] if self.sampled else answer
 
 
 @dataclass

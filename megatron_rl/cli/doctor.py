@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megatron_rl.cli.doctor_gpu import INSTALL, pitfalls
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
-from megatron_rl.cli.doctor_gpu import INSTALL, pitfalls
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
 """The versions that the project's tests ran with. Hooks reach into private names of the last two: another version may break them."""
@@ -210,7 +210,7 @@ def driver() -> str | None:
 
 def commit() -> str | None:
     """Short commit of the checkout that this file belongs to, `+changes` with uncommitted ones; None outside of git."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").exists():  # an installed wheel: an enclosing checkout is somebody else's
         return None
     if (short := _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")) is None:

@@ -23,24 +23,24 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
-from megatron_rl.rollout.engine_pool import start_engines
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import Candidate, check
-from megatron_rl.reporting.eval_page import write_page
-from megatron_rl.reporting.eval_text import SCHEMA
 from megatron_rl.evaluation.sampling import CompletionsFile, sample
-from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, comparison, table
 from megatron_rl.observability.console import Screen
-from megatron_rl.reporting.report import write_text
-from megatron_rl.rewards.scorer import Scorer, check_rewards
-from megatron_rl.training.preflight import check_environment
 from megatron_rl.observability.run_log import new_folder
 from megatron_rl.observability.signals import listen
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.reporting.eval_page import write_page
+from megatron_rl.reporting.eval_tables import print_results
+from megatron_rl.reporting.eval_text import SCHEMA
+from megatron_rl.reporting.report import write_text
+from megatron_rl.rewards.scorer import Scorer, check_rewards
+from megatron_rl.rollout.engine_pool import start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import Turns
+from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.training.preflight import check_environment
 from megatron_rl.types import Problem, Sampling
 from megatron_rl.versions import versions
 

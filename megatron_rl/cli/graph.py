@@ -10,22 +10,22 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
 
-from megatron_rl.hf import write
 from megatron_rl.config import Config
-from megatron_rl.rollout.engine import find_launcher
-from megatron_rl.errors import UserError
-from megatron_rl.mcore.export import save_hf
-from megatron_rl.precision.graph.graph import Graph
-from megatron_rl.training.graph_check import Comparison, training_graph
-from megatron_rl.precision.graph.tables import print_graphs
-from megatron_rl.precision.graph.svg import draw
-from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
-from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.distributed import is_rank0, on_rank0
-from megatron_rl.training.preflight import preflight
+from megatron_rl.errors import UserError
+from megatron_rl.hf import write
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.export import save_hf
+from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.observability.signals import listen
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.graph.graph import Graph
+from megatron_rl.precision.graph.svg import draw
+from megatron_rl.precision.graph.tables import print_graphs
+from megatron_rl.rollout.engine import find_launcher
+from megatron_rl.training.graph_check import Comparison, training_graph
+from megatron_rl.training.preflight import preflight
 from megatron_rl.training.sft_warmup import make_checkpoint
 from parallel.layout import Layout
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_rl.config import Config, TrainLayout
 from megatron_rl.errors import UserError
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 
 def check_layout_of(model: ModelGeometry, layout: Layout, settings: TrainLayout) -> None:

@@ -9,11 +9,9 @@ from pydantic import Field
 
 from megatron_rl.config.base import Section
 from megatron_rl.config.hosts import Host
+from parallel.chunking import IN_FLIGHT
 
 Running = Literal["finish", "restart", "continue"]
-
-IN_FLIGHT = 2
-"""Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
 
 _LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16 << 20, "gloo": 16 << 20, "cuda_ipc": 1 << 30}
 """Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import Config
+from megatron_rl.config.cross_checks import check_lengths
+from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 from megatron_rl.hf.config import traits_of
-from megatron_rl.config import Config
-from megatron_rl.errors import UserError
-from megatron_rl.mcore.export import convert, save_hf
 from megatron_rl.hf.read import Checkpoint, is_fp8
 from megatron_rl.mcore.checkpoint.load import load_alone, read_state
+from megatron_rl.mcore.export import convert, save_hf
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.config.cross_checks import check_lengths
 from megatron_rl.sync.plan import SyncPlan
-from parallel.model_geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import GeometryError, ModelGeometry
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class Candidate:
             precision = config.precision
             convert(self.folder, temporary, {"mode": precision.mode, "high": precision.high, "scale_format": precision.scale_format})
             return temporary
-        from megatron_rl.mcore.model import stop_megatron
         from megatron_rl.mcore.load_weights import planes
+        from megatron_rl.mcore.model import stop_megatron
 
         try:
             model, shards, _, hf_config = load_alone(self.folder)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.worker import draw_seed, give_rewards
 from megatron_rl.rollout.generation import Turns
+from megatron_rl.rollout.worker import draw_seed, give_rewards
 from megatron_rl.types import Completion, Problem, Sampling
 
 _AHEAD = 2

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.fp8 import Blocks
 from megatron_rl.precision.contract import E4M3_MAX, FP8_ROLES
+from megatron_rl.precision.fp8 import Blocks
 from parallel.formats import BLOCK, blocks_in
 from parallel.model_geometry import ModelGeometry, Piece, Tensor
 from parallel.reshard import blocks, scale_name

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_rl.hf.config import traits_of
 from megatron_rl.errors import RunError
+from megatron_rl.hf.config import traits_of
 from parallel.model_geometry import ModelGeometry
 
 

@@ -15,16 +15,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Train
+from megatron_rl.distributed import raise_together
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import nan_finder, reduce
 from megatron_rl.mcore.context_parallel import Share
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
+from megatron_rl.mcore.layers.router import Routing
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.mcore.offload import Offload
 from megatron_rl.mcore.packed_sequences import packed
-from megatron_rl.mcore.layers.router import Routing
-from megatron_rl.distributed import raise_together
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from megatron_rl.mcore.layers.fp8_linear import gather_sequence
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.precision import int8
-from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.emulated import Values
 from megatron_rl.precision.fp8 import Blocks
 from megatron_rl.precision.int8 import Channels
-from megatron_rl.mcore.layers.fp8_linear import gather_sequence
-from megatron_rl.mcore.names import Model, chunks_of, global_name
 from parallel.reshard import scale_name
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]

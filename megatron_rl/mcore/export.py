@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.hf import write
 from megatron_rl.config import Precision
 from megatron_rl.errors import UserError
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.hf import write
 from megatron_rl.hf.read import Checkpoint
-from megatron_rl.precision.int8 import quantize_channels, row_maxima
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.int8 import quantize_channels, row_maxima
 from parallel.chunking import planes_of
-from parallel.model_geometry import GeometryError, ModelGeometry, whole
+from parallel.digest import region
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
+from parallel.model_geometry import GeometryError, ModelGeometry, whole
 from parallel.reshard import kind_of, moves, reshard, scale_name
-from parallel.digest import region
 
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-from megatron_rl.hf import write
+from megatron_rl.distributed import raise_together
 from megatron_rl.errors import UserError
-from megatron_rl.precision.fp8 import Blocks
+from megatron_rl.hf import write
 from megatron_rl.hf.read import Checkpoint
 from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.mcore.rollout_weights import quantised_planes
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.distributed import raise_together
+from megatron_rl.precision.fp8 import Blocks
+from parallel.digest import region
 from parallel.formats import blocks_in
-from parallel.model_geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron_shards import in_quantised_order, megatron_shards, row_order
-from parallel.shards import cut_piece
+from parallel.model_geometry import GeometryError, ModelGeometry, Piece, Rect, Shard
 from parallel.reshard import blocks as block_rect
-from parallel.digest import region
+from parallel.shards import cut_piece
 
 
 def rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:

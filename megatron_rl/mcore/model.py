@@ -23,19 +23,19 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from parallel.transport import gloo_backend
-from megatron_rl.hf.config import traits_of
 from megatron_rl.config import Train
-from megatron_rl.mcore.platform import adam, cpu
-from megatron_rl.mcore.layers.spec import block_spec
-from megatron_rl.mcore.names import Model, chunks_of
-from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
+from megatron_rl.hf.config import traits_of
 from megatron_rl.mcore.checkpoint.rng import seed_host
+from megatron_rl.mcore.layers.spec import block_spec
 from megatron_rl.mcore.load_weights import set_row_orders
+from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
+from megatron_rl.mcore.names import Model, chunks_of
+from megatron_rl.mcore.platform import adam, cpu
 from megatron_rl.precision.contract import PrecisionContract
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary
+from parallel.model_geometry import ModelGeometry
+from parallel.transport import gloo_backend
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _DEFAULTS = Train()

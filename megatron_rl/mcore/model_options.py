@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.hf.config import Rope, Routing
 from megatron_rl.config import Train
-from parallel.model_geometry import ModelGeometry
+from megatron_rl.hf.config import Rope, Routing
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 
 def layout_options(layout: Layout, train: Train) -> dict[str, Any]:

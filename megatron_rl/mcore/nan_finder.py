@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.names import Model, chunks_of, global_name
 from megatron_rl.distributed import gathered
+from megatron_rl.mcore.names import Model, chunks_of, global_name
 
 
 @contextmanager

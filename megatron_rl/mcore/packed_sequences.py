@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_rl.precision.ops import packed_attention
 from megatron_rl.mcore.context_parallel import Share
+from megatron_rl.precision.ops import packed_attention
 
 
 @dataclass

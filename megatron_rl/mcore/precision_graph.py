@@ -20,9 +20,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
-from megatron_rl.precision.graph.graph import Format, Graph, merged
 from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
 from megatron_rl.precision.graph.formats import activation, common, dtype_name, plain, quantised
+from megatron_rl.precision.graph.graph import Format, Graph, merged
 from parallel.formats import BLOCK
 
 

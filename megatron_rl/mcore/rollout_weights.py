@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_rl.distributed import raise_together
 from megatron_rl.errors import RunError
-from megatron_rl.precision.fp8 import Blocks, quantize_weight
-from megatron_rl.precision.int8 import Channels, quantize_channels, row_maxima
 from megatron_rl.mcore.layers.fp8_linear import in_order
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.distributed import raise_together
+from megatron_rl.precision.fp8 import Blocks, quantize_weight
+from megatron_rl.precision.int8 import Channels, quantize_channels, row_maxima
 from parallel.model_geometry import Shard
 from parallel.reshard import kind_of, scale_name
 

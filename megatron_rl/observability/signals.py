@@ -11,8 +11,8 @@ import signal
 import sys
 from typing import Any
 
-from megatron_rl.errors import RunError
 from megatron_rl.distributed import gathered, raise_together
+from megatron_rl.errors import RunError
 
 _asked = ""
 """Name of the signal."""

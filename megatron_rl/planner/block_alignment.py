@@ -7,18 +7,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import requirements
-from megatron_rl.planner.candidate import Candidate, Job
 from megatron_rl.config.cross_checks import check_layout_of
+from megatron_rl.errors import UserError
+from megatron_rl.planner.candidate import Candidate, Job
+from megatron_rl.precision.backends import requirements
 from parallel.formats import SCHEMES
-from parallel.model_geometry import GeometryError, Shard
 from parallel.layout import Layout
-from parallel.megatron_shards import check_layout, megatron_shards
 from parallel.layout_hints import engine_problem, explained, one_of_each_layer, trainer_problem
-from parallel.shards import cut_piece
+from parallel.megatron_shards import check_layout, megatron_shards
+from parallel.model_geometry import GeometryError, Shard
 from parallel.reshard import kind_of
 from parallel.sglang_shards import engine_shards
+from parallel.shards import cut_piece
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from megatron_rl.hf.config import Routing, traits_of
 from megatron_rl.config import Config
+from megatron_rl.config.cross_checks import longest_sequence, stale_conflicts
+from megatron_rl.hf.config import Routing, traits_of
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.config.cross_checks import longest_sequence, stale_conflicts
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 Placement = Literal["colocated", "disaggregated"]
 Recompute = Literal["none", "selective", "full"]

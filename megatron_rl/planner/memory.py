@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 from megatron_rl.planner.candidate import Candidate, Job
 from parallel.formats import SCHEMES, blocks_in
-from parallel.model_geometry import ModelGeometry, Shard
 from parallel.layout import Coordinates, Layout
-from parallel.megatron_shards import megatron_shards, stage_layers
 from parallel.layout_hints import one_of_each_layer
+from parallel.megatron_shards import megatron_shards, stage_layers
+from parallel.model_geometry import ModelGeometry, Shard
 from parallel.reshard import kind_of
 from parallel.sglang_shards import sglang_shards
 

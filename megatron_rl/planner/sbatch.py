@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.cli.plan import Plan, Request
+    from megatron_rl.planner.plan import Plan, Request
 
 TEMPLATE = Path(__file__).parents[2] / "launch" / "slurm" / "plan.sbatch.j2"
 

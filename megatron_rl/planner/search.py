@@ -16,10 +16,10 @@ from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import Candidate, Job, Placement, is_field
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import Side, phases, spare
-from megatron_rl.planner.sync_traffic import SyncLoad, sync_load
 from megatron_rl.planner.roofline import Seconds, seconds
-from parallel.model_geometry import GeometryError
+from megatron_rl.planner.sync_traffic import SyncLoad, sync_load
 from parallel.layout import Layout
+from parallel.model_geometry import GeometryError
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 

@@ -13,8 +13,8 @@ from megatron_rl.planner.candidate import Candidate, Job
 from megatron_rl.planner.hardware import LINK_SHARE, NETWORK, Cluster
 from megatron_rl.planner.memory import layer_counts
 from parallel.formats import SCHEMES
-from parallel.megatron_shards import trainer_shards
 from parallel.layout_hints import one_of_each_layer
+from parallel.megatron_shards import trainer_shards
 from parallel.reshard import Copy, reshard
 from parallel.sglang_shards import engine_shards
 

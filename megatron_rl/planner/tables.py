@@ -12,11 +12,11 @@ from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import MEAN_SHARE, Job
 from megatron_rl.planner.hardware import GIB, LINK_SHARE, NETWORK, Cluster
 from megatron_rl.planner.memory_by_phase import offloaded, usable
-from megatron_rl.planner.search import Found, Verdict, reason
 from megatron_rl.planner.roofline import COMPUTE_SHARE
+from megatron_rl.planner.search import Found, Verdict, reason
 
 if TYPE_CHECKING:
-    from megatron_rl.cli.plan import Plan
+    from megatron_rl.planner.plan import Plan
 
 _WIDTH = 120
 

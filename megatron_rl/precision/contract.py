@@ -11,7 +11,8 @@ The three products of a linear layer y = x W^T in unified FP8 (Jet-RL, arXiv 260
 Weights are quantised once per optimizer step from the FP32 master; those blocks serve FProp, DGrad and the engine.
 
 In `fp8_rollout` and `int8_rollout` (FlashRL) the trainer computes in high precision and quantises, at every sync, the weights that it
-computes with: y = Q_1x128(x) . Q_128x128(W)^T, or with a scale per token and per output channel (`megatron_rl.precision.int8`), in the engine alone.
+computes with: y = Q_1x128(x) . Q_128x128(W)^T, or with a scale per token and per output channel (`megatron_rl.precision.int8`), in the
+engine alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ AMAX_EPSILON = 1e-10
 """Smallest block maximum, as SGLang clamps it; with it a pow2 block of zeros has scale 2^-42 on both sides."""
 
 FP8_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
-"""Roles of weights (see parallel.model_geometry) that are FP8 in the FP8 modes, INT8 in `int8_rollout`; every other stays in high precision."""
+"""Roles of weights (`parallel.model_geometry`) that are FP8 in the FP8 modes, INT8 in `int8_rollout`; all others stay in high precision."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.reporting.eval_text import estimate_of, interval, line_name, measures, p_text, points, sentence, widest
-from megatron_rl.reporting.report import Fact, render, write_text
-from megatron_rl.reporting.plots import Curve, curves
-from megatron_rl.reporting.metric_glossary import duration, toml_text, write
 from megatron_rl.observability.run_log import read_rows
+from megatron_rl.reporting.eval_text import estimate_of, interval, line_name, measures, p_text, points, sentence, widest
+from megatron_rl.reporting.metric_glossary import duration, toml_text, write
+from megatron_rl.reporting.plots import Curve, curves
+from megatron_rl.reporting.report import Fact, render, write_text
 
 _SHOWN = 12
 """Completions on the page."""

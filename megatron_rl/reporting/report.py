@@ -15,12 +15,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megatron_rl.reporting import plots as report_plots
 from megatron_rl.errors import UserError
-from megatron_rl.reporting.eval_text import summaries
 from megatron_rl.observability.console import PHASES, Number, proof_verdict
-from megatron_rl.reporting.metric_glossary import CAUSES, HIDDEN, byte_text, duration, meaning, toml_text, visible, write
 from megatron_rl.observability.run_log import read_rows, read_run
+from megatron_rl.reporting import plots as report_plots
+from megatron_rl.reporting.eval_text import summaries
+from megatron_rl.reporting.metric_glossary import CAUSES, HIDDEN, byte_text, duration, meaning, toml_text, visible, write
 
 Row = dict[str, Number]
 _LOG_LINES = 20

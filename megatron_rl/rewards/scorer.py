@@ -17,8 +17,8 @@ from types import TracebackType
 
 from megatron_rl.config.reward import RewardConfig, RewardPart
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.rewards.worker_pool import Function, RewardPool
 from megatron_rl.rewards.http import RewardServer
+from megatron_rl.rewards.worker_pool import Function, RewardPool
 from megatron_rl.types import Problem, Reward
 
 _REASONS_TOLD = 3

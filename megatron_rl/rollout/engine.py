@@ -12,10 +12,10 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import UserError
 from megatron_rl.precision.graph.graph import Graph
-from parallel.transport.base import Link
-from parallel.chunking import Chunk
 from megatron_rl.types import Generation, Sampling
+from parallel.chunking import Chunk
 from parallel.shards import Rect
+from parallel.transport.base import Link
 
 
 @dataclass(frozen=True)

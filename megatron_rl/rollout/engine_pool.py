@@ -22,14 +22,14 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.rollout.engine import Engine, LiveTensor, find_launcher
-from megatron_rl.rollout.engine_placement import first_device, slot_of
 from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.precision.graph.graph import Graph
-from parallel.transport.base import Link
-from parallel.chunking import Chunk
+from megatron_rl.rollout.engine import Engine, LiveTensor, find_launcher
+from megatron_rl.rollout.engine_placement import first_device, slot_of
 from megatron_rl.types import Generation, Sampling
+from parallel.chunking import Chunk
 from parallel.shards import Rect
+from parallel.transport.base import Link
 
 T = TypeVar("T")
 

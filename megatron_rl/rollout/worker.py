@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.observability import hang_watchdog
 from megatron_rl.algorithm.length_penalty import overlong_reward
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
-from megatron_rl.rollout.engine import Engine
 from megatron_rl.errors import LostError
+from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import Turns
 from megatron_rl.types import Completion, Problem, Sampling

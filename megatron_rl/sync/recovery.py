@@ -1,7 +1,8 @@
 """The sync, and what rank 0 has sampled, made to outlive engines: where one is lost, a new one is brought to the same policy version.
 
 What was under way is done anew. Draws are a function of seed, policy version and place, and a sync ends with the same bytes however
-often it is begun, so a run that lost engines ends with the bits of one that did not (`megatron_rl.rollout.engine_pool` has the engines' side).
+often it is begun, so a run that lost engines ends with the bits of one that did not (`megatron_rl.rollout.engine_pool` has the engines'
+side).
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from megatron_rl.observability import hang_watchdog
-from megatron_rl.rollout.engine_pool import Engines
-from megatron_rl.errors import LostError
 from megatron_rl.distributed import on_rank0
+from megatron_rl.errors import LostError
+from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
-from megatron_rl.sync.weight_sync import SyncReport, WeightSync
+from megatron_rl.rollout.engine_pool import Engines
 from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.weight_sync import SyncReport, WeightSync
 
 T = TypeVar("T")
 

@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.sync import Sync
-from megatron_rl.rollout.engine import Engine
-from megatron_rl.errors import LostError, RunError
 from megatron_rl.distributed import gathered, on_rank0
+from megatron_rl.errors import LostError, RunError
+from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
-from parallel.transport.base import GROUPS, Link, Outbox, make_outbox
 from megatron_rl.sync.transport_check import check_hosts
 from parallel.chunking import chunks_of
-from parallel.transport.pack import source_memory
-from parallel.formats import BLOCK
-from parallel.shards import Rect
-from parallel.reshard import Move
 from parallel.digest import byte_flat, digest, digests
+from parallel.formats import BLOCK
+from parallel.reshard import Move
+from parallel.shards import Rect
+from parallel.transport.base import GROUPS, Link, Outbox, make_outbox
+from parallel.transport.pack import source_memory
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 

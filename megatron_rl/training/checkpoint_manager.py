@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
 from megatron_rl.config import Config
 from megatron_rl.errors import RunError
-from megatron_rl.training.train_state import Mark
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.checkpoint.folder import checkpoint_folder
 from megatron_rl.mcore.checkpoint.write import Checkpoint
 from megatron_rl.training.resume import arrangement
+from megatron_rl.training.train_state import Mark
 from megatron_rl.versions import versions
 from parallel.layout import Layout
 

@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from megatron_rl.config.placement import Placement
-from megatron_rl.rollout.engine import Engine
-from megatron_rl.mcore.actor import Actor
 from megatron_rl.distributed import gathered, on_rank0
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.rollout.engine import Engine
 
 _MIB = 1 << 20
 

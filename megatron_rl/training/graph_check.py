@@ -10,13 +10,13 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from megatron_rl.rollout.engine import Engine
+from megatron_rl.distributed import is_rank0, on_rank0, raise_together
 from megatron_rl.errors import RunError
-from megatron_rl.precision.graph.graph import Graph, differences, folded_json, merged
-from megatron_rl.precision.graph.svg import draw
 from megatron_rl.mcore.precision_graph import rank_graph
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.distributed import is_rank0, on_rank0, raise_together
+from megatron_rl.precision.graph.graph import Graph, differences, folded_json, merged
+from megatron_rl.precision.graph.svg import draw
+from megatron_rl.rollout.engine import Engine
 
 _SHOWN = 4
 

@@ -16,29 +16,29 @@ from typing import cast
 
 import torch
 
-from megatron_rl.observability import hang_watchdog
-from megatron_rl.rollout.async_worker import Ahead
 from megatron_rl.algorithm.advantages import assign_advantages
-from megatron_rl.algorithm.loss_weights import weigh
 from megatron_rl.algorithm.clip_calibration import ClipCalibration
 from megatron_rl.algorithm.importance_weights import assign_corrections
+from megatron_rl.algorithm.loss_weights import weigh
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.training.mismatch_attribution import MismatchCauses
-from megatron_rl.training.checkpoint_manager import Checkpoints
 from megatron_rl.config import Config, Placement
+from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.training.train_state import Mark
+from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.layers.fp8_linear import without_fp8
-from megatron_rl.training.mismatch import mismatch, staleness
-from megatron_rl.training.colocation import DeviceTurns
-from megatron_rl.distributed import is_rank0
-from megatron_rl.rollout.worker import Rollout, RolloutWorker, rollout_metrics, sample_rows
-from megatron_rl.hf.routing_record import RoutingShape
+from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.run_log import RunLog
-from megatron_rl.sync.recovery import SteadySync
 from megatron_rl.observability.signals import check_stop
+from megatron_rl.rollout.async_worker import Ahead
+from megatron_rl.rollout.worker import Rollout, RolloutWorker, rollout_metrics, sample_rows
+from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.training.checkpoint_manager import Checkpoints
+from megatron_rl.training.colocation import DeviceTurns
+from megatron_rl.training.mismatch import mismatch, staleness
+from megatron_rl.training.mismatch_attribution import MismatchCauses
+from megatron_rl.training.train_state import Mark
 
 
 class Loop:

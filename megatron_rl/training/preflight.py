@@ -6,24 +6,24 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.config import Config
+from megatron_rl.config.cross_checks import check_layout_of, check_lengths, check_placement
+from megatron_rl.data import check_data
+from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 from megatron_rl.hf.config import rope_theta, traits_of
-from megatron_rl.config import Config
-from megatron_rl.data import check_data
+from megatron_rl.hf.read import Checkpoint
+from megatron_rl.precision.backends import requirements
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rewards.scorer import check_rewards
 from megatron_rl.rollout.engine_placement import check_slots
 from megatron_rl.rollout.engine_pool import check_devices
 from megatron_rl.rollout.environments.base import load_environment
-from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import requirements
-from megatron_rl.hf.read import Checkpoint
-from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.training.resume import run_to_resume
-from megatron_rl.rewards.scorer import check_rewards
-from megatron_rl.config.cross_checks import check_layout_of, check_lengths, check_placement
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_transport
-from parallel.model_geometry import GeometryError, ModelGeometry
+from megatron_rl.training.resume import run_to_resume
 from parallel.layout import Layout
+from parallel.model_geometry import GeometryError, ModelGeometry
 
 
 def run_training(config: Config) -> Path:

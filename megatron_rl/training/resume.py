@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.config import Config, Train
 from megatron_rl.errors import UserError
+from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import read_run
 from megatron_rl.versions import versions
 from parallel.layout import Layout

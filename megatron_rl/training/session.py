@@ -12,45 +12,45 @@ from typing import Any, Literal, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.hf import write
-from megatron_rl.observability import hang_watchdog
-from megatron_rl.rollout.async_worker import Ahead
-from megatron_rl.training.mismatch_attribution import MismatchCauses
-from megatron_rl.training.checkpoint_manager import Checkpoints
-from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
-from megatron_rl.rollout.engine_pool import Engines, start_engines
-from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.mcore.export import save_hf
-from megatron_rl.training.graph_check import check_graph
-from megatron_rl.hf.read import is_fp8
-from megatron_rl.training.loop import Loop
-from megatron_rl.training.train_state import Mark
-from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.write import load
-from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
-from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
-from megatron_rl.training.colocation import DeviceTurns
-from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.distributed import is_rank0, lost_rank, on_rank0, raise_together
-from megatron_rl.reporting.report import headline, write_report
-from megatron_rl.training.resume import Start, arrangement, choose
-from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.hf import write
+from megatron_rl.hf.read import is_fp8
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.checkpoint.folder import set_aside
+from megatron_rl.mcore.checkpoint.write import load
+from megatron_rl.mcore.export import save_hf
+from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
-from megatron_rl.sync.recovery import SteadySync
 from megatron_rl.observability.signals import listen, stop_or
-from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.reporting.report import headline, write_report
+from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rollout.async_worker import Ahead
+from megatron_rl.rollout.engine_pool import Engines, start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.versions import versions
+from megatron_rl.rollout.worker import RolloutWorker
+from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.training.checkpoint_manager import Checkpoints
+from megatron_rl.training.colocation import DeviceTurns
+from megatron_rl.training.graph_check import check_graph
+from megatron_rl.training.loop import Loop
+from megatron_rl.training.mismatch_attribution import MismatchCauses
+from megatron_rl.training.resume import Start, arrangement, choose
 from megatron_rl.training.sft_warmup import make_checkpoint
-from parallel.model_geometry import ModelGeometry
+from megatron_rl.training.train_state import Mark
+from megatron_rl.versions import versions
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 _WATCHED_MINUTES = 24 * 60
 """After which a collective breaks off in a run that is watched, which ends long before where it stands still."""

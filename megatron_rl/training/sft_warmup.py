@@ -14,26 +14,26 @@ from typing import Any
 
 import torch
 
-from megatron_rl.rollout.environments import calculator
-from megatron_rl.hf import write
-from megatron_rl.observability import hang_watchdog
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Config, Train, WarmStart
 from megatron_rl.data.arithmetic import demonstration
 from megatron_rl.data.arithmetic import generate as generate_problems
-from megatron_rl.data.prompt_template import prompt_maker
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
-from megatron_rl.errors import UserError
-from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.model import build_model
-from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
-from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.data.prompt_template import prompt_maker
 from megatron_rl.distributed import is_rank0, on_rank0
+from megatron_rl.errors import UserError
+from megatron_rl.hf import write
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.export import save_hf
+from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.model import build_model
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rollout.environments import calculator
 from megatron_rl.types import Problem
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 _MASTERS = {"mode": "bf16", "high": "fp32"}
 """Precision of the checkpoint that is written: nothing quantised, FP32."""

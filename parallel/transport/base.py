@@ -15,16 +15,35 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from megatron_rl.config.sync import Sync
-from megatron_rl.errors import UserError
 from parallel.chunking import Chunk
 
 GROUPS = ("process_group", "gloo")
 """Those that are torch's process groups."""
+
+
+class TransportSettings(Protocol):
+    """What a transport must be told; the configuration's section `[sync]` has these fields."""
+
+    @property
+    def transport(self) -> str:
+        """Name of the module in this package."""
+
+    @property
+    def host(self) -> str:
+        """Process groups: address of the first trainer rank's host."""
+
+    @property
+    def dir(self) -> Path | None:
+        """disk: the shared folder."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that one side waits for the other."""
 
 
 class Outbox(Protocol):
@@ -81,33 +100,11 @@ class Link:
     """Number of this engine's first rank; `targets` are numbered through all engines."""
 
 
-def make_outbox(settings: Sync, rank: int, chunks: Sequence[Chunk]) -> Outbox:
+def make_outbox(settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
     """The outbox of trainer rank `rank`; `chunks` are those of all ranks."""
-    check_transport(settings)
-    return importlib.import_module(f"parallel.transport.base.{settings.transport}").Outbox(settings, rank, chunks)
+    return importlib.import_module(f"parallel.transport.{settings.transport}").Outbox(settings, rank, chunks)
 
 
 def make_inbox(link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
     """The inbox of engine rank `rank`, which will receive `chunks`. Raises OSError or RuntimeError when the trainer does not come."""
-    return importlib.import_module(f"parallel.transport.base.{link.transport}").Inbox(link, rank, chunks)
-
-
-def check_transport(settings: Sync, shared: bool = False) -> None:
-    """Raises UserError for a transport that cannot work on this machine. `shared`: trainer and engines have the same devices."""
-    if settings.transport == "process_group" and shared and torch.cuda.is_available():
-        rule = "is NCCL's, which takes no GPU twice, and trainer and engines share theirs (placement.kind)"
-        raise UserError("sync.transport", "process_group", rule, "use cuda_ipc on one host, gloo on several")
-    if settings.transport in ("shared_memory", "disk") and torch.cuda.is_available():
-        rule = "moves what lies in the host's memory, and here trainer and engines are on GPUs"
-        raise UserError("sync.transport", settings.transport, rule, "use cuda_ipc on one host; process_group or gloo on several")
-    if settings.transport == "cuda_ipc" and not torch.cuda.is_available():
-        raise UserError("sync.transport", "cuda_ipc", "needs CUDA, and this machine has no CUDA device", "use shared_memory")
-    if settings.transport == "disk" and settings.dir is None:
-        raise UserError("sync.dir", None, "must be set for sync.transport = disk", "name a folder that trainer and engine both see")
-
-
-def check_hosts(settings: Sync, hosts: Sequence[str]) -> None:
-    """Raises UserError where trainer ranks on these hosts, and an engine on the first of them, cannot use the transport."""
-    if settings.transport in ("shared_memory", "cuda_ipc") and len(set(hosts)) > 1:
-        rule = f"needs trainer and engine on one host; the trainer's ranks are on {len(set(hosts))}"
-        raise UserError("sync.transport", settings.transport, rule, "use process_group, gloo, or disk with a shared folder")
+    return importlib.import_module(f"parallel.transport.{link.transport}").Inbox(link, rank, chunks)

@@ -17,9 +17,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron_rl.config.sync import Sync
-from parallel.transport.base import Link
 from parallel.chunking import Chunk
+from parallel.transport.base import Link, TransportSettings
 
 _POLL_SECONDS = 0.01
 
@@ -27,7 +26,7 @@ _POLL_SECONDS = 0.01
 class Outbox:
     """See `parallel.transport.base.Outbox`."""
 
-    def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         assert settings.dir is not None  # check_transport saw to it
         settings.dir.mkdir(parents=True, exist_ok=True)
         mine = [chunk.nbytes for chunk in chunks if chunk.source == rank]

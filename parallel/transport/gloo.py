@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config.sync import Sync
-from parallel.transport.base import Link
-from parallel.transport import process_group
 from parallel.chunking import Chunk
+from parallel.transport import process_group
+from parallel.transport.base import Link, TransportSettings
 
 
 class Outbox(process_group.Outbox):
@@ -22,7 +21,7 @@ class Outbox(process_group.Outbox):
 
     on_device = False
 
-    def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         super().__init__(settings, rank, chunks)
         self._packed: torch.Tensor | None = None
 

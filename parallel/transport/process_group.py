@@ -14,11 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parallel.chunking import IN_FLIGHT, Chunk
 from parallel.transport import gloo_backend
-from parallel.chunking import IN_FLIGHT
-from megatron_rl.config.sync import Sync
-from parallel.transport.base import Link
-from parallel.chunking import Chunk
+from parallel.transport.base import Link, TransportSettings
 from parallel.transport.store import listening_store
 
 
@@ -28,7 +26,7 @@ class Outbox:
     on_device = True
     """Sends from the GPU's memory where there is one."""
 
-    def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
         self._sources = sorted({chunk.source for chunk in chunks})
         self._targets = sorted({chunk.target for chunk in chunks})

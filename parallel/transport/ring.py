@@ -19,10 +19,8 @@ from typing import Any
 
 import torch
 
-from parallel.chunking import IN_FLIGHT
-from megatron_rl.config.sync import Sync
-from parallel.transport.base import Link
-from parallel.chunking import Chunk
+from parallel.chunking import IN_FLIGHT, Chunk
+from parallel.transport.base import Link, TransportSettings
 
 _NUMBER = struct.Struct("<q")
 
@@ -30,7 +28,7 @@ _NUMBER = struct.Struct("<q")
 class RingOutbox:
     """Fills buffer after buffer; waits where the next one has not been read yet."""
 
-    def __init__(self, settings: Sync, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._targets = sorted({chunk.target for chunk in chunks if chunk.source == rank})
         self._size = max(chunk.nbytes for chunk in chunks)
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))  # readable by this user only

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops import batch_invariant
 from megatron_rl.precision.fp8_products import fprop, value_dtype
+from megatron_rl.precision.ops import batch_invariant
 from parallel.formats import BLOCK
 from rollout_sglang.hooks.dequant_cache import values_of
 

@@ -55,7 +55,7 @@ def check_version() -> None:
 def _hooks() -> list[Hook]:
     """All hooks for this machine."""
     from rollout_sglang import precision_graph, rank_handler
-    from rollout_sglang.hooks import int8_linear, llama_block_scales, fp32_router
+    from rollout_sglang.hooks import fp32_router, int8_linear, llama_block_scales
 
     hooks: list[Hook] = [
         (_LIVE, rank_handler.handle, "AROUND"),
@@ -80,7 +80,7 @@ def gpu_hooks() -> list[Hook]:
 
 def cpu_hooks() -> list[Hook]:
     """What SGLang cannot compute on a CPU, or with other bits than the trainer."""
-    from rollout_sglang.hooks import seeded_sampling, int8_linear, cpu_kernels, cpu_mla, cpu_moe, fp32_router
+    from rollout_sglang.hooks import cpu_kernels, cpu_mla, cpu_moe, fp32_router, int8_linear, seeded_sampling
 
     return [
         (_CPU_LINEAR, cpu_kernels.dispatch_block_fp8_linear, "REPLACE"),

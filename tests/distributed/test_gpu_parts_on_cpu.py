@@ -20,7 +20,7 @@ import torch.distributed as dist
 from gpu_parts import layer, speed_layer, speed_sync
 from gpu_parts.rows import Rows
 from megatron_rl.config import Architecture
-from megatron_rl.config_sync import Sync
+from megatron_rl.config.sync import Sync
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
 from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
 
-from megatron_rl.hf import write
 from megatron_rl.errors import UserError
+from megatron_rl.hf import write
 from megatron_rl.precision.fp8 import Blocks, dequantize_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name

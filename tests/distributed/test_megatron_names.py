@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import megatron_shards
+from parallel.model_geometry import ModelGeometry
 
 WORLD = 4
 DENSE = {
@@ -181,8 +181,8 @@ def work(rank: int, folder: str) -> None:
     from megatron.core.transformer import multi_latent_attention as latent
     from support.trainer import leave_layout
 
-    from parallel.transport import gloo_backend
     from megatron_rl.mcore.platform import cpu
+    from parallel.transport import gloo_backend
 
     torch.set_num_threads(1)
     cpu.install()

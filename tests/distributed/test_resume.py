@@ -7,8 +7,8 @@ import torch
 from support.fp8_checkpoints import make_fp8_checkpoint
 from support.models import ARCHITECTURES, FP8, make_model, random_sequences
 
-from megatron_rl.mcore.checkpoint.folder import newest_first, newest_whole
 from megatron_rl.errors import UserError
+from megatron_rl.mcore.checkpoint.folder import newest_first, newest_whole
 from megatron_rl.training.resume import choose
 from parallel.layout import Layout
 

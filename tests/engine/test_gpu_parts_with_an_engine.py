@@ -21,7 +21,7 @@ from gpu_parts import speed_decode, speed_step
 from gpu_parts.rows import Rows
 from gpu_parts.side_by_side import started, those_up
 from megatron_rl.config import Architecture, Precision
-from megatron_rl.config_sync import Sync
+from megatron_rl.config.sync import Sync
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
 

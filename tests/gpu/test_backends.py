@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.activations import check_columns, check_kernel, check_rows, uneven
 
-from megatron_rl.precision.backends.base import Backend, make_backend
-from megatron_rl.precision.backends import requirements
+from megatron_rl.precision.backends import make_backend, requirements
+from megatron_rl.precision.backends.base import Backend
 from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
 from megatron_rl.precision.fp8 import Blocks, quantize_1x128, quantize_128x1, quantize_weight
 

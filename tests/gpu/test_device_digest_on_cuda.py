@@ -6,8 +6,8 @@ import pytest
 import torch
 from support import device_sums
 
-from parallel.shards import Rect
 from parallel.digest import digest, digests
+from parallel.shards import Rect
 
 pytestmark = pytest.mark.gpu
 

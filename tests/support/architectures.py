@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from megatron_rl.hf import write
 from megatron_rl.config import Precision
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.hf import write
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
 

@@ -6,15 +6,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rollout.async_worker import Ahead
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
-from megatron_rl.training.loop import Loop
-from megatron_rl.training.colocation import DeviceTurns
 from megatron_rl.rewards.scorer import Scorer
+from megatron_rl.rollout.async_worker import Ahead
 from megatron_rl.rollout.worker import Rollout, RolloutWorker
 from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.training.colocation import DeviceTurns
+from megatron_rl.training.loop import Loop
 from megatron_rl.types import Reward, Sampling
 from support.looped import NoCheckpoints, Recorded
 from support.served import Served, _now

@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from megatron_rl.hf import write
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Precision, Train
-from megatron_rl.mcore.export import gather_tensors
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.fp8_linear import fp8_layers, quantize_model
+from megatron_rl.mcore.load_weights import load_checkpoint, piece_rect, planes, rank_shards
 from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import chunks_of
-from megatron_rl.mcore.load_weights import load_checkpoint, piece_rect, planes, rank_shards
 from megatron_rl.precision.contract import PrecisionContract
-from parallel.model_geometry import ModelGeometry
+from megatron_rl.precision.fp8 import quantize_weight
+from parallel.digest import raw_bytes, region
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
-from parallel.shards import Rect, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import blocks, kind_of, scale_name
-from parallel.digest import raw_bytes, region
+from parallel.shards import Rect, Shard
 from support.trainer import TRAIN, leave_layout, negative_log_likelihood
 
 

@@ -9,9 +9,9 @@ import torch
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.training.mismatch_attribution import MismatchCauses
 from megatron_rl.config.algorithm import Algorithm
 from megatron_rl.mcore.engine_emulation import with_engine_weights
+from megatron_rl.training.mismatch_attribution import MismatchCauses
 from support.trainer import Trainer
 
 CHANGED = "linear_fc1.weight"

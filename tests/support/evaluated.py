@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatron_rl.hf import write
 from megatron_rl.config import Config
+from megatron_rl.hf import write
 from megatron_rl.mcore.checkpoint import load
-from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.load_weights import load_checkpoint, this_rank_shards
+from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.sft_warmup import make_checkpoint
 from parallel.layout import Layout

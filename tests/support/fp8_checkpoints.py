@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.hf import write
 from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.hf import write
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.precision.contract import FP8_ROLES
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
-from parallel.shards import FP32_ROLES
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
+from parallel.shards import FP32_ROLES
 from support.models import edit_config, make_checkpoint, read_weights
 
 SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -96,8 +96,8 @@ def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = Non
 def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learning_rate: float) -> dict[str, list[str]]:
     """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
     quantised master."""
-    from megatron_rl.precision.fp8 import quantize_weight
     from megatron_rl.mcore.layers.fp8_linear import fp8_layers, in_order
+    from megatron_rl.precision.fp8 import quantize_weight
     from support.trainer import Trainer, negative_log_likelihood
 
     def same(one: Any, two: Any) -> bool:

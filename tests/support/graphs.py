@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_rl.mcore.layers.fp8_linear import fp8_layers
 from megatron_rl.precision.graph.graph import Graph
 from megatron_rl.training.graph_check import Comparison, check_graph, training_graph
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
 from support import served
 from support.trainer import Trainer
 

@@ -25,21 +25,21 @@ from bench_sync import MODELS, Model, contract, empty_planes, random_planes
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Sync
+from megatron_rl.distributed import is_rank0, on_rank0
 from megatron_rl.rollout.engine_placement import Slot
 from megatron_rl.rollout.engine_pool import Engines
-from megatron_rl.distributed import is_rank0, on_rank0
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import SteadySync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.types import Sampling
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
 from parallel.sglang_shards import engine_shards
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
+from rollout_sglang.launch_args import _free_port
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.server import die_with_parent
-from rollout_sglang.launch_args import _free_port
 from support.faults import Faults, family_of, strike_while
 from support.faults import sync_through as strike_in_sync
 

@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.training.mismatch_attribution import MismatchCauses
 from megatron_rl.config import Config
-from megatron_rl.training.loop import Loop
-from megatron_rl.training.train_state import Mark
-from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.model import build_model, frozen
-from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.distributed import on_rank0
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.load_weights import load_checkpoint
+from megatron_rl.mcore.model import build_model, frozen
 from megatron_rl.rollout.worker import Rollout
+from megatron_rl.training.loop import Loop
+from megatron_rl.training.mismatch_attribution import MismatchCauses
+from megatron_rl.training.train_state import Mark
 from megatron_rl.types import Completion, Problem, Reward
 from support.trainer import Trainer
 

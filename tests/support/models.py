@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.hf import write
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture
 from megatron_rl.data.byte_tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
+from megatron_rl.hf import write
 from parallel.model_geometry import ModelGeometry
 
 VOCABULARY = 384

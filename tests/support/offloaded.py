@@ -10,8 +10,8 @@ import torch
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.mcore.checkpoint.write import Checkpoint
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, optimizers, sixteen_bit
+from megatron_rl.mcore.checkpoint.write import Checkpoint
 from parallel.layout import Layout
 from support.trainer import Trainer
 

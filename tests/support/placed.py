@@ -16,8 +16,8 @@ import psutil
 
 from megatron_rl.config import load_config
 from megatron_rl.rollout.engine_placement import check_slots
-from rollout_sglang.process import EngineProcess
 from rollout_sglang.launch_args import Start
+from rollout_sglang.process import EngineProcess
 from support.processes import until
 
 ENGINE = """# Python runs this first, as sitecustomize

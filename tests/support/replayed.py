@@ -10,8 +10,8 @@ import torch
 
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.mcore.engine_emulation import with_engine_weights
 from megatron_rl.hf.routing_record import extended
+from megatron_rl.mcore.engine_emulation import with_engine_weights
 from megatron_rl.types import Sampling
 from rollout_sglang import engine
 from rollout_sglang import launch_args as engine_start

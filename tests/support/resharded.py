@@ -12,15 +12,15 @@ import torch.distributed as dist
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Sync
+from megatron_rl.distributed import is_rank0, on_rank0
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
 from megatron_rl.mcore.load_weights import load_checkpoint
-from megatron_rl.distributed import is_rank0, on_rank0
-from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import Generation, Sampling
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 from rollout_sglang.engine import SGLangEngine, launch
 from support.architectures import write_model
 from support.trainer import Trainer

@@ -11,22 +11,22 @@ import numpy as np
 import torch
 
 from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.training.checkpoint_manager import Checkpoints
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
+from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.training.loop import Loop
-from megatron_rl.training.train_state import Mark
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
 from megatron_rl.mcore.checkpoint.write import load
 from megatron_rl.mcore.layers.fp8_linear import fp8_layers
+from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.mcore.model import build_model, frozen
 from megatron_rl.mcore.names import chunks_of
-from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
-from megatron_rl.mcore.load_weights import load_checkpoint
-from megatron_rl.distributed import is_rank0
-from megatron_rl.training.resume import arrangement, choose
 from megatron_rl.rollout.worker import Rollout
+from megatron_rl.training.checkpoint_manager import Checkpoints
+from megatron_rl.training.loop import Loop
+from megatron_rl.training.resume import arrangement, choose
+from megatron_rl.training.train_state import Mark
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
 from support.looped import NoSync, Recorded

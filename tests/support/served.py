@@ -1,4 +1,5 @@
-"""The trainer's process with a real SGLang engine below it, run as the one rank of a `World`: what `megatron_rl.training.session` builds."""
+"""The trainer's process with a real SGLang engine below it, run as the one rank of a `World`: what `megatron_rl.training.session`
+builds."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config.algorithm import Algorithm
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.export import export_checkpoint, save_hf
 from megatron_rl.mcore.checkpoint import load as checkpoints
-from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.mcore.export import export_checkpoint, save_hf
 from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import Sampling
-from parallel.model_geometry import ModelGeometry, Rect
 from parallel.digest import region
+from parallel.model_geometry import ModelGeometry, Rect
 from rollout_sglang.engine import SGLangEngine, launch
 from support.engines import engine_config
 from support.trainer import Trainer

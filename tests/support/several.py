@@ -15,10 +15,10 @@ from megatron_rl.config import Config
 from megatron_rl.config.algorithm import Algorithm
 from megatron_rl.config.sync import Sync
 from megatron_rl.rollout.engine_pool import Engines, start_engines
+from megatron_rl.sync.engine_check import check_live_engine
+from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import SteadySync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.types import Sampling
 from parallel.model_geometry import ModelGeometry
 from support.faults import Faults, family_of, strike_while

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.observability import hang_watchdog
 from megatron_rl.errors import RunError
+from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import listen, stop_or
 from parallel.layout import Layout
@@ -22,7 +22,10 @@ def train_watched(folder: Path, run: Path, precision: dict[str, Any], stuck_afte
     start(layout := Layout(tp=2))
     run.mkdir(exist_ok=True)
     rank = dist.get_rank()
-    with rank_log(run, rank, 2) as log, hang_watchdog.watched(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")):
+    with (
+        rank_log(run, rank, 2) as log,
+        hang_watchdog.watched(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")),
+    ):
         train_to(folder, run, 1_000_000, precision, layout=layout)
 
 

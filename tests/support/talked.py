@@ -6,12 +6,12 @@ import string
 from typing import Any
 
 import torch
+from megatron_rl.rollout.environment_pool import EnvironmentPool
 
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.rollout.environments.base import Message
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import Turns
 from megatron_rl.types import Problem, Sampling
 from support import served

@@ -11,22 +11,22 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_rl.hf import write
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Precision, Train
 from megatron_rl.config.algorithm import Algorithm
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.export import gather_tensors
-from megatron_rl.mcore.checkpoint import load as checkpoints
+from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.checkpoint import load as checkpoints
+from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.fp8_linear import fp8_layers, without_fp8
-from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.load_weights import global_parameters, load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
 

@@ -10,11 +10,11 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_rl.hf import write
 from megatron_rl.config import Precision
-from megatron_rl.precision.fp8_products import fprop
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.hf import write
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.precision.fp8_products import fprop
 from parallel.reshard import scale_name
 from support.architectures import masters, served
 

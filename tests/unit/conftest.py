@@ -9,7 +9,7 @@ import pytest
 def fake_libraries(monkeypatch):
     from support import fake_kernels
 
-    from megatron_rl.precision.backends.base import make_backend
+    from megatron_rl.precision.backends import make_backend
 
     fake_kernels.install(monkeypatch)
     make_backend.cache_clear()  # no back end keeps a stand-in

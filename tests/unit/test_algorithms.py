@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.advantages import advantages, assign_advantages
+from megatron_rl.algorithm.length_penalty import overlong_reward
 from megatron_rl.algorithm.loss_weights import weigh
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.algorithm.length_penalty import overlong_reward
 from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config.algorithm import Algorithm

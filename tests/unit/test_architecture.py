@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron_rl.hf.config import Routing, Yarn, rope_theta, traits_of
 from megatron_rl.errors import UserError
+from megatron_rl.hf.config import Routing, Yarn, rope_theta, traits_of
 
 QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "rope_theta": 1e6}
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.batch.micro_batch import micro_batches
 from megatron_rl.batch.packing import context_places, pack
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.precision.ops.batch_invariant import FEWEST_ROWS
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -12,8 +12,8 @@ from test_geometry import model
 from test_plan import planned, quick, sources_of, targets_of
 
 from parallel.chunking import Bucket, Plane, Slice, buckets, part_of, planes_of
-from parallel.model_geometry import Rect
 from parallel.layout import Layout
+from parallel.model_geometry import Rect
 from parallel.reshard import Move
 
 

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from megatron_rl.training import sft_warmup
-from megatron_rl.rollout.environments.calculator import Calculator, demonstration, evaluate
 from megatron_rl.config import WarmStart
 from megatron_rl.data.arithmetic import generate
-from megatron_rl.rollout.environments.base import Message
 from megatron_rl.rewards.arithmetic import reward
+from megatron_rl.rollout.environments.base import Message
+from megatron_rl.rollout.environments.calculator import Calculator, demonstration, evaluate
+from megatron_rl.training import sft_warmup
 from megatron_rl.types import Problem
 
 PROBLEM = Problem("arithmetic:5+3-6", "5+3-6      =", "2", 2, "arithmetic")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl import __version__
-from megatron_rl.cli import app, error_text
+from megatron_rl.cli.main import app, error_text
 from megatron_rl.errors import RunError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_bugs_keep_their_traceback(train):
 
 def test_other_ranks_wait_and_name_themselves(train, monkeypatch):
     waits = []
-    monkeypatch.setattr("megatron_rl.cli.time.sleep", waits.append)
+    monkeypatch.setattr("megatron_rl.cli.main.time.sleep", waits.append)
 
     def run_training(cfg):
         raise UserError("data.train", "x", "does not exist")

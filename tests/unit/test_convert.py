@@ -10,10 +10,10 @@ from support.fp8_checkpoints import make_fp8_checkpoint
 from support.models import make_checkpoint, read_weights
 from typer.testing import CliRunner
 
+from megatron_rl.cli.main import app
 from megatron_rl.hf import write
-from megatron_rl.cli import app
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
 from megatron_rl.hf.read import Checkpoint, is_fp8
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
 from parallel.model_geometry import ModelGeometry
 
 

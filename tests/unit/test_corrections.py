@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.importance_weights import assign_corrections
-from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.batch.micro_batch import micro_batches
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config.algorithm import Algorithm
 
 ROLLOUT = -2.0

@@ -177,7 +177,7 @@ def test_the_order_is_the_same_in_every_process(load, jsonl, tmp_path):
     stream, held_out = load(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
     code = f"""
 from pathlib import Path; from megatron_rl.config import Config, Model; from megatron_rl.config_data import Data
-from megatron_rl.data import load_problems; from megatron_rl.data.tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.data import load_problems; from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 make_byte_tokenizer(Path({str(tmp_path / "m")!r}))
 data = Data(train=[dict(source="arithmetic"), dict(source={train!r})], format="gsm8k", eval_size=10)
 stream, held_out = load_problems(Config(model=Model(path=Path("m")), data=data), load_tokenizer(Path({str(tmp_path / "m")!r})))

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_rl.config.data import Data
 from megatron_rl.data import check_data
-from megatron_rl.data.prompt_template import prompt_maker
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.data.prompt_template import prompt_maker
 from megatron_rl.errors import UserError
 
 CHATML = (

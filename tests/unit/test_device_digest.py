@@ -21,7 +21,7 @@ needs_triton = pytest.mark.skipif(
 
 CASES = """
 import torch
-from parallel.device_digest import run_sums
+from parallel.digest_triton import run_sums
 from support import device_sums
 
 generator = torch.Generator().manual_seed(0)
@@ -35,7 +35,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from parallel.device_digest import COLUMNS, RUN, _sum_runs as kernel
+from parallel.digest_triton import COLUMNS, RUN, _sum_runs as kernel
 
 fixed = {(3,): COLUMNS, (4,): RUN}
 signature = {"words": "*i32", "sums": "*i64", "count": "i32", "COLUMNS": "constexpr", "RUN": "constexpr"}

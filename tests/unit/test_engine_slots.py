@@ -9,10 +9,10 @@ import torch
 from support.processes import ROOT
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
-from megatron_rl.rollout.engine_pool import check_devices
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
+from megatron_rl.rollout.engine_pool import check_devices
 from rollout_sglang import launch_args
 
 NODES = ("10.0.0.5", "10.0.0.6")

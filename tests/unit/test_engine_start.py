@@ -9,8 +9,8 @@ import torch
 
 from megatron_rl.config import Config, Precision
 from megatron_rl.precision.contract import PrecisionContract
-from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang import launch_args
+from rollout_sglang.hooks import gpu_activation_quant
 
 PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
@@ -35,7 +35,9 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(gpu, monke
 def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(gpu, monkeypatch):
     started: list[list[str]] = []
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, *_: started.append(arguments))
-    launch_args.Start(Config.model_validate({"model": {"path": Path("m")}}), Path("m"), Path("logs"), arguments=("--load-format", "dummy"))()
+    launch_args.Start(
+        Config.model_validate({"model": {"path": Path("m")}}), Path("m"), Path("logs"), arguments=("--load-format", "dummy")
+    )()
     (arguments,) = started
     assert arguments[-2:] == ["--load-format", "dummy"]
     assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.rollout.engine_pool import Engines, check_devices
-from megatron_rl.errors import LostError, RunError, UserError
 from megatron_rl.distributed import lost_rank
-from parallel.transport.base import Link
-from parallel.chunking import Chunk
+from megatron_rl.errors import LostError, RunError, UserError
+from megatron_rl.rollout.engine_pool import Engines, check_devices
 from megatron_rl.types import Generation, Sampling
+from parallel.chunking import Chunk
 from parallel.shards import Rect
+from parallel.transport.base import Link
 
 GREEDY = Sampling(0.0, 8)
 

@@ -9,13 +9,13 @@ import pytest
 from support.models import edit_config, make_checkpoint
 from typer.testing import CliRunner
 
-from megatron_rl.hf import write
-from megatron_rl.cli import app
+from megatron_rl.cli import evaluate
+from megatron_rl.cli.evaluate import Request
+from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.cli import evaluate
 from megatron_rl.evaluation.checkpoint import check
-from megatron_rl.cli.evaluate import Request
+from megatron_rl.hf import write
 from megatron_rl.mcore.export import convert
 
 ROOT = Path(__file__).parents[2]
@@ -147,7 +147,9 @@ def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
     folders = [evaluate._output_folder(config(), Request(saved), side) for _ in range(2)]
     assert folders == [run / "eval" / "step_00030", run / "eval" / "step_00030-2"]
     logged = config().model_copy(update={"log": config().log.model_copy(update={"dir": tmp_path / "logs"})})
-    assert evaluate._output_folder(logged, Request(model), check(model, "--checkpoint", config())) == tmp_path / "logs" / "eval" / model.name
+    assert (
+        evaluate._output_folder(logged, Request(model), check(model, "--checkpoint", config())) == tmp_path / "logs" / "eval" / model.name
+    )
 
 
 def test_the_k_to_report():

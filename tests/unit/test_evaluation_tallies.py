@@ -8,10 +8,10 @@ import threading
 import pytest
 
 from megatron_rl.errors import RunError
-from megatron_rl.reporting.eval_page import write_page
-from megatron_rl.reporting.eval_text import measures, points, sentence, summaries
 from megatron_rl.evaluation.sampling import CompletionsFile, sample
 from megatron_rl.evaluation.tallies import Outcome, Tally, comparison, groups, table
+from megatron_rl.reporting.eval_page import write_page
+from megatron_rl.reporting.eval_text import measures, points, sentence, summaries
 from megatron_rl.rollout.generation import Turns
 from megatron_rl.types import Generation, Problem, Reward, Sampling
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.precision.fp8_products import fprop
 from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.precision.fp8_products import fprop
 from megatron_rl.precision.int8 import quantize_channels
 from rollout_sglang.hooks import cpu_moe, dequant_cache
 
@@ -69,7 +69,9 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
     w13 = quantized(random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), scale_format)
     w2 = quantized(random(EXPERTS, HIDDEN, WIDTH, seed=4), scale_format)
     layer = SimpleNamespace(w13_weight=w13.data, w13_weight_scale_inv=w13.scale, w2_weight=w2.data, w2_weight_scale_inv=w2.scale)
-    y = run(cpu_moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt))
+    y = run(
+        cpu_moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt)
+    )
 
     def product(blocks: Blocks):
         return lambda x, expert: fprop(x, dequantize_weight(Blocks(blocks.data[expert], blocks.scale[expert])), scale_format)

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
-from megatron_rl.hf import write
 from megatron_rl.config import Architecture, Precision, load_config
 from megatron_rl.errors import UserError
+from megatron_rl.hf import write
 from megatron_rl.precision.backends import requirements
 from megatron_rl.training.preflight import preflight
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 GPU_BACKENDS = ("transformer_engine", "deep_gemm")
 
@@ -107,7 +107,9 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
     ):
         requirements.check_model(precision, geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
     with pytest.raises(UserError, match=r"blocks that hold one of q, k and v each, .*linear_qkv.weight would mix them on rank 0"):
-        requirements.check_model(precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout())
+        requirements.check_model(
+            precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout()
+        )
     requirements.check_model(Precision(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
 
 

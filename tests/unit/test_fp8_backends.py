@@ -7,7 +7,7 @@ import torch
 from test_fp8_quantize import FORMATS, uneven
 
 from megatron_rl.errors import RunError
-from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
 from megatron_rl.precision.fp8 import quantize_weight
 

@@ -8,8 +8,8 @@ import torch
 from golden import slow_fp8
 from test_fp8_quantize import FORMATS, uneven
 
-from megatron_rl.precision.fp8_products import dgrad, fprop, value_dtype, wgrad
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
+from megatron_rl.precision.fp8_products import dgrad, fprop, value_dtype, wgrad
 
 TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose
 

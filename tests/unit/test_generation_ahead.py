@@ -10,15 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollout.async_worker import Ahead
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Config
+from megatron_rl.config.cross_checks import check_placement
 from megatron_rl.errors import LostError, RunError, UserError
+from megatron_rl.rollout.async_worker import Ahead
+from megatron_rl.rollout.generation import Turns
+from megatron_rl.rollout.worker import Rollout, rollout_metrics
 from megatron_rl.training.loop import to_sequences
 from megatron_rl.training.mismatch import mismatch, staleness
-from megatron_rl.rollout.worker import Rollout, rollout_metrics
-from megatron_rl.config.cross_checks import check_placement
-from megatron_rl.rollout.generation import Turns
 from megatron_rl.types import Completion, Generation, Problem, Sampling
 from rollout_sglang.engine import _generation
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from golden import slow_cut
 
-from megatron_rl.hf import write
 from megatron_rl.config import Architecture
-from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Shard
+from megatron_rl.hf import write
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import megatron_shards, row_order, trainer_shards
+from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Shard
 from parallel.sglang_shards import sglang_shards
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from golden.slow_cut import ROLES
 
-from parallel.model_geometry import GeometryError, ModelGeometry
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
 from parallel.layout_hints import engine_problem, explained, nearest_engines, nearest_layouts, one_of_each_layer, trainer_problem
+from parallel.megatron_shards import trainer_shards
+from parallel.model_geometry import GeometryError, ModelGeometry
 from parallel.reshard import moves, reshard
 from parallel.sglang_shards import engine_shards
 

@@ -32,7 +32,7 @@ from support import fake_kernels
 from support.hopper import H200
 
 from megatron_rl.config import load_config
-from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.backends import make_backend
 from megatron_rl.training.preflight import preflight
 
 ROOT = Path(__file__).parents[2]

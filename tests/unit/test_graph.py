@@ -12,11 +12,11 @@ import torch
 from rich.console import Console
 
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.graph.graph import Edge, Format, Graph, Node, compare, differences, folded, folded_json, merged, parts, spans
 from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
 from megatron_rl.precision.graph.formats import activation, channels, common, granularity, plain, quantised, scale_format, tokens
-from megatron_rl.precision.graph.tables import print_graphs
+from megatron_rl.precision.graph.graph import Edge, Format, Graph, Node, compare, differences, folded, folded_json, merged, parts, spans
 from megatron_rl.precision.graph.svg import draw
+from megatron_rl.precision.graph.tables import print_graphs
 
 HIGH, X, W = Format("bf16"), Format("e4m3", "1x128", "pow2"), Format("e4m3", "128x128", "pow2")
 FP32 = Format("fp32")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.hf import write
 from megatron_rl.config import Architecture
 from megatron_rl.errors import UserError
+from megatron_rl.hf import write
 
 
 def test_a_finished_folder_appears_at_once_and_readable(tmp_path):

@@ -13,10 +13,10 @@ from support.fp8_checkpoints import SETTINGS, make_fp8_checkpoint, split
 from support.hollow import tensors_of, write_hollow
 from support.models import edit_config, make_checkpoint
 
-from megatron_rl.hf import write
 from megatron_rl.errors import UserError
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.hf import write
 from megatron_rl.hf.read import INDEX, Checkpoint, is_fp8
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight
 from parallel.model_geometry import ModelGeometry, Piece, Rect, whole
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.precision.backends.base import make_backend
-from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.mcore.layers.fp8_linear import _FP8Product
+from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.fp8 import quantize_weight
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
 

@@ -24,7 +24,7 @@ ONLY_IN = {
     "sglang": ("rollout_sglang/*", *GPU_PARTS),
     "megatron": ("megatron_rl/mcore/*",),
     "triton": ("megatron_rl/precision/backends/triton_quantize.py", "parallel/digest_triton.py"),
-    "deep_gemm": ("megatron_rl/fp8/backends/deep_gemm*.py", *GPU_PARTS),
+    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *GPU_PARTS),
     "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
 }
@@ -66,7 +66,7 @@ def test_what_only_a_gpu_has_is_imported_when_needed():
     """Every module of the back ends loads without it, but the kernel, which nothing imports at module level."""
     kernel = ROOT / "megatron_rl/precision/backends/triton_quantize.py"
     modules = [
-        f"megatron_rl.precision.backends.base.{file.stem}"
+        f"megatron_rl.precision.backends.{file.stem}"
         for file in kernel.parent.glob("*.py")
         if file not in (kernel, kernel.parent / "__init__.py")
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from parallel.model_geometry import Rect
 from parallel.digest import byte_matrix, digest
+from parallel.model_geometry import Rect
 from rollout_sglang.rank_handler import live_tensors
 
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl.precision.ops import packed_attention, batch_invariant
+from megatron_rl.precision.ops import batch_invariant, packed_attention
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
 LENGTHS = [1, 5, 31, 32, 33, 64, 0, 70, 150, 40, 1]

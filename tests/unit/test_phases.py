@@ -17,7 +17,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 from megatron_rl import phases
-from megatron_rl.rank_log import rank_log
+from megatron_rl.observability.rank_log import rank_log
 
 rank, folder, steps = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 

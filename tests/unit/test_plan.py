@@ -14,12 +14,12 @@ from test_geometry import model
 
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import BLOCK
-from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Rect, Shard, Tensor, stack, whole
 from parallel.layout import Layout
 from parallel.megatron_shards import megatron_shards, row_order, trainer_shards
-from parallel.shards import rows_at
+from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Rect, Shard, Tensor, stack, whole
 from parallel.reshard import Move, moves, reshard, scale_name
 from parallel.sglang_shards import engine_shards, padded_vocabulary
+from parallel.shards import rows_at
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)  # derandomised: CI and a person see the same cases
 

@@ -13,9 +13,9 @@ from megatron_rl.config import Precision
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import planes_of
-from parallel.model_geometry import Experts, ModelGeometry, Rect, Shard
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
+from parallel.model_geometry import Experts, ModelGeometry, Rect, Shard
 from parallel.reshard import Move, moves, reshard, scale_name
 from parallel.sglang_shards import engine_shards
 

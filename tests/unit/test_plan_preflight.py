@@ -12,13 +12,13 @@ from support.hollow import tensors_of, write_hollow
 from support.models import ARCHITECTURES
 from typer.testing import CliRunner
 
-from megatron_rl.hf import write
-from megatron_rl.cli import app
+from megatron_rl.cli.main import app
 from megatron_rl.config import Architecture, load_config
 from megatron_rl.data.files import FIX
+from megatron_rl.hf import write
 from megatron_rl.training.preflight import preflight
-from parallel.model_geometry import GeometryError
 from parallel.layout import Layout
+from parallel.model_geometry import GeometryError
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from golden.slow_cut import ROLES
 from test_geometry_cases import CONFIGS
 
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import moves, reshard
 from parallel.sglang_shards import engine_shards
 

@@ -12,21 +12,21 @@ import torch
 from test_geometry_cases import CONFIGS
 from typer.testing import CliRunner
 
-from megatron_rl.cli import app
+from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
-from megatron_rl.precision.backends.deep_gemm import DeepGemm
-from megatron_rl.precision.backends.transformer_engine import _padded
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.config.cross_checks import check_placement
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
 from megatron_rl.planner.candidate import Candidate, Job, is_field, setting
 from megatron_rl.planner.hardware import GIB, GPUS, Cluster
 from megatron_rl.planner.search import Planner, reason
 from megatron_rl.planner.sync_traffic import sync_load
+from megatron_rl.precision.backends.deep_gemm import DeepGemm
+from megatron_rl.precision.backends.transformer_engine import _padded
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.config.cross_checks import check_placement
+from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"qwen3_8b": 1, "qwen2_5_32b": 4, "qwen3_30b_a3b": 2, "qwen3_235b_a22b": 16}

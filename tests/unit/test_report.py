@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.graph.graph import Format
 from megatron_rl.precision.graph.decoder import Attention, Decoder, Layer, Mlp, Weighted, decoder_graph
+from megatron_rl.precision.graph.graph import Format
 from megatron_rl.precision.graph.svg import draw
-from megatron_rl.reporting.report import headline, write_report
-from megatron_rl.reporting.plots import SECTIONS, svg
 from megatron_rl.reporting.metric_glossary import CAUSES, byte_text, duration, toml_text, visible
+from megatron_rl.reporting.plots import SECTIONS, svg
+from megatron_rl.reporting.report import headline, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
 STEP = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.training.resume import choose, run_to_resume
+from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import RunLog, read_metrics, read_run, read_samples
+from megatron_rl.training.resume import choose, run_to_resume
 from megatron_rl.versions import versions
 
 

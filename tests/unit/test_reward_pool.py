@@ -155,7 +155,7 @@ def test_a_busy_worker_dies_with_its_parent(hostile, tmp_path):
     script = f"""
 import sys
 sys.path[:0] = {sys.path!r}
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.worker_pool import RewardPool
 from megatron_rl.types import Problem
 with RewardPool([({hostile!r}, {{}})], 1, 60.0, {MEMORY_MB}) as pool:
     problems = [Problem("0", "?", "0")] * 2

@@ -15,8 +15,8 @@ import uvicorn
 
 from megatron_rl.config.reward import RewardConfig, RewardPart
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.rewards.http import RewardServer
+from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.types import Problem, Reward
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"

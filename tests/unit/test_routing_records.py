@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import ARCHITECTURES
 
-from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.batch.micro_batch import micro_batches
+from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.errors import RunError
-from megatron_rl.training.loop import to_sequences
-from megatron_rl.rollout.worker import Rollout
 from megatron_rl.hf.routing_record import RoutingShape, extended
+from megatron_rl.rollout.worker import Rollout
+from megatron_rl.training.loop import to_sequences
 from megatron_rl.types import Completion, Problem
 from rollout_sglang.routing_record import RecordedRouting
 

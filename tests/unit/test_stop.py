@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from megatron_rl.observability import signals
 from megatron_rl.errors import RunError
+from megatron_rl.observability import signals
 
 
 @pytest.fixture(autouse=True)

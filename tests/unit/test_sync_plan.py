@@ -8,13 +8,13 @@ import pytest
 from test_geometry import model
 
 from megatron_rl.config import Precision
-from megatron_rl.rollout.engine import LiveTensor
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.rollout.engine import LiveTensor
 from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
-from parallel.model_geometry import Experts, Latent, ModelGeometry
+from megatron_rl.sync.plan import SyncPlan
 from parallel.layout import Layout
+from parallel.model_geometry import Experts, Latent, ModelGeometry
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 FP8 = "('float8_e4m3fn', (1024, 256))"

@@ -14,13 +14,13 @@ from megatron_rl.config.sync import Sync
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import Chunk, chunks_of
-from parallel.transport.pack import Memory, check_targets, source_memory, target_memory
-from parallel.model_geometry import ModelGeometry
+from parallel.digest import byte_matrix, digest
 from parallel.layout import Layout
 from parallel.megatron_shards import trainer_shards
-from parallel.shards import Rect, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import kind_of, scale_name
-from parallel.digest import byte_matrix, digest
+from parallel.shards import Rect, Shard
+from parallel.transport.pack import Memory, check_targets, source_memory, target_memory
 
 CONTRACT = PrecisionContract.of(Precision())
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.chunking import IN_FLIGHT
 from megatron_rl.config.sync import Sync
 from megatron_rl.errors import UserError
-from parallel.transport.base import Link, make_inbox, make_outbox
 from megatron_rl.sync.transport_check import check_hosts, check_transport
+from parallel.chunking import IN_FLIGHT, Chunk
 from parallel.transport import cuda_ipc, gloo, process_group, ring
-from parallel.chunking import Chunk
+from parallel.transport.base import Link, make_inbox, make_outbox
 
 ON_CPU = ["shared_memory", "process_group", "gloo", "disk"]
 

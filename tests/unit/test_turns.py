@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.rollout.environments.base import Episode, Message, Reply, load_environment
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.training.loop import to_sequences
-from megatron_rl.rollout.worker import Rollout, rollout_metrics, sample_rows
 from megatron_rl.rollout.environment_pool import EnvironmentPool
+from megatron_rl.rollout.environments.base import Episode, Message, Reply, load_environment
 from megatron_rl.rollout.generation import Turns
+from megatron_rl.rollout.worker import Rollout, rollout_metrics, sample_rows
+from megatron_rl.training.loop import to_sequences
 from megatron_rl.types import Completion, Generation, Problem, Sampling
 
 VERSION = 5
@@ -168,7 +168,7 @@ def test_the_trainer_never_reads_a_log_prob_of_the_environment():
 
 HOSTILE = """
     import os, re, time
-    from megatron_rl.environment import Message
+    from megatron_rl.rollout.environments.base import Message
 
     class Hostile:
         stop = (">",)

@@ -6,9 +6,9 @@ import torch
 from bench_step import loss, sequence
 
 from gpu_parts.sizes import SIZES
-from megatron_rl.hf import write
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Precision, Train
+from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.names import chunks_of

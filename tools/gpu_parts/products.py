@@ -15,7 +15,8 @@ from gpu_parts.backends import FORMATS, ordinary, usable
 from gpu_parts.differences import compare
 from gpu_parts.found import Machine, find
 from gpu_parts.rows import Rows, run_part
-from megatron_rl.precision.backends.base import Backend, make_backend
+from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.backends.base import Backend
 from megatron_rl.precision.fp8 import Blocks, quantize_1x128, quantize_weight
 
 SHAPES = ((256, 512, 384), (1000, 1536, 2048), (4096, 4096, 7168))

@@ -15,7 +15,7 @@ from gpu_parts.backends import FORMATS, extreme, ordinary
 from gpu_parts.differences import compare
 from gpu_parts.found import Machine, find
 from gpu_parts.rows import Rows, run_part
-from megatron_rl.precision.backends.base import make_backend
+from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight
 
 Pair = tuple[torch.Tensor, torch.Tensor]

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from gpu_parts.rows import Rows
-from megatron_rl.hf import write
 from megatron_rl.config import Architecture, Config, Precision
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.hf import write
 from megatron_rl.precision.contract import PrecisionContract
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import Start

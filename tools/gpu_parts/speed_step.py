@@ -24,21 +24,21 @@ from gpu_parts.side_by_side import started, those_up
 from gpu_parts.sizes import ACTOR, ENGINE, LAYERS_OF_8B, REFERENCE, SIZES, layers_that_fit, stack
 from gpu_parts.speed_layer import timed
 from gpu_parts.targets import TO_BEAT, add
-from megatron_rl.hf import write
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import Sequence
 from megatron_rl.config import Architecture, Precision
 from megatron_rl.config.algorithm import Algorithm
 from megatron_rl.config.sync import Sync
+from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.model import frozen, start_megatron, stop_megatron
 from megatron_rl.mcore.load_weights import planes, this_rank_shards
+from megatron_rl.mcore.model import frozen, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import Sampling
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
 from rollout_sglang.engine import SGLangEngine
 
 _TOKENS = 8192  # of a micro-batch, as by default

@@ -1,7 +1,8 @@
 """Part `speed_sync`: the sync of an 8B model by CUDA IPC to another process on the same GPU, with several sizes of chunks, against one flat
 copy of as many bytes within the device and against gathering BF16, converting and quantising anew; and what the proof takes of it.
 
-The other process runs `rollout_sglang.rank_handler`, the code that runs in SGLang's scheduler; SGLang itself is not started (part `bridge` does).
+The other process runs `rollout_sglang.rank_handler`, the code that runs in SGLang's scheduler; SGLang itself is not started (part
+`bridge` does).
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.mcore.checkpoint.folder import describe
-from megatron_rl.errors import RunError
 from megatron_rl.distributed import gathered, on_rank0, raise_together
+from megatron_rl.errors import RunError
+from megatron_rl.mcore.checkpoint.folder import describe
 
 
 class Saving:

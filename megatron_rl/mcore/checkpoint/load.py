@@ -18,12 +18,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.hf import write
 from megatron_rl.config import Precision
 from megatron_rl.errors import UserError
-from parallel.model_geometry import Shard
+from megatron_rl.hf import write
+from megatron_rl.mcore.checkpoint import folder as checkpoints
 from parallel.layout import Layout
+from parallel.model_geometry import Shard
 
 
 def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, state: dict[str, Any]) -> None:
@@ -53,9 +53,9 @@ def load_alone(folder: Path) -> tuple[Any, list[Shard], Precision, dict[str, Any
     from megatron.core import dist_checkpointing
 
     from megatron_rl.mcore.layers.fp8_linear import quantize_model
+    from megatron_rl.mcore.load_weights import rank_shards
     from megatron_rl.mcore.model import build_model, start_megatron
     from megatron_rl.mcore.names import chunks_of
-    from megatron_rl.mcore.load_weights import rank_shards
     from megatron_rl.precision.contract import PrecisionContract
 
     hf_config = write.read_config(folder / "hf")

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.hf import write
+from megatron_rl.distributed import gathered, is_rank0, on_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.layers.fp8_linear import quantize_model
-from megatron_rl.mcore.names import Model, chunks_of
+from megatron_rl.hf import write
+from megatron_rl.mcore.checkpoint import folder as checkpoints
+from megatron_rl.mcore.checkpoint.async_save import Saving
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
 from megatron_rl.mcore.checkpoint.rng import set_random_state
-from megatron_rl.mcore.checkpoint.async_save import Saving
-from megatron_rl.distributed import gathered, is_rank0, on_rank0
+from megatron_rl.mcore.layers.fp8_linear import quantize_model
+from megatron_rl.mcore.names import Model, chunks_of
 
 
 class Checkpoint:

@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
+from megatron_rl.distributed import raise_together
 from megatron_rl.errors import RunError
-from megatron_rl.precision.backends.base import Backend, Operand, make_backend
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
 from megatron_rl.mcore.layers.mla import ReplicatedLinear
 from megatron_rl.mcore.names import Model, chunks_of, global_name
-from megatron_rl.distributed import raise_together
+from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.backends.base import Backend, Operand
+from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -24,16 +24,16 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_rl.precision.ops import batch_invariant
-from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.layers.fp8_linear import (
     BlockWeightColumnParallelLinear,
     FP8ColumnParallelLinear,
     FP8ReplicatedLinear,
     FP8RowParallelLinear,
 )
-from megatron_rl.mcore.packed_sequences import attend
+from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.layers.router import Router
+from megatron_rl.mcore.packed_sequences import attend
+from megatron_rl.precision.ops import batch_invariant
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -10,7 +10,6 @@ so what the engine is given is what the trainer computes with, whichever backend
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,21 +51,3 @@ class Backend(Protocol):
 
     def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
         """float32 [N, K]; with `into`, a gradient buffer [N, K], it is added to that and `into` is returned."""
-
-
-@functools.cache
-def make_backend(name: str, scale_format: str) -> Backend:
-    """The backend of `precision.backend`. Loads its libraries; `needs.check_backend` tells a user beforehand what is missing."""
-    if name == "emulated":
-        from megatron_rl.precision.backends.emulated import Emulated
-
-        return Emulated(scale_format)
-    if name == "deep_gemm":
-        from megatron_rl.precision.backends.deep_gemm import DeepGemm
-
-        return DeepGemm(scale_format)
-    if name == "transformer_engine":
-        from megatron_rl.precision.backends.transformer_engine import TransformerEngine
-
-        return TransformerEngine(scale_format)
-    raise ValueError(f"no backend {name}")

@@ -13,9 +13,9 @@ from megatron_rl.config import Precision
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import FP8_ROLES
 from parallel.formats import BLOCK
-from parallel.model_geometry import ModelGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import megatron_shards, row_order
+from parallel.model_geometry import ModelGeometry
 
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
 CUDA = (12, 9)

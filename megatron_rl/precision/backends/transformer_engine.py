@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.fp8 import Blocks
 from megatron_rl.precision.contract import AMAX_EPSILON
+from megatron_rl.precision.fp8 import Blocks
 from parallel.formats import BLOCK
 
 _TOKENS = 16

@@ -2,7 +2,8 @@
 
 An edge tells how its target consumes a tensor: "e4m3 1x128 pow2" into a linear layer means that the layer quantises its input in
 groups of 128 with power-of-two scales. Trainer and engine are each read from their live modules (`mcore/graph.py`,
-`rollout_sglang/precision_graph.py`) into the same vocabulary, so that the two can be compared: the rollout's graph must be a subgraph of the
+`rollout_sglang/precision_graph.py`) into the same vocabulary, so that the two can be compared: the rollout's graph must be a subgraph of
+the
 training graph's forward pass, operator by operator and edge by edge (Jet-RL, arXiv 2601.14243). No torch here.
 """
 

@@ -11,7 +11,8 @@ wrote, and returns what comes next, or None at the end:
         def step(self, text: str) -> Message | None:
             return Message(text.upper()) if text.endswith("</say>") else None
 
-Objects live in worker processes (`megatron_rl.rollout.generation`) and travel between them pickled, so that one which hangs or dies costs its own
+Objects live in worker processes (`megatron_rl.rollout.generation`) and travel between them pickled, so that one which hangs or dies costs
+its own
 answer only. This file imports nothing heavy, because every worker imports it.
 """
 

@@ -1,4 +1,5 @@
-"""One process that runs environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see `rewards.worker`.
+"""One process that runs environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see
+`rewards.worker`.
 
 It answers turns by replies. Environments come and go pickled, so any worker can take any turn.
 """
@@ -9,8 +10,8 @@ import functools
 import pickle
 import sys
 
-from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, Reply, load_environment
 from megatron_rl.rewards.worker import describe, serve
+from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, Reply, load_environment
 
 
 def reply(environment: EnvironmentClass, text: str, episode: Episode) -> Reply:

@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from parallel.formats import BLOCK
-from parallel.model_geometry import Experts, Latent, ModelGeometry, Shard
-from parallel.layout import Layout
 from parallel.hf_widths import KINDS
-from parallel.shards import FP32_ROLES
+from parallel.layout import Layout
+from parallel.model_geometry import Experts, Latent, ModelGeometry, Shard
 from parallel.reshard import Move, scale_name
+from parallel.shards import FP32_ROLES
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 Planes = dict[str, np.ndarray]

@@ -1,0 +1,1 @@
+"""Sampled answers as training samples, and their packed micro-batches."""

@@ -1,0 +1,196 @@
+"""The command line: `megatron-rl train | eval | plan | graph | export | report | doctor`.
+
+Each command imports what it runs only when it runs, so that `--help` and a mistyped config cost no torch. Expected errors print as one
+line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a broken run. Ctrl-C ends with 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megatron_rl import __version__
+from megatron_rl.errors import MegatronRLError, UserError
+
+# What a local rank other than 0 waits before it prints its error. Where all ranks fail alike, torchrun ends this process
+# meanwhile and rank 0 alone is heard; a rank that fails alone is heard after the wait.
+_OTHER_RANKS_WAIT_S = 2.0
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reinforcement learning in one FP8 precision flow: Megatron-Core trains, SGLang samples.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _program(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(f"megatron-rl {__version__}")
+        raise typer.Exit
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def train(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file such as configs/quickstart.toml.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+) -> None:
+    """Train the policy that CONFIG describes, in this process or under torchrun."""
+    with _expected_errors():
+        if config.startswith("-"):
+            raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
+        from megatron_rl.config import load_config
+
+        cfg = load_config(Path(config), overrides or [])
+        from megatron_rl.training.preflight import run_training
+
+        run_dir = run_training(cfg)
+        if _rank("RANK") == 0:
+            print(f"run folder: {run_dir}")
+            if (page := run_dir / "report.html").exists():
+                print(f"report:     {page}")
+
+
+@app.command("eval", context_settings={"ignore_unknown_options": True})
+def evaluate(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Names data.eval, reward, rollout and precision.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    baseline: Annotated[Path | None, typer.Option(help="Another checkpoint, asked the same problems, to compare with.")] = None,
+    samples: Annotated[int, typer.Option(help="Completions per problem.")] = 4,
+    at: Annotated[str | None, typer.Option(help="The k of pass@k and maj@k, such as 1,8,64; default: powers of two.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always the most probable token, with --samples 1.")] = False,
+    output: Annotated[Path | None, typer.Option(help="New folder for the results; default: RUN_DIR/eval/STEP, or in log.dir.")] = None,
+) -> None:
+    """Measure a checkpoint on the held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
+    with _expected_errors():
+        from megatron_rl.config import load_config
+
+        cfg = load_config(config, overrides or [])
+        from megatron_rl.cli.evaluate import Request
+        from megatron_rl.cli.evaluate import evaluate as run_evaluation
+
+        folder = run_evaluation(cfg, Request(checkpoint, baseline, samples, at, greedy, output))
+        print(f"results: {folder / 'eval.json'}")
+        print(f"page:    {folder / 'eval.html'}")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster; default: what train.layout fills.", show_default=False)] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    gpu: Annotated[str, typer.Option(help="h100, h200, h800 or h20.")] = "h100",
+    top: Annotated[int, typer.Option(help="Layouts to rank.")] = 5,
+    json: Annotated[Path | None, typer.Option(help="Also write the plan into this file.")] = None,
+    sbatch: Annotated[Path | None, typer.Option(help="Also write a batch file for SLURM that starts the plan.")] = None,
+) -> None:
+    """Tell what a run would hold, move and wait for on a cluster, without a GPU: memory by phase, block alignment, the sync, and the best
+    layouts. Of the model, config.json alone is read."""
+    with _expected_errors():
+        from megatron_rl.config import load_config
+
+        cfg = load_config(config, overrides or [])
+        from megatron_rl.cli.plan import Request, run_plan
+
+        given = tuple(overrides or [])
+        run_plan(cfg, Request(config, given, nodes, gpus_per_node, gpu, top, json, sbatch))
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def graph(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Also draw one layer of both graphs into this file.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Also write both graphs and their differences into this file.")] = None,
+) -> None:
+    """Show the precision of every tensor in trainer and engine, read from both live, and exit with 1 where the rollout's graph is no
+    subgraph of the training's forward pass. Of the modes only fp8_unified and bf16 promise that; in fp8_rollout the differences are
+    the mode itself."""
+    with _expected_errors():
+        from megatron_rl.config import load_config
+
+        cfg = load_config(config, overrides or [])
+        from megatron_rl.cli.graph import show_graph
+
+        alike = show_graph(cfg, svg, json)
+    if not alike:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
+    output: Annotated[Path, typer.Option(help="The new folder for the Hugging Face checkpoint.", show_default=False)],
+    precision: Annotated[Literal["bf16", "fp8", "int8"], typer.Option(help="fp8, int8: the very bytes that the engine served.")] = "bf16",
+) -> None:
+    """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint."""
+    with _expected_errors():
+        from megatron_rl.mcore.export import export_checkpoint
+
+        export_checkpoint(checkpoint, output, precision)
+        print(f"checkpoint: {output}")
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A folder that `train` wrote.", show_default=False)]) -> None:
+    """Write report.html, one self-contained page, from what a run logged so far."""
+    with _expected_errors():
+        from megatron_rl.reporting.report import write_report
+
+        print(f"report: {write_report(run_dir)}")
+
+
+@app.command()
+def doctor() -> None:
+    """Show what is installed, what each job of a run will use here, and what is missing."""
+    with _expected_errors():
+        from megatron_rl.cli.doctor import print_diagnosis
+
+        print_diagnosis()
+
+
+def main() -> None:
+    """Entry point of the `megatron-rl` script and of `python -m megatron_rl`."""
+    app(prog_name="megatron-rl")
+
+
+@contextmanager
+def _expected_errors() -> Iterator[None]:
+    """Turn expected errors into their line and exit code; every other exception is a bug and keeps its traceback."""
+    try:
+        yield
+    except MegatronRLError as error:
+        if _rank("LOCAL_RANK") > 0:
+            time.sleep(_OTHER_RANKS_WAIT_S)
+        print(error_text(error), file=sys.stderr, flush=True)
+        raise typer.Exit(error.exit_code) from None
+    except KeyboardInterrupt:
+        print(f"{_speaker()}: interrupted", file=sys.stderr, flush=True)
+        raise typer.Exit(130) from None
+
+
+def error_text(error: MegatronRLError) -> str:
+    """What the user reads: the failed part's last log lines, where there are any, then one line."""
+    tail = getattr(error, "log_tail", "").rstrip()
+    return (f"{tail}\n" if tail else "") + f"{_speaker()}: {error}"
+
+
+def _speaker() -> str:
+    return f"megatron-rl [rank {rank}]" if (rank := _rank("RANK")) else "megatron-rl"
+
+
+def _rank(variable: str) -> int:
+    """A rank as torchrun gives it; 0 outside of torchrun."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdigit() else 0

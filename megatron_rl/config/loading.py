@@ -1,0 +1,92 @@
+"""Read a configuration: TOML and command-line overrides in, a validated `Config` out. Imports without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_rl.config.errors import as_user_error, section_of
+from megatron_rl.config.run import Config
+from megatron_rl.errors import UserError
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file, apply `--section.key=value` overrides, validate. Relative paths in it are relative to the working directory.
+
+    Raises UserError: file missing or unreadable, TOML syntax (file and line), unknown key, wrong type or value.
+    """
+    table = apply_overrides(_read_toml(path), overrides)
+    try:  # JSON, as in it a string may become a Path and a list a tuple although the models are strict
+        return Config.model_validate_json(json.dumps(table, default=str))
+    except ValidationError as error:
+        raise as_user_error(error, Config) from None
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `table` with `--section.key=value` or `--section.key value` set; the value is TOML, or else a plain string.
+
+    Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "a"}}``.
+    """
+    result = json.loads(json.dumps(table, default=str))
+    for path, text in _pairs(overrides):
+        *sections, key = path.split(".")
+        target = result
+        for depth, section in enumerate(sections, 1):
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise UserError(f"--{path}", text, f"{'.'.join(sections[:depth])} is a value, not a section")
+        target[key] = _override_value(path, text)
+    return result
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message = str(error)
+        at = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+        line = int(at[1]) if at else text.count("\n") + 1  # "at end of document" carries no number
+        raise UserError(f"{path}, line {line}", None, f"not valid TOML: {message[: at.start()] if at else message}") from None
+    except UnicodeDecodeError:
+        raise UserError("CONFIG", str(path), "is not a UTF-8 text file", "give a TOML file such as configs/quickstart.toml") from None
+    except OSError as error:
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
+        raise UserError("CONFIG", str(path), reason, "give a TOML file such as configs/quickstart.toml") from None
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    rest = iter(overrides)
+    for word in rest:
+        path, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not all(path.split(".")):
+            raise UserError("override", word, "is not of the form --section.key=value")
+        if not equals:
+            value = next(rest, "--")
+            if value.startswith("--"):
+                raise UserError(f"--{path}", None, "has no value", f"write --{path}=VALUE")
+        yield path, value
+
+
+def _override_value(path: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    if len(parsed) > 1 or (not isinstance(parsed["value"], str) and _is_text(path)):
+        return text  # the folder --log.dir=2026 is text although it reads as a number
+    return parsed["value"]
+
+
+def _is_text(path: str) -> bool:
+    parent, _, name = path.rpartition(".")
+    section = section_of(parent, Config)
+    info = section.model_fields.get(name) if section else None
+    return info is not None and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})

@@ -1,0 +1,22 @@
+"""The section `[log]`: where a run writes. Imports without torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from megatron_rl.config.base import Section
+
+
+class Log(Section):
+    """Where a run writes."""
+
+    dir: Path = Path("runs/default")
+    """Parent folder; every run makes a folder of its own in it."""
+    samples: int = Field(8, ge=0)
+    """Completions kept per step for the report."""
+    attribute_every: int = Field(0, ge=0)
+    """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/precision.md); 0: never."""
+    stuck_after: float = Field(1800.0, ge=0)
+    """Seconds without any rank entering another phase after which a run says where each rank stands and ends; 0: never (docs/slurm.md)."""

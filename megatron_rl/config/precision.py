@@ -1,0 +1,21 @@
+"""The section `[precision]`: the mode and its formats; see docs/precision.md. Imports without torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_rl.config.base import Section
+
+
+class Precision(Section):
+    """The precision flow of trainer and engine. See docs/precision.md."""
+
+    mode: Literal["bf16", "fp8_rollout", "int8_rollout", "fp8_unified"] = "fp8_unified"
+    """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the trainer
+    computes in `high`, the engine with weights quantised at each sync. `bf16`: both in `high`."""
+    scale_format: Literal["pow2", "fp32"] = "pow2"
+    """Format of block scales. `pow2` is exact on both sides."""
+    backend: Literal["emulated", "transformer_engine", "deep_gemm"] = "emulated"
+    """Who computes the trainer's FP8 products. `emulated` runs on any device and is the reference."""
+    high: Literal["bf16", "fp32"] = "bf16"
+    """The dtype of everything that is not FP8, the same on both sides. `fp32` is the faster one on a CPU."""

@@ -1,0 +1,55 @@
+"""The section `[rollout]`: engines and sampling. Imports without torch."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from megatron_rl.config.base import Section
+from megatron_rl.config.hosts import Host
+
+
+class Rollout(Section):
+    """The rollout engine and how it samples."""
+
+    engine: str = "sglang"
+    """Name of the engine's entry point in the group `megatron_rl.rollout`."""
+    engines: int = Field(1, ge=1)
+    """Engines, each on `tp` devices of its own; a request goes to the one with the least to do."""
+    tp: int = Field(1, ge=1)
+    """Tensor parallel ranks of each engine."""
+    ep: int = Field(1, ge=1)
+    """Ranks among them that share the experts of a mixture-of-experts model; divides `tp`."""
+    prompts_per_step: int = Field(32, ge=1)
+    group_size: int = Field(8, ge=2)
+    """Completions per prompt."""
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(512, ge=1)
+    max_running_requests: int = Field(256, ge=1)
+    """Sequences that an engine decodes at once."""
+    max_total_tokens: int = Field(65536, ge=256)
+    """Tokens that an engine's KV cache holds."""
+    hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
+    """The nodes that engines run on, as many on each: for each the address of the one interface that its engines listen on, this machine's
+    own or one of a private network. See docs/slurm.md and docs/security.md."""
+    start_timeout: float = Field(300.0, gt=0)
+    """Seconds an engine may take to become healthy."""
+    request_timeout: float = Field(600.0, gt=0)
+    """Seconds one generate call or one sync call may take."""
+    health_timeout: float = Field(60.0, gt=0)
+    """Seconds an engine at work may leave a question unanswered; it then counts as hung and is ended."""
+    max_restarts: int = Field(3, ge=0)
+    """How often, between one policy version and the next, engines that were lost are started anew; 0: the first loss ends the run."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Rollout:
+        if self.engines % len(self.hosts):
+            nodes = len(self.hosts)
+            raise ValueError(
+                f"engines ({self.engines}) must be a multiple of the nodes that hosts names ({nodes}), for each runs as many; "
+                f"set engines to {-(-self.engines // nodes) * nodes}, or name fewer hosts"
+            )
+        return self
+
+    @property
+    def engines_per_node(self) -> int:
+        return self.engines // len(self.hosts)

@@ -1,0 +1,1 @@
+"""Checkpoints of a run: folder, write, load, optimizer and random state."""

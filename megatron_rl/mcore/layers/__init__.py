@@ -1,0 +1,1 @@
+"""Layers of the Megatron model that compute by the precision contract."""

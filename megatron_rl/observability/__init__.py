@@ -1,0 +1,1 @@
+"""What a run writes while it goes on: logs, metrics, heartbeats, signals."""

@@ -1,0 +1,1 @@
+"""Operators whose bits do not depend on the batch around a row."""

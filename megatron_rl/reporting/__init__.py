@@ -1,0 +1,1 @@
+"""What a person reads: the report page, plots and the tables of an evaluation."""

@@ -1,0 +1,37 @@
+"""The environments of all answers that are being sampled, in worker processes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.rewards.worker_pool import WorkerPool
+from megatron_rl.rollout.environments.base import Episode, Reply, load_environment, stop_strings
+
+_log = logging.getLogger(__name__)
+
+
+class EnvironmentPool(WorkerPool[Reply]):
+    """The environments of all answers that are being sampled, in worker processes. Raises UserError for a bad name."""
+
+    section, module = "environment", "megatron_rl.rollout.environments.worker"
+
+    def __init__(self, config: EnvironmentConfig) -> None:
+        self.config = config
+        self.stop = stop_strings(config.name, load_environment(config.name))
+        self._one_at_a_time = threading.Lock()
+        super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
+
+    def failed(self, reason: str) -> Reply:
+        return Reply(error=reason)
+
+    def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[Reply]:
+        """One reply to each turn. Threads take turns."""
+        with self._one_at_a_time:
+            found = self.score(texts_B, episodes_B)
+        broken = [reply.error for reply in found if reply.error]
+        if broken:
+            _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(broken), len(found), broken[0])
+        return found

@@ -1,0 +1,1 @@
+"""Environments that answer the policy between its turns."""

@@ -1,0 +1,1 @@
+"""Moving weights from actor to engines, with the proof."""

@@ -1,0 +1,1 @@
+"""Every patch of SGLang, each behind the version check of `registry`."""
