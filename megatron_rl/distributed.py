@@ -17,7 +17,7 @@ def is_rank0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def on_rank0(call: Callable[[], T]) -> T:
+def run_on_rank0(call: Callable[[], T]) -> T:
     """Runs `call` on rank 0 and returns its (picklable) result on every rank; an expected error is raised on every rank."""
     outcome: list[object] = [None, None]
     if is_rank0():
@@ -32,7 +32,7 @@ def on_rank0(call: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def gathered(mine: T) -> list[T]:
+def gather_from_ranks(mine: T) -> list[T]:
     """Every rank's (picklable) value, in rank order. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
@@ -41,14 +41,14 @@ def gathered(mine: T) -> list[T]:
     return cast(list[T], found)
 
 
-def raise_together(error: MegatronRLError | None) -> None:
+def raise_on_all_ranks(error: MegatronRLError | None) -> None:
     """Every rank tells what went wrong on it, or None; the first error is raised on all of them. Collective."""
-    for told in gathered(error):
+    for told in gather_from_ranks(error):
         if told is not None:
             raise told
 
 
-def lost_rank(error: BaseException) -> RunError | None:
+def to_lost_rank_error(error: BaseException) -> RunError | None:
     """The line to show for an error by which torch says that another rank is gone; None for any other error."""
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return None

@@ -1,6 +1,6 @@
 """The project's exceptions: one family, two exit codes.
 
-`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3), and `LostError` one
+`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3), and `EngineLostError` one
 that may still be mended.
 Both print as one line without a traceback; every other exception is a bug and keeps its traceback.
 """
@@ -42,5 +42,5 @@ class RunError(MegatronRLError):
         super().__init__(message)
 
 
-class LostError(RunError):
+class EngineLostError(RunError):
     """An engine, or the connection to one, was lost. What was under way can be done anew with an engine that takes its place."""

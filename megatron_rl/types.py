@@ -33,7 +33,7 @@ class Generation:
     finish_reason: str  # "stop" (end token or stop string sampled) | "length" (cut at max_new_tokens)
     policy_version: int  # the one that sampled the last token
     versions_T: list[int] = field(default_factory=list)  # per token; empty: policy_version sampled all
-    experts_T: np.ndarray | None = None  # the routing of all its tokens, prompt included (`routing`), where the engine records it
+    routed_experts_T: np.ndarray | None = None  # the routing of all its tokens, prompt included (`routing`), where the engine records it
 
 
 @dataclass
@@ -62,10 +62,12 @@ class Completion:
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     advantage: float = 0.0
-    overlong: float = 0.0  # what the length adds to the reward, 0 or less
-    sampled_T: list[bool] = field(default_factory=list)  # per output token: False where the environment wrote it; empty: all are sampled
+    length_penalty: float = 0.0  # what the length adds to the reward, 0 or less
+    response_mask_T: list[bool] = field(
+        default_factory=list
+    )  # per output token: False where the environment wrote it; empty: all are sampled
     dialogue: list[str] = field(default_factory=list)  # texts of the policy and of the environment in turn; empty without an environment
-    experts_T: np.ndarray | None = None  # the engine's routing of prompt and output (`routing`), where it records it
+    routed_experts_T: np.ndarray | None = None  # the engine's routing of prompt and output (`routing`), where it records it
     tool_errors: int = 0  # messages by which the environment refused what the policy asked for
     environment_error: str = ""  # why the environment broke; the sample then scores 0
     versions_T: list[int] = field(default_factory=list)  # per output token, the policy version of its turn; empty: policy_version's all
@@ -73,21 +75,21 @@ class Completion:
     @property
     def sampled_count(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(self.sampled_T) if self.sampled_T else len(self.output_ids_T)
+        return sum(self.response_mask_T) if self.response_mask_T else len(self.output_ids_T)
 
     @property
-    def turns(self) -> int:
+    def num_turns(self) -> int:
         """The policy's; 0 without an environment."""
         return (len(self.dialogue) + 1) // 2
 
     @property
     def score(self) -> float:
         """What the advantage is computed from."""
-        return self.reward.value + self.overlong
+        return self.reward.value + self.length_penalty
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How to sample: `temperature` divides the logits, 0 takes the most probable token; `max_new_tokens` bounds the answer; `seed` fixes a
     completion's draw (one seed for several completions of one prompt makes them equal), without one it is the engine's; an answer also
     ends with the token that completes one of the strings `stop`, which it keeps."""

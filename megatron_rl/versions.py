@@ -9,7 +9,7 @@ import platform
 _PACKAGES = ("megatron-rl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine", "math-verify")
 
 
-def versions() -> dict[str, str]:
+def collect_versions() -> dict[str, str]:
     """Name -> version of every package of the list that is installed, and of Python."""
     found = {"python": platform.python_version()}
     for package in _PACKAGES:

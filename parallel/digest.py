@@ -11,13 +11,13 @@ import numpy as np
 import torch
 import xxhash
 
-from parallel.shards import Place, Rect
+from parallel.shards import NamedRect, Rect
 
 ByteMatrix: TypeAlias = Any
 """uint8 [rows, bytes of a row]: numpy on the CPU, a tensor elsewhere. Slicing and assigning are the same for both."""
 
 
-def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
+def view_rect(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
     """The view of a rectangle; a one-dimensional tensor counts as N x 1, stacked matrices [E, R, C] as E * R x C."""
     if tensor.dim() == 3:
         tensor = tensor.view(-1, tensor.shape[2])  # a view or an error, never a copy
@@ -26,7 +26,7 @@ def region(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:
     return tensor[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
 
 
-def byte_matrix(tensor: torch.Tensor) -> ByteMatrix:
+def view_bytes(tensor: torch.Tensor) -> ByteMatrix:
     """The tensor's bytes as uint8 [rows, cols * itemsize], a view: what is written there is written to the tensor.
 
     On the CPU it is a numpy array, whose slices cost a tenth of a tensor's. Raises ValueError where a row's values do not lie side by
@@ -36,14 +36,14 @@ def byte_matrix(tensor: torch.Tensor) -> ByteMatrix:
     if matrix.dim() == 1:
         matrix = matrix.unsqueeze(1)
     elif matrix.dim() == 3:
-        matrix = matrix.view(-1, matrix.shape[2])  # stacked matrices, as in `region`; a view or an error, never a copy
+        matrix = matrix.view(-1, matrix.shape[2])  # stacked matrices, as in `view_rect`; a view or an error, never a copy
     if matrix.dim() != 2 or (matrix.shape[1] > 1 and matrix.stride(1) != 1):
         raise ValueError(f"a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has no rows of bytes")
     rows = matrix.view(torch.uint8)
     return rows if rows.is_cuda else rows.numpy()
 
 
-def byte_flat(flat: torch.Tensor) -> ByteMatrix:
+def as_byte_matrix(flat: torch.Tensor) -> ByteMatrix:
     """A flat uint8 buffer in the same form."""
     return flat if flat.is_cuda else flat.numpy()
 
@@ -84,19 +84,19 @@ def digest(tensor: torch.Tensor, rect: Rect) -> str:
     return _started(tensor, rect).hexdigest()
 
 
-def digests(tensors: Mapping[str, torch.Tensor], places: Sequence[Place]) -> list[str]:
-    """`digest` of every place, in order. On the host, on all cores this process may use: XXH3 runs outside Python's lock."""
+def digest_all(tensors: Mapping[str, torch.Tensor], named_rects: Sequence[NamedRect]) -> list[str]:
+    """`digest` of every named_rect, in order. On the host, on all cores this process may use: XXH3 runs outside Python's lock."""
     if any(tensor.is_cuda for tensor in tensors.values()):
-        started = [_started(tensors[name], rect) for name, rect in places]  # all work is under way before the first is waited for
+        started = [_started(tensors[name], rect) for name, rect in named_rects]  # all work is under way before the first is waited for
         return [each.hexdigest() for each in started]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lambda place: digest(tensors[place[0]], place[1]), places))
+        return list(pool.map(lambda named_rect: digest(tensors[named_rect[0]], named_rect[1]), named_rects))
 
 
 def _started(tensor: torch.Tensor, rect: Rect) -> Hash:
     found = Hash()
     if tensor.is_cuda:
-        found.update(region(tensor, rect).detach().contiguous().reshape(-1).view(torch.uint8))
+        found.update(view_rect(tensor, rect).detach().contiguous().reshape(-1).view(torch.uint8))
     else:
-        found.update(raw_bytes(region(tensor, rect)))
+        found.update(raw_bytes(view_rect(tensor, rect)))
     return found

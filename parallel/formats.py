@@ -8,7 +8,7 @@ BLOCK = 128
 """Rows and columns of an FP8 weight block, and length of an activation group."""
 
 
-def blocks_in(length: int) -> int:
+def count_blocks(length: int) -> int:
     """Number of blocks that cover `length` elements; the last one may be partial."""
     return -(-length // BLOCK)
 

@@ -8,12 +8,12 @@ from typing import Any
 
 from parallel.shards import GeometryError
 
-KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+SUPPORTED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 _CORRECT = "correct the model's config.json"
 
 
 @dataclass(frozen=True)
-class Experts:
+class MoEGeometry:
     """A mixture of experts: `count` MLPs of width `ffn`, and shared ones of total width `shared_ffn` (0: none)."""
 
     count: int
@@ -26,7 +26,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Latent:
+class MLAGeometry:
     """Multi-latent attention (MLA): queries and keys/values through low-rank projections."""
 
     q_rank: int
@@ -39,11 +39,13 @@ class Latent:
     v_dim: int
 
 
-def widths(config: Mapping[str, Any]) -> dict[str, Any]:
+def parse_widths(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ModelGeometry. Raises GeometryError for an unknown architecture, a missing field or one that is not supported."""
     kind = config.get("model_type")
-    if kind not in KINDS:
-        raise GeometryError("model_type", kind, "is not known", f"use a model of one of these architectures: {', '.join(KINDS)}")
+    if kind not in SUPPORTED_MODEL_TYPES:
+        raise GeometryError(
+            "model_type", kind, "is not known", f"use a model of one of these architectures: {', '.join(SUPPORTED_MODEL_TYPES)}"
+        )
     for field in ("attention_bias", "mlp_bias"):
         if config.get(field) and kind != "qwen2":
             raise GeometryError(field, config[field], f"is not supported for {kind}", "use a model without these biases")
@@ -78,8 +80,8 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _latent(config: Mapping[str, Any]) -> Latent:
-    return Latent(
+def _latent(config: Mapping[str, Any]) -> MLAGeometry:
+    return MLAGeometry(
         q_rank=0 if config.get("q_lora_rank", "missing") is None else _positive(config, "q_lora_rank"),
         kv_rank=_positive(config, "kv_lora_rank"),
         nope_dim=_positive(config, "qk_nope_head_dim"),
@@ -88,11 +90,11 @@ def _latent(config: Mapping[str, Any]) -> Latent:
     )
 
 
-def _deepseek_experts(config: Mapping[str, Any]) -> Experts:
+def _deepseek_experts(config: Mapping[str, Any]) -> MoEGeometry:
     layers, leading = _positive(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
     every = _positive(config, "moe_layer_freq", 1)
     ffn = _positive(config, "moe_intermediate_size")
-    return Experts(
+    return MoEGeometry(
         count=_positive(config, "n_routed_experts"),
         ffn=ffn,
         shared_ffn=ffn * (config.get("n_shared_experts") or 0),
@@ -101,11 +103,11 @@ def _deepseek_experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
-def _qwen_experts(config: Mapping[str, Any]) -> Experts:
+def _qwen_experts(config: Mapping[str, Any]) -> MoEGeometry:
     layers, every = _positive(config, "num_hidden_layers"), _positive(config, "decoder_sparse_step", 1)
     plain = set(config.get("mlp_only_layers") or ())
     count = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes the first name
-    return Experts(
+    return MoEGeometry(
         count=_positive(config, count),
         ffn=_positive(config, "moe_intermediate_size"),
         dense_layers=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % every),

@@ -13,33 +13,33 @@ from itertools import islice
 from typing import TypeVar
 
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
+from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import check_blocks
-from parallel.sglang_shards import engine_shards
+from parallel.reshard import check_block_alignment
+from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
 
-def trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True) -> GeometryError | None:
-    """Why a training layout cannot work, None where it can. `quantised` as in `megatron_shards`."""
+def find_trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True) -> GeometryError | None:
+    """Why a training layout cannot work, None where it can. `quantised` as in `build_megatron_shards`."""
     try:
         once = replace(layout, pp=1, vpp=1)
-        check_blocks(trainer_shards(one_of_each_layer(model), once, quantised=quantised), fp8_roles)
+        check_block_alignment(build_trainer_shards(keep_one_layer_per_kind(model), once, quantised=quantised), fp8_roles)
     except GeometryError as error:
         return error
     return None
 
 
-def engine_problem(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str]) -> GeometryError | None:
+def find_engine_problem(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str]) -> GeometryError | None:
     """Why an engine of `tp` ranks, `ep` of them expert parallel, cannot work; None where it can."""
     try:
-        check_blocks(engine_shards(one_of_each_layer(model), tp, ep), fp8_roles)
+        check_block_alignment(build_engine_shards(keep_one_layer_per_kind(model), tp, ep), fp8_roles)
     except GeometryError as error:
         return error
     return None
 
 
-def nearest_layouts(
+def find_nearest_layouts(
     model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True, count: int = 2
 ) -> list[Layout]:
     """The working training layouts with sizes nearest to `layout`'s, best first; on the same number of ranks where there are any."""
@@ -50,30 +50,30 @@ def nearest_layouts(
         ranks = width if width % least == 0 else least
         candidates.append(replace(layout, tp=tp, etp=etp, ep=ep, dp=ranks // tp))
     candidates.sort(key=lambda one: one.world_size != layout.world_size)  # stable: keeps the order of distance
-    return _working(candidates, lambda one: trainer_problem(model, one, fp8_roles, quantised), count)
+    return _working(candidates, lambda one: find_trainer_problem(model, one, fp8_roles, quantised), count)
 
 
-def nearest_engines(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str], count: int = 2) -> list[tuple[int, int]]:
+def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str], count: int = 2) -> list[tuple[int, int]]:
     """The working (tp, ep) of an engine that are nearest to the given ones, best first."""
     candidates = [(size, experts) for size, cut, experts in _nearby(model, (tp, tp // math.gcd(tp, ep), ep)) if size == cut * experts]
-    return _working(candidates, lambda one: engine_problem(model, *one, fp8_roles), count)
+    return _working(candidates, lambda one: find_engine_problem(model, *one, fp8_roles), count)
 
 
-def explained(
+def add_layout_hints(
     error: GeometryError, model: ModelGeometry, train: Layout, rollout: tuple[int, int], fp8_roles: frozenset[str], quantised: bool = True
 ) -> GeometryError:
     """The same refusal, its fix led by the nearest layouts that do work; `rollout` is the engine's (tp, ep)."""
     hints = []
-    if trainer_problem(model, train, fp8_roles, quantised):
-        found = [_words(one, model) for one in nearest_layouts(model, train, fp8_roles, quantised)]
+    if find_trainer_problem(model, train, fp8_roles, quantised):
+        found = [_words(one, model) for one in find_nearest_layouts(model, train, fp8_roles, quantised)]
         hints.append(f"train layouts that work: {' or '.join(found) or 'none'}")
-    if engine_problem(model, *rollout, fp8_roles):
-        engines = [f"tp={tp}" + (f" ep={ep}" if model.experts else "") for tp, ep in nearest_engines(model, *rollout, fp8_roles)]
+    if find_engine_problem(model, *rollout, fp8_roles):
+        engines = [f"tp={tp}" + (f" ep={ep}" if model.experts else "") for tp, ep in find_nearest_engines(model, *rollout, fp8_roles)]
         hints.append(f"rollout layouts that work: {' or '.join(engines) or 'none'}")
     return GeometryError(error.field, error.value, error.rule, "; ".join([*hints, error.fix]) if hints else error.fix)
 
 
-def one_of_each_layer(model: ModelGeometry) -> ModelGeometry:
+def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:
     """The model cut down to one layer of each kind that it has."""
     if model.experts is None:
         return replace(model, layers=1)

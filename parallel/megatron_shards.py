@@ -1,4 +1,4 @@
-"""How Megatron-Core cuts a model: each rank's parameters as pieces of the checkpoint.
+"""How Megatron-Core cuts a model: each rank's parameters as regions of the checkpoint.
 
 linear_qkv holds, per query group g, [the q heads of g | k_g | v_g]; tensor-parallel ranks own equal runs of these rows: whole groups,
 or parts of one where there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
@@ -15,31 +15,43 @@ from functools import lru_cache
 
 from parallel.layout import Coordinates, Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Piece, Shard, Tensor, cols_of, cut_piece, rows_at, rows_of, stack, vocabulary_rows, whole
+from parallel.shards import (
+    GeometryError,
+    HFTensor,
+    Region,
+    Shard,
+    find_misaligned_region,
+    split_cols,
+    split_rows,
+    split_vocabulary,
+    stack_regions,
+    take_all,
+    take_rows,
+)
 
 
 def padded_vocabulary(vocab: int, tp: int, multiple: int = 1) -> int:
     """Rows of Megatron's embedding: `vocab` rounded up to a multiple of `multiple * tp`.
 
     `multiple` is Megatron's make_vocab_size_divisible_by. With 1 only what tensor parallelism needs is added, which is nothing for the
-    vocabularies of most models; `parallel.sglang_shards.padded_vocabulary` instead makes both sides cut alike. Padding rows are no pieces.
+    vocabularies of most models; `parallel.sglang_shards.padded_vocabulary` instead makes both sides cut alike. Padding rows are no regions.
     """
     return -(-vocab // (multiple * tp)) * multiple * tp
 
 
-def megatron_shards(
+def build_megatron_shards(
     model: ModelGeometry,
     layout: Layout,
-    place: Coordinates,
+    coordinates: Coordinates,
     *,
     quantised: bool = False,
     vocab_rows: int | None = None,
     split_latent: bool = False,
 ) -> list[Shard]:
-    """All parameters of the rank at `place`. Raises GeometryError where the layout does not divide the model.
+    """All parameters of the rank at `coordinates`. Raises GeometryError where the layout does not divide the model.
 
     `quantised`: rows in the order in which the trainer must quantise them; it differs from the parameter's where that would cut
-    blocks (see `row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
+    blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
     `split_latent`: MLA's down projections are cut by rows over tensor-parallel ranks, as Megatron's local ColumnParallelLinear does;
     Transformer Engine's, the default here, are replicated.
     """
@@ -49,38 +61,44 @@ def megatron_shards(
         raise GeometryError(
             "vocab_rows", rows, f"must be a multiple of tp ({layout.tp}) and at least the vocabulary ({model.vocab})", "pad it further"
         )
-    alike = Coordinates(tp=place.tp, pp=place.pp, ep=place.ep, etp=place.etp)  # replicas share one list
+    alike = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
     return list(_shards(model, layout, alike, quantised, rows, split_latent))
 
 
-def trainer_shards(
+def build_trainer_shards(
     model: ModelGeometry, layout: Layout, *, quantised: bool = False, vocab_rows: int | None = None
 ) -> dict[int, list[Shard]]:
-    """`megatron_shards` of every rank of a layout."""
+    """`build_megatron_shards` of every rank of a layout."""
     return {
-        rank: megatron_shards(model, layout, layout.coordinates(rank), quantised=quantised, vocab_rows=vocab_rows)
+        rank: build_megatron_shards(model, layout, layout.coordinates(rank), quantised=quantised, vocab_rows=vocab_rows)
         for rank in range(layout.world_size)
     }
 
 
-def row_order(model: ModelGeometry, layout: Layout, place: Coordinates, name: str) -> list[int] | None:
+def compute_row_order(model: ModelGeometry, layout: Layout, coordinates: Coordinates, name: str) -> list[int] | None:
     """The order in which parameter `name` must be quantised: row i of its blocks is row `order[i]` of the parameter.
 
     None where the parameter's own order is right. Otherwise the blocks are those of [q ; k ; v] of the rank: quantise
     `weight[order]`, and give back values with the inverse permutation. Raises GeometryError for a name that the rank does not hold.
     """
     kept, wanted = (
-        next((shard for shard in megatron_shards(model, layout, place, quantised=quantised) if shard.name == name), None)
+        next((shard for shard in build_megatron_shards(model, layout, coordinates, quantised=quantised) if shard.name == name), None)
         for quantised in (False, True)
     )
     if kept is None or wanted is None:
-        raise GeometryError("parameter", name, "is not held by this rank", "use a name of megatron_shards")
-    if kept.pieces == wanted.pieces:
+        raise GeometryError("parameter", name, "is not held by this rank", "use a name of build_megatron_shards")
+    if kept.regions == wanted.regions:
         return None
     row_of = {
-        (piece.tensor.name, piece.source.row + offset): piece.row + offset for piece in kept.pieces for offset in range(piece.source.rows)
+        (region.tensor.name, region.tensor_rect.row + offset): region.shard_row + offset
+        for region in kept.regions
+        for offset in range(region.tensor_rect.rows)
     }
-    return [row_of[piece.tensor.name, piece.source.row + offset] for piece in wanted.pieces for offset in range(piece.source.rows)]
+    return [
+        row_of[region.tensor.name, region.tensor_rect.row + offset]
+        for region in wanted.regions
+        for offset in range(region.tensor_rect.rows)
+    ]
 
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
@@ -105,39 +123,39 @@ def _must_divide(name: str, size: int, length: int, what: str) -> None:
 
 @lru_cache(maxsize=1024)
 def _shards(
-    model: ModelGeometry, layout: Layout, place: Coordinates, quantised: bool, vocab_rows: int, split_latent: bool
+    model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantised: bool, vocab_rows: int, split_latent: bool
 ) -> tuple[Shard, ...]:
-    rank = _Rank(model, layout, place, vocab_rows, split_latent)
-    return tuple(in_quantised_order(shard) if quantised else shard for shard in rank.shards())
+    rank = _MegatronShardBuilder(model, layout, coordinates, vocab_rows, split_latent)
+    return tuple(reorder_for_quantization(shard) if quantised else shard for shard in rank.build())
 
 
-def in_quantised_order(shard: Shard) -> Shard:
+def reorder_for_quantization(shard: Shard) -> Shard:
     """The shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else itself. FP8 or not is the
     plan's business."""
-    if not shard.name.endswith("linear_qkv.weight") or cut_piece(shard) is None:
+    if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard) is None:
         return shard
-    by_tensor = sorted(shard.pieces, key=lambda piece: ("qkv".index(piece.tensor.name.split(".")[-2][0]), piece.source.row))
-    return stack(shard.name, by_tensor)
+    by_tensor = sorted(shard.regions, key=lambda region: ("qkv".index(region.tensor.name.split(".")[-2][0]), region.tensor_rect.row))
+    return stack_regions(shard.name, by_tensor)
 
 
-class _Rank:
+class _MegatronShardBuilder:
     """Builds the shards of one rank."""
 
-    def __init__(self, model: ModelGeometry, layout: Layout, place: Coordinates, vocab_rows: int, split_latent: bool) -> None:
-        self.model, self.layout, self.place = model, layout, place
+    def __init__(self, model: ModelGeometry, layout: Layout, coordinates: Coordinates, vocab_rows: int, split_latent: bool) -> None:
+        self.model, self.layout, self.coordinates = model, layout, coordinates
         self.vocab_rows, self.split_latent = vocab_rows, split_latent
         self.tensors = model.tensors()
 
-    def shards(self) -> list[Shard]:
-        layout, place = self.layout, self.place
-        first, last = place.pp == 0, place.pp == layout.pp - 1
+    def build(self) -> list[Shard]:
+        layout, coordinates = self.layout, self.coordinates
+        first, last = coordinates.pp == 0, coordinates.pp == layout.pp - 1
         found = []
         if first:
             found.append(self._vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"))
-        for layer in stage_layers(self.model.layers, layout, place.pp):
+        for layer in list_stage_layers(self.model.layers, layout, coordinates.pp):
             found += self._layer(layer)
         if last:
-            found.append(stack("decoder.final_layernorm.weight", [whole(self.tensors["model.norm.weight"])]))
+            found.append(stack_regions("decoder.final_layernorm.weight", [take_all(self.tensors["model.norm.weight"])]))
             if not self.model.tied:
                 found.append(self._vocabulary("output_layer.weight", "lm_head.weight"))
             elif not first:  # the last stage keeps its own copy of the tied embedding
@@ -145,7 +163,7 @@ class _Rank:
         return found
 
     def _vocabulary(self, name: str, hf: str) -> Shard:
-        return vocabulary_rows(name, self.tensors[hf], self.vocab_rows, self.place.tp, self.layout.tp)
+        return split_vocabulary(name, self.tensors[hf], self.vocab_rows, self.coordinates.tp, self.layout.tp)
 
     def _layer(self, layer: int) -> list[Shard]:
         hf, mcore = f"model.layers.{layer}.", f"decoder.layers.{layer}."
@@ -166,7 +184,7 @@ class _Rank:
             found += [self._whole(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight") for part in "qk"]
         return [*found, self._cols(mcore + "linear_proj.weight", hf + "o_proj.weight")]
 
-    def _qkv(self, name: str, qkv: list[Tensor]) -> Shard:
+    def _qkv(self, name: str, qkv: list[HFTensor]) -> Shard:
         """This rank's run of rows of all groups laid one below the other."""
         model, tp = self.model, self.layout.tp
         heights = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # rows of q, k, v in one group
@@ -175,16 +193,16 @@ class _Rank:
             raise GeometryError(
                 "layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}"
             )
-        first, last = self.place.tp * size // tp, (self.place.tp + 1) * size // tp
-        pieces: list[Piece] = []
+        first, last = self.coordinates.tp * size // tp, (self.coordinates.tp + 1) * size // tp
+        regions: list[Region] = []
         for group in range(first // sum(heights), -(-last // sum(heights))):
             row = group * sum(heights)
             for tensor, height in zip(qkv, heights, strict=True):
                 start, end = max(first, row), min(last, row + height)
                 if start < end:
-                    pieces.append(rows_at(tensor, group * height + start - row, end - start))
+                    regions.append(take_rows(tensor, group * height + start - row, end - start))
                 row += height
-        return stack(name, pieces)
+        return stack_regions(name, regions)
 
     def _latent_attention(self, hf: str, mcore: str) -> list[Shard]:
         assert self.model.latent is not None
@@ -206,10 +224,12 @@ class _Rank:
         ]
 
     def _mlp(self, hf: str, mcore: str, expert: bool = False) -> list[Shard]:
-        part, parts, field = (self.place.etp, self.layout.etp, "layout.etp") if expert else (self.place.tp, self.layout.tp, "layout.tp")
-        gate_up = [rows_of(self.tensors[f"{hf}{half}_proj.weight"], part, parts, field) for half in ("gate", "up")]
-        down = cols_of(self.tensors[hf + "down_proj.weight"], part, parts, field)
-        return [stack(mcore + "linear_fc1.weight", gate_up), stack(mcore + "linear_fc2.weight", [down])]
+        part, parts, field = (
+            (self.coordinates.etp, self.layout.etp, "layout.etp") if expert else (self.coordinates.tp, self.layout.tp, "layout.tp")
+        )
+        gate_up = [split_rows(self.tensors[f"{hf}{half}_proj.weight"], part, parts, field) for half in ("gate", "up")]
+        down = split_cols(self.tensors[hf + "down_proj.weight"], part, parts, field)
+        return [stack_regions(mcore + "linear_fc1.weight", gate_up), stack_regions(mcore + "linear_fc2.weight", [down])]
 
     def _moe(self, hf: str, mcore: str) -> list[Shard]:
         experts = self.model.experts
@@ -218,23 +238,23 @@ class _Rank:
         if experts.correction_bias:
             found.append(self._whole(mcore + "router.expert_bias", hf + "gate.e_score_correction_bias"))
         per_rank = experts.count // self.layout.ep
-        for expert in range(self.place.ep * per_rank, (self.place.ep + 1) * per_rank):
+        for expert in range(self.coordinates.ep * per_rank, (self.coordinates.ep + 1) * per_rank):
             found += self._mlp(f"{hf}experts.{expert}.", f"{mcore}experts.local_experts.{expert}.", expert=True)
         if experts.shared_ffn:
             found += self._mlp(hf + "shared_experts.", mcore + "shared_experts.")
         return found
 
     def _whole(self, name: str, hf: str) -> Shard:
-        return stack(name, [whole(self.tensors[hf])])
+        return stack_regions(name, [take_all(self.tensors[hf])])
 
     def _rows(self, name: str, hf: str) -> Shard:
-        return stack(name, [rows_of(self.tensors[hf], self.place.tp, self.layout.tp)])
+        return stack_regions(name, [split_rows(self.tensors[hf], self.coordinates.tp, self.layout.tp)])
 
     def _cols(self, name: str, hf: str) -> Shard:
-        return stack(name, [cols_of(self.tensors[hf], self.place.tp, self.layout.tp)])
+        return stack_regions(name, [split_cols(self.tensors[hf], self.coordinates.tp, self.layout.tp)])
 
 
-def stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
+def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
     """The layers of a pipeline stage, by global number: of its virtual chunk v, those of block v * pp + stage."""
     per_block = layers // (layout.pp * layout.vpp)
     starts = [(chunk * layout.pp + stage) * per_block for chunk in range(layout.vpp)]

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from parallel.hf_widths import Experts, Latent, widths
-from parallel.shards import GeometryError, Piece, Rect, Shard, Tensor, cols_of, rows_of, stack, whole
+from parallel.hf_widths import MLAGeometry, MoEGeometry, parse_widths
+from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard, split_cols, split_rows, stack_regions, take_all
 
 __all__ = [
-    "Experts",
     "GeometryError",
-    "Latent",
+    "HFTensor",
+    "MLAGeometry",
+    "MoEGeometry",
     "ModelGeometry",
-    "Piece",
     "Rect",
+    "Region",
     "Shard",
-    "Tensor",
-    "cols_of",
-    "rows_of",
-    "stack",
-    "whole",
+    "split_cols",
+    "split_rows",
+    "stack_regions",
+    "take_all",
 ]
 
 
@@ -45,13 +45,13 @@ class ModelGeometry:
     """The output layer shares the embedding's weight."""
     kind: str = "qwen3"
     """`model_type` of the config.json."""
-    experts: Experts | None = None
-    latent: Latent | None = None
+    experts: MoEGeometry | None = None
+    latent: MLAGeometry | None = None
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
         """Reads a config.json. Raises GeometryError for an architecture this project does not know, or a missing field."""
-        return cls(**widths(config))
+        return cls(**parse_widths(config))
 
     @property
     def qkv_bias(self) -> bool:
@@ -65,7 +65,7 @@ class ModelGeometry:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, HFTensor]:
         """Every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed.
 
         DeepSeek-V3's extra layers for multi-token prediction are left out, as transformers leaves them out.
@@ -73,8 +73,8 @@ class ModelGeometry:
         return self._tensors
 
     @cached_property
-    def _tensors(self) -> dict[str, Tensor]:
-        found = [Tensor("model.embed_tokens.weight", self.vocab, self.hidden, "embedding")]
+    def _tensors(self) -> dict[str, HFTensor]:
+        found = [HFTensor("model.embed_tokens.weight", self.vocab, self.hidden, "embedding")]
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}."
             found.append(_vector(prefix + "input_layernorm.weight", self.hidden, "norm"))
@@ -83,48 +83,48 @@ class ModelGeometry:
             found += self._moe(prefix + "mlp.") if self.has_experts(layer) else self._mlp(prefix + "mlp.", self.ffn)
         found.append(_vector("model.norm.weight", self.hidden, "norm"))
         if not self.tied:
-            found.append(Tensor("lm_head.weight", self.vocab, self.hidden, "lm_head"))
+            found.append(HFTensor("lm_head.weight", self.vocab, self.hidden, "lm_head"))
         return {tensor.name: tensor for tensor in found}
 
-    def _attention(self, prefix: str) -> list[Tensor]:
+    def _attention(self, prefix: str) -> list[HFTensor]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        found = [Tensor(f"{prefix}{name}.weight", size, self.hidden, "attention_qkv") for name, size in rows.items()]
+        found = [HFTensor(f"{prefix}{name}.weight", size, self.hidden, "attention_qkv") for name, size in rows.items()]
         if self.qkv_bias:
             found += [_vector(f"{prefix}{name}.bias", size, "bias") for name, size in rows.items()]
         if self.qk_norm:
             found += [_vector(f"{prefix}{part}_norm.weight", self.head_dim, "norm") for part in "qk"]
-        return [*found, Tensor(prefix + "o_proj.weight", self.hidden, q, "attention_output")]
+        return [*found, HFTensor(prefix + "o_proj.weight", self.hidden, q, "attention_output")]
 
-    def _latent_attention(self, prefix: str) -> list[Tensor]:
+    def _latent_attention(self, prefix: str) -> list[HFTensor]:
         assert self.latent is not None
         a = self.latent
         if a.q_rank:
             found = [
-                Tensor(prefix + "q_a_proj.weight", a.q_rank, self.hidden, "attention_qkv"),
+                HFTensor(prefix + "q_a_proj.weight", a.q_rank, self.hidden, "attention_qkv"),
                 _vector(prefix + "q_a_layernorm.weight", a.q_rank, "norm"),
-                Tensor(prefix + "q_b_proj.weight", self.heads * self.head_dim, a.q_rank, "attention_qkv"),
+                HFTensor(prefix + "q_b_proj.weight", self.heads * self.head_dim, a.q_rank, "attention_qkv"),
             ]
         else:
-            found = [Tensor(prefix + "q_proj.weight", self.heads * self.head_dim, self.hidden, "attention_qkv")]
+            found = [HFTensor(prefix + "q_proj.weight", self.heads * self.head_dim, self.hidden, "attention_qkv")]
         return [
             *found,
-            Tensor(prefix + "kv_a_proj_with_mqa.weight", a.kv_rank + a.rope_dim, self.hidden, "attention_qkv"),
+            HFTensor(prefix + "kv_a_proj_with_mqa.weight", a.kv_rank + a.rope_dim, self.hidden, "attention_qkv"),
             _vector(prefix + "kv_a_layernorm.weight", a.kv_rank, "norm"),
-            Tensor(prefix + "kv_b_proj.weight", self.heads * (a.nope_dim + a.v_dim), a.kv_rank, "attention_qkv"),
-            Tensor(prefix + "o_proj.weight", self.hidden, self.heads * a.v_dim, "attention_output"),
+            HFTensor(prefix + "kv_b_proj.weight", self.heads * (a.nope_dim + a.v_dim), a.kv_rank, "attention_qkv"),
+            HFTensor(prefix + "o_proj.weight", self.hidden, self.heads * a.v_dim, "attention_output"),
         ]
 
-    def _mlp(self, prefix: str, ffn: int) -> list[Tensor]:
+    def _mlp(self, prefix: str, ffn: int) -> list[HFTensor]:
         return [
-            Tensor(prefix + "gate_proj.weight", ffn, self.hidden, "mlp_in"),
-            Tensor(prefix + "up_proj.weight", ffn, self.hidden, "mlp_in"),
-            Tensor(prefix + "down_proj.weight", self.hidden, ffn, "mlp_out"),
+            HFTensor(prefix + "gate_proj.weight", ffn, self.hidden, "mlp_in"),
+            HFTensor(prefix + "up_proj.weight", ffn, self.hidden, "mlp_in"),
+            HFTensor(prefix + "down_proj.weight", self.hidden, ffn, "mlp_out"),
         ]
 
-    def _moe(self, prefix: str) -> list[Tensor]:
+    def _moe(self, prefix: str) -> list[HFTensor]:
         assert self.experts is not None
-        found = [Tensor(prefix + "gate.weight", self.experts.count, self.hidden, "router")]
+        found = [HFTensor(prefix + "gate.weight", self.experts.count, self.hidden, "router")]
         if self.experts.correction_bias:
             found.append(_vector(prefix + "gate.e_score_correction_bias", self.experts.count, "router_bias"))
         for expert in range(self.experts.count):
@@ -133,10 +133,10 @@ class ModelGeometry:
             found += self._mlp(prefix + "shared_experts.", self.experts.shared_ffn)
         return found
 
-    def checkpoint_shards(self) -> list[Shard]:
+    def build_checkpoint_shards(self) -> list[Shard]:
         """The checkpoint itself as shards: every tensor whole."""
-        return [Shard(tensor.name, tensor.rows, tensor.cols, (whole(tensor),)) for tensor in self.tensors().values()]
+        return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in self.tensors().values()]
 
 
-def _vector(name: str, length: int, role: str) -> Tensor:
-    return Tensor(name, length, 1, role, vector=True)
+def _vector(name: str, length: int, role: str) -> HFTensor:
+    return HFTensor(name, length, 1, role, vector=True)

@@ -2,7 +2,7 @@
 
 Computed once from two lists of shards told in Hugging Face coordinates (`parallel.shards`); used by every sync, by import and by
 export. A tensor whose role is FP8 moves as whole 128x128 blocks: its bytes and, at 1/128 of the coordinates, its scales. Nothing is
-quantised again, so every edge of every piece must lie on a block edge of its shard and of the checkpoint, or at a tensor's end.
+quantised again, so every edge of every region must lie on a block edge of its shard and of the checkpoint, or at a tensor's end.
 An INT8 tensor has a scale per row, of the whole row wherever the row is cut, so it may be cut anywhere.
 """
 
@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from typing import NamedTuple, cast
 
 from parallel.formats import BLOCK, SCHEMES
-from parallel.shards import FP32_ROLES, GeometryError, Piece, Rect, Shard, cut_piece
+from parallel.shards import FP32_ROLES, GeometryError, Rect, Region, Shard, find_misaligned_region
 
 
-class Copy(NamedTuple):
+class WeightTransfer(NamedTuple):
     """Moves `source_rect` of `source` on rank `source_rank` to `target_rect` of `target` on rank `target_rank`; equal sizes.
 
-    `tensor` names the Hugging Face tensor it belongs to. Where `kind` is quantised, scales move along: see `moves`.
+    `tensor` names the Hugging Face tensor it belongs to. Where `kind` is quantised, scales move along: see `add_scale_transfers`.
     """
 
     tensor: str
@@ -39,7 +39,7 @@ class Copy(NamedTuple):
         return self.kind == "fp8"
 
 
-def blocks(rect: Rect, kind: str = "fp8") -> Rect:
+def get_scale_rect(rect: Rect, kind: str = "fp8") -> Rect:
     """The rectangle of scales that belongs to a rectangle of quantised elements."""
     scheme = SCHEMES[kind]
     return Rect(rect.row // scheme.rows, 0 if scheme.whole_rows else rect.col // scheme.cols, *scheme.grid(rect.rows, rect.cols))
@@ -51,27 +51,27 @@ def reshard(
     fp8_roles: frozenset[str],
     homes: Mapping[int, int] | None = None,
     int8_roles: frozenset[str] = frozenset(),
-) -> list[Copy]:
-    """The copies that fill every target piece exactly once, ordered by target rank and parameter.
+) -> list[WeightTransfer]:
+    """The copies that fill every target region exactly once, ordered by target rank and parameter.
 
     `sources` and `targets` map a rank to its shards. Where several sources hold the same elements, that on the target's own device is
     taken; else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on its
     device, by default the one of the same number; empty where engines have devices of their own.
 
-    Raises GeometryError when a piece has no source or cuts an FP8 block.
+    Raises GeometryError when a region has no source or cuts an FP8 block.
     """
     for side in (sources, targets):
-        check_blocks(side, fp8_roles)
+        check_block_alignment(side, fp8_roles)
     with _no_collection():
         held = _Sources(sources)
         parts = []
         for rank, shards in targets.items():
             home = rank if homes is None else homes.get(rank, -1)
             for shard in shards:
-                for piece in shard.pieces:
-                    parts += [_Part(rank, home, shard, piece, *found) for found in held.cover(piece, home, shard.name, rank)]
+                for region in shard.regions:
+                    parts += [_Part(rank, home, shard, region, *found) for found in held.cover(region, home, shard.name, rank)]
         kinds = [kind_of(part.shard.role, fp8_roles, int8_roles) for part in parts]
-        return [_copy(part, holder, kind) for part, holder, kind in zip(parts, _choose(parts, kinds), kinds, strict=True)]
+        return [_make_transfer(part, holder, kind) for part, holder, kind in zip(parts, _choose(parts, kinds), kinds, strict=True)]
 
 
 def kind_of(role: str, fp8_roles: frozenset[str], int8_roles: frozenset[str] = frozenset()) -> str:
@@ -81,20 +81,20 @@ def kind_of(role: str, fp8_roles: frozenset[str], int8_roles: frozenset[str] = f
     return "int8" if role in int8_roles else "fp32" if role in FP32_ROLES else "high"
 
 
-def check_blocks(side: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str]) -> None:
+def check_block_alignment(side: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str]) -> None:
     """Raises GeometryError for the first FP8 shard that cuts a block of the checkpoint, or of itself."""
     checked: set[int] = set()  # replicas are the same objects
     for shards in side.values():
         for shard in shards:
             if shard.role in fp8_roles and id(shard) not in checked:
                 checked.add(id(shard))
-                piece = cut_piece(shard)
-                if piece is not None:
-                    row, col, rows, cols = piece.source
+                region = find_misaligned_region(shard)
+                if region is not None:
+                    row, col, rows, cols = region.tensor_rect
                     raise GeometryError(
-                        piece.tensor.name,
+                        region.tensor.name,
                         f"rows {row}..{row + rows}, columns {col}..{col + cols}",
-                        f"a shard boundary cuts a {BLOCK}x{BLOCK} FP8 block in {shard.name}, at its row {piece.row}",
+                        f"a shard boundary cuts a {BLOCK}x{BLOCK} FP8 block in {shard.name}, at its row {region.shard_row}",
                         "use a smaller tensor-parallel size, or precision.mode = bf16",
                     )
 
@@ -109,7 +109,7 @@ class _Part(NamedTuple):
     rank: int
     home: int
     shard: Shard
-    piece: Piece
+    region: Region
     rect: Rect
     owners: dict[int, _Holder]
 
@@ -128,12 +128,12 @@ def _choose(parts: Sequence[_Part], kinds: Sequence[str]) -> list[_Holder]:
     return cast(list[_Holder], chosen)
 
 
-def _copy(part: _Part, holder: _Holder, kind: str) -> Copy:
-    rank, _, shard, piece, (row, col, rows, cols), _ = part
+def _make_transfer(part: _Part, holder: _Holder, kind: str) -> WeightTransfer:
+    rank, _, shard, region, (row, col, rows, cols), _ = part
     source_rank, source, (down, right) = holder
     from_rect = Rect(row + down, col + right, rows, cols)
-    to_rect = Rect(row - piece.source.row + piece.row, col - piece.source.col + piece.col, rows, cols)
-    return Copy(piece.tensor.name, source_rank, source, from_rect, rank, shard.name, to_rect, kind)
+    to_rect = Rect(row - region.tensor_rect.row + region.shard_row, col - region.tensor_rect.col + region.shard_col, rows, cols)
+    return WeightTransfer(region.tensor.name, source_rank, source, from_rect, rank, shard.name, to_rect, kind)
 
 
 class _Sources:
@@ -144,20 +144,20 @@ class _Sources:
         self._covers: dict[tuple[str, Rect], list[tuple[Rect, dict[int, _Holder]]] | None] = {}
         for rank, shards in sources.items():
             for shard in shards:
-                for tensor, source, row, col in shard.pieces:
+                for tensor, source, row, col in shard.regions:
                     owners = self._held.setdefault(tensor.name, {}).setdefault(source, {})
                     owners.setdefault(rank, (rank, shard.name, (row - source.row, col - source.col)))
 
-    def cover(self, piece: Piece, home: int, target: str, rank: int) -> list[tuple[Rect, dict[int, _Holder]]]:
-        """Rectangles that together are `piece` and do not overlap, each with its owners. Raises GeometryError where some are missing."""
-        name = piece.tensor.name
-        key = (name, piece.source)
+    def cover(self, region: Region, home: int, target: str, rank: int) -> list[tuple[Rect, dict[int, _Holder]]]:
+        """Rectangles that together are `region` and do not overlap, each with its owners. Raises GeometryError where some are missing."""
+        name = region.tensor.name
+        key = (name, region.tensor_rect)
         if key not in self._covers:
-            self._covers[key] = self._disjoint(name, piece.source)
+            self._covers[key] = self._disjoint(name, region.tensor_rect)
         parts = self._covers[key]
         if parts is None:  # sources overlap each other: the home's own rectangles first
-            parts = _cut(piece.source, sorted(self._held[name].items(), key=lambda held: home not in held[1]))
-        missing = piece.source.rows * piece.source.cols - sum(part.rows * part.cols for part, _ in parts)
+            parts = _cut(region.tensor_rect, sorted(self._held[name].items(), key=lambda held: home not in held[1]))
+        missing = region.tensor_rect.rows * region.tensor_rect.cols - sum(part.rows * part.cols for part, _ in parts)
         if missing:
             raise GeometryError(name, f"{missing} elements", f"no source holds what {target} of rank {rank} needs")
         return parts
@@ -218,8 +218,9 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-class Move(NamedTuple):
-    """A copy of one plane: a named two-dimensional tensor of raw values. An FP8 `Copy` is two moves, its bytes and its scales; of the
+class Transfer(NamedTuple):
+    """A copy of one tensor: a named two-dimensional tensor of raw values. An FP8 `WeightTransfer` is two transfers, its bytes and its
+    scales; of the
     INT8 copies that fill a row of a target, the one of its first column brings the row's scale."""
 
     source_rank: int
@@ -237,16 +238,16 @@ def scale_name(weight: str, kind: str = "fp8") -> str:
     return weight + SCHEMES[kind].scale_suffix
 
 
-def moves(plan: Sequence[Copy]) -> list[Move]:
-    """The plan told plane by plane."""
+def add_scale_transfers(plan: Sequence[WeightTransfer]) -> list[Transfer]:
+    """The plan told tensor by tensor."""
     found = []
     scales: dict[str, str] = {}  # every name once in memory
     with _no_collection():
         for _, source_rank, source, source_rect, target_rank, target, target_rect, kind in plan:
-            found.append(Move(source_rank, source, source_rect, target_rank, target, target_rect, kind))
+            found.append(Transfer(source_rank, source, source_rect, target_rank, target, target_rect, kind))
             scheme = SCHEMES.get(kind)
             if scheme is not None and not (scheme.whole_rows and target_rect.col):
                 from_name, to_name = (scales.get(name) or scales.setdefault(name, scale_name(name, kind)) for name in (source, target))
-                places = blocks(source_rect, kind), blocks(target_rect, kind)
-                found.append(Move(source_rank, from_name, places[0], target_rank, to_name, places[1], "scale"))
+                scale_rects = get_scale_rect(source_rect, kind), get_scale_rect(target_rect, kind)
+                found.append(Transfer(source_rank, from_name, scale_rects[0], target_rank, to_name, scale_rects[1], "scale"))
     return found

@@ -1,9 +1,9 @@
-"""How SGLang 0.5.23 cuts a model: each engine rank's parameters as pieces of the checkpoint. Knows names and shapes, imports no SGLang.
+"""How SGLang 0.5.23 cuts a model: each engine rank's parameters as regions of the checkpoint. Knows names and shapes, imports no SGLang.
 
 qkv_proj is [q ; k ; v] of the rank's heads (a kv head is replicated when there are more ranks than kv heads), gate_up_proj is
 [gate ; up]. Experts lie in two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], told here as their E
 matrices one below the other. With expert parallelism, rank r of tp holds the experts of run r // (tp / ep), cut by the rest.
-The vocabulary is padded to a multiple of 64: the padding is no piece of the checkpoint and is never written.
+The vocabulary is padded to a multiple of 64: the padding is no region of the checkpoint and is never written.
 
 MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also keeps w_kc and w_vc, made from kv_b_proj by the
 model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are told as modules of their
@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Piece, Shard, Tensor, cols_of, rows_of, stack, vocabulary_rows, whole
+from parallel.shards import GeometryError, HFTensor, Region, Shard, split_cols, split_rows, split_vocabulary, stack_regions, take_all
 
 _VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
 _FIELD = "rollout.tp"
@@ -27,7 +27,7 @@ def padded_vocabulary(vocab: int, tp: int) -> int:
     return padded if padded % tp == 0 else -(-vocab // (_VOCAB_PADDING * tp)) * _VOCAB_PADDING * tp
 
 
-def sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
+def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
     """All parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, by SGLang's parameter names.
 
     Raises GeometryError where the sizes do not fit the model.
@@ -36,9 +36,9 @@ def sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list
     return list(_shards(model, tp, rank, ep))
 
 
-def engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int = 1) -> dict[int, list[Shard]]:
-    """`sglang_shards` of every rank of several equal engines; rank r of engine e is number e * tp + r."""
-    return {rank: sglang_shards(model, tp, rank % tp, ep) for rank in range(engines * tp)}
+def build_engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int = 1) -> dict[int, list[Shard]]:
+    """`build_sglang_shards` of every rank of several equal engines; rank r of engine e is number e * tp + r."""
+    return {rank: build_sglang_shards(model, tp, rank % tp, ep) for rank in range(engines * tp)}
 
 
 def _check(model: ModelGeometry, tp: int, ep: int) -> None:
@@ -63,17 +63,17 @@ def _check(model: ModelGeometry, tp: int, ep: int) -> None:
 
 @lru_cache(maxsize=1024)
 def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, ...]:
-    return tuple(_Rank(model, tp, rank, ep).shards())
+    return tuple(_SGLangShardBuilder(model, tp, rank, ep).build())
 
 
-class _Rank:
+class _SGLangShardBuilder:
     """Builds the shards of one rank."""
 
     def __init__(self, model: ModelGeometry, tp: int, rank: int, ep: int) -> None:
         self.model, self.tp, self.rank, self.ep = model, tp, rank, ep
         self.tensors = model.tensors()
 
-    def shards(self) -> list[Shard]:
+    def build(self) -> list[Shard]:
         embedding = "model.embed_tokens.weight"
         found = [self._vocabulary(embedding, embedding)]
         for layer in range(self.model.layers):
@@ -86,7 +86,7 @@ class _Rank:
         return found
 
     def _vocabulary(self, name: str, hf: str) -> Shard:
-        return vocabulary_rows(name, self.tensors[hf], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
+        return split_vocabulary(name, self.tensors[hf], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
 
     def _layer(self, prefix: str, experts: bool) -> list[Shard]:
         attention = self._attention if self.model.latent is None else self._latent_attention
@@ -107,20 +107,20 @@ class _Rank:
 
     def _qkv(self, prefix: str, what: str) -> Shard:
         q, k, v = (self.tensors[f"{prefix}{part}_proj.{what}"] for part in "qkv")
-        return stack(f"{prefix}qkv_proj.{what}", [rows_of(q, self.rank, self.tp, _FIELD), self._kv_rows(k), self._kv_rows(v)])
+        return stack_regions(f"{prefix}qkv_proj.{what}", [split_rows(q, self.rank, self.tp, _FIELD), self._kv_rows(k), self._kv_rows(v)])
 
-    def _kv_rows(self, tensor: Tensor) -> Piece:
+    def _kv_rows(self, tensor: HFTensor) -> Region:
         heads = self.model.kv_heads
         if self.tp <= heads:
-            return rows_of(tensor, self.rank, self.tp, _FIELD)
-        return rows_of(tensor, self.rank * heads // self.tp, heads, _FIELD)
+            return split_rows(tensor, self.rank, self.tp, _FIELD)
+        return split_rows(tensor, self.rank * heads // self.tp, heads, _FIELD)
 
     def _latent_attention(self, prefix: str) -> list[Shard]:
         assert self.model.latent is not None
         kv_down = prefix + "kv_a_proj_with_mqa.weight"
         if self.model.latent.q_rank:
-            both = [whole(self.tensors[prefix + "q_a_proj.weight"]), whole(self.tensors[kv_down])]
-            down = [stack(prefix + "fused_qkv_a_proj_with_mqa.weight", both), self._whole(prefix + "q_a_layernorm.weight")]
+            both = [take_all(self.tensors[prefix + "q_a_proj.weight"]), take_all(self.tensors[kv_down])]
+            down = [stack_regions(prefix + "fused_qkv_a_proj_with_mqa.weight", both), self._whole(prefix + "q_a_layernorm.weight")]
             down.append(self._rows(prefix + "q_b_proj.weight"))
         else:
             down = [self._rows(prefix + "q_proj.weight"), self._whole(kv_down)]
@@ -132,8 +132,8 @@ class _Rank:
         ]
 
     def _mlp(self, prefix: str) -> list[Shard]:
-        gate_up = [rows_of(self.tensors[f"{prefix}{half}_proj.weight"], self.rank, self.tp, _FIELD) for half in ("gate", "up")]
-        return [stack(prefix + "gate_up_proj.weight", gate_up), self._cols(prefix + "down_proj.weight")]
+        gate_up = [split_rows(self.tensors[f"{prefix}{half}_proj.weight"], self.rank, self.tp, _FIELD) for half in ("gate", "up")]
+        return [stack_regions(prefix + "gate_up_proj.weight", gate_up), self._cols(prefix + "down_proj.weight")]
 
     def _moe(self, prefix: str) -> list[Shard]:
         experts = self.model.experts
@@ -143,22 +143,22 @@ class _Rank:
         gate_up, down = [], []
         for expert in range(run * count, (run + 1) * count):
             mlp = f"{prefix}experts.{expert}."
-            gate_up += [rows_of(self.tensors[f"{mlp}{half}_proj.weight"], part, parts, _FIELD) for half in ("gate", "up")]
-            down.append(cols_of(self.tensors[mlp + "down_proj.weight"], part, parts, _FIELD))
+            gate_up += [split_rows(self.tensors[f"{mlp}{half}_proj.weight"], part, parts, _FIELD) for half in ("gate", "up")]
+            down.append(split_cols(self.tensors[mlp + "down_proj.weight"], part, parts, _FIELD))
         found = [self._whole(prefix + "gate.weight")]
         if experts.correction_bias:
             found.append(self._whole(prefix + "gate.e_score_correction_bias"))
-        found.append(stack(prefix + "experts.w13_weight", gate_up, experts=count))
-        found.append(stack(prefix + "experts.w2_weight", down, experts=count))
+        found.append(stack_regions(prefix + "experts.w13_weight", gate_up, experts=count))
+        found.append(stack_regions(prefix + "experts.w2_weight", down, experts=count))
         if experts.shared_ffn:
             found += self._mlp(prefix + "shared_experts.")
         return found
 
     def _whole(self, name: str) -> Shard:
-        return stack(name, [whole(self.tensors[name])])
+        return stack_regions(name, [take_all(self.tensors[name])])
 
     def _rows(self, name: str) -> Shard:
-        return stack(name, [rows_of(self.tensors[name], self.rank, self.tp, _FIELD)])
+        return stack_regions(name, [split_rows(self.tensors[name], self.rank, self.tp, _FIELD)])
 
     def _cols(self, name: str) -> Shard:
-        return stack(name, [cols_of(self.tensors[name], self.rank, self.tp, _FIELD)])
+        return stack_regions(name, [split_cols(self.tensors[name], self.rank, self.tp, _FIELD)])

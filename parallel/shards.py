@@ -1,6 +1,6 @@
 """The words of the geometry: a tensor of the checkpoint, a rectangle of it, and a shard put together from such rectangles.
 
-All places are told in the coordinates of the Hugging Face tensor: a shard is a list of pieces, each a rectangle of one HF tensor
+All places are told in the coordinates of the Hugging Face tensor: a shard is a list of regions, each a rectangle of one HF tensor
 laid at some row and column of the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import,
 export and sync are one operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
 """
@@ -33,12 +33,12 @@ class Rect(NamedTuple):
     cols: int
 
 
-Place = tuple[str, Rect]
+NamedRect = tuple[str, Rect]
 """A rectangle of a named tensor."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class HFTensor:
     """A tensor of the checkpoint.
 
     `role` decides its precision: attention_qkv, attention_output, mlp_in, mlp_out, norm, bias, router, router_bias, embedding or
@@ -53,38 +53,38 @@ class Tensor:
     """One-dimensional in the checkpoint and in every shard."""
 
 
-class Piece(NamedTuple):
-    """The rectangle `source` of tensor `tensor`, laid with its first element at (`row`, `col`) of a shard."""
+class Region(NamedTuple):
+    """The rectangle `tensor_rect` of tensor `tensor`, laid with its first element at (`shard_row`, `shard_col`) of a shard."""
 
-    tensor: Tensor
-    source: Rect
-    row: int = 0
-    col: int = 0
+    tensor: HFTensor
+    tensor_rect: Rect
+    shard_row: int = 0
+    shard_col: int = 0
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One parameter as one rank holds it. Example: q, k and v stacked in `qkv_proj.weight`, three pieces."""
+    """One parameter as one rank holds it. Example: q, k and v stacked in `qkv_proj.weight`, three regions."""
 
     name: str
     rows: int
     cols: int
-    pieces: tuple[Piece, ...]
+    regions: tuple[Region, ...]
     experts: int = 0
     """Above 0 the live tensor is [experts, rows / experts, cols]; here it is told as its experts' matrices one below the other."""
 
     @property
     def filled_rows(self) -> int:
-        """Rows that hold pieces; what lies below is padding."""
-        return max(piece.row + piece.source.rows for piece in self.pieces)
+        """Rows that hold regions; what lies below is padding."""
+        return max(region.shard_row + region.tensor_rect.rows for region in self.regions)
 
     @property
     def role(self) -> str:
-        return self.pieces[0].tensor.role
+        return self.regions[0].tensor.role
 
     @property
     def vector(self) -> bool:
-        return self.pieces[0].tensor.vector
+        return self.regions[0].tensor.vector
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,65 +103,70 @@ class Shard:
         return (*self.shape[:-2], *SCHEMES[kind].grid(self.shape[-2], self.cols))
 
 
-def whole(tensor: Tensor) -> Piece:
-    """The piece that is all of a tensor."""
-    return Piece(tensor, Rect(0, 0, tensor.rows, tensor.cols))
+def take_all(tensor: HFTensor) -> Region:
+    """The region that is all of a tensor."""
+    return Region(tensor, Rect(0, 0, tensor.rows, tensor.cols))
 
 
-def rows_at(tensor: Tensor, row: int, rows: int) -> Piece:
+def take_rows(tensor: HFTensor, row: int, rows: int) -> Region:
     """Rows [row, row + rows) of a tensor."""
-    return Piece(tensor, Rect(row, 0, rows, tensor.cols))
+    return Region(tensor, Rect(row, 0, rows, tensor.cols))
 
 
-def stack(name: str, pieces: list[Piece], experts: int = 0) -> Shard:
-    """A shard of pieces with equal columns, one below the other; neighbours that continue each other become one piece."""
-    laid: list[Piece] = []
+def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
+    """A shard of regions with equal columns, one below the other; neighbours that continue each other become one region."""
+    laid: list[Region] = []
     row = 0
-    for tensor, source, *_ in pieces:
+    for tensor, source, *_ in regions:
         last = laid[-1] if laid else None
-        if last and last.tensor is tensor and last.source.col == source.col and last.source.row + last.source.rows == source.row:
-            joined = last.source._replace(rows=last.source.rows + source.rows)
-            laid[-1] = Piece(tensor, joined, last.row, 0)
+        if (
+            last
+            and last.tensor is tensor
+            and last.tensor_rect.col == source.col
+            and last.tensor_rect.row + last.tensor_rect.rows == source.row
+        ):
+            joined = last.tensor_rect._replace(rows=last.tensor_rect.rows + source.rows)
+            laid[-1] = Region(tensor, joined, last.shard_row, 0)
         else:
-            laid.append(Piece(tensor, source, row, 0))
+            laid.append(Region(tensor, source, row, 0))
         row += source.rows
-    return Shard(name, row, pieces[0].source.cols, tuple(laid), experts)
+    return Shard(name, row, regions[0].tensor_rect.cols, tuple(laid), experts)
 
 
-def rows_of(tensor: Tensor, part: int, parts: int, field: str = "layout.tp") -> Piece:
+def split_rows(tensor: HFTensor, part: int, parts: int, field: str = "layout.tp") -> Region:
     """The `part`-th of `parts` equal runs of rows. Raises GeometryError, naming `field`, when they do not divide."""
     size = _divide(tensor, "rows", tensor.rows, parts, field)
-    return rows_at(tensor, part * size, size)
+    return take_rows(tensor, part * size, size)
 
 
-def cols_of(tensor: Tensor, part: int, parts: int, field: str = "layout.tp") -> Piece:
+def split_cols(tensor: HFTensor, part: int, parts: int, field: str = "layout.tp") -> Region:
     """The `part`-th of `parts` equal runs of columns. Raises GeometryError, naming `field`, when they do not divide."""
     size = _divide(tensor, "columns", tensor.cols, parts, field)
-    return Piece(tensor, Rect(0, part * size, tensor.rows, size))
+    return Region(tensor, Rect(0, part * size, tensor.rows, size))
 
 
-def _divide(tensor: Tensor, what: str, length: int, parts: int, field: str) -> int:
+def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) -> int:
     if length % parts:
         raise GeometryError(field, parts, f"must divide the {length} {what} of {tensor.name}", "choose a smaller tensor-parallel size")
     return length // parts
 
 
-def vocabulary_rows(name: str, tensor: Tensor, padded: int, part: int, parts: int) -> Shard:
-    """The `part`-th of `parts` equal runs of an embedding of `padded` rows; the padding at its end is no piece."""
+def split_vocabulary(name: str, tensor: HFTensor, padded: int, part: int, parts: int) -> Shard:
+    """The `part`-th of `parts` equal runs of an embedding of `padded` rows; the padding at its end is no region."""
     size = padded // parts
     first = min(part * size, tensor.rows)
-    return Shard(name, size, tensor.cols, (rows_at(tensor, first, min(first + size, tensor.rows) - first),))
+    return Shard(name, size, tensor.cols, (take_rows(tensor, first, min(first + size, tensor.rows) - first),))
 
 
-def cut_piece(shard: Shard) -> Piece | None:
-    """The first piece of a shard that cuts a 128x128 block, None where all are whole.
+def find_misaligned_region(shard: Shard) -> Region | None:
+    """The first region of a shard that cuts a 128x128 block, None where all are whole.
 
-    A piece is whole when it begins on block edges of both its tensor and the shard, and ends on block edges or at the tensor's end.
+    A region is whole when it begins on block edges of both its tensor and the shard, and ends on block edges or at the tensor's end.
     """
-    for piece in shard.pieces:
-        tensor, (row, col, rows, cols) = piece.tensor, piece.source
-        if (row | col | piece.row | piece.col) % BLOCK:
-            return piece
+    for region in shard.regions:
+        tensor, (row, col, rows, cols) = region.tensor, region.tensor_rect
+        if (row | col | region.shard_row | region.shard_col) % BLOCK:
+            return region
         if (rows % BLOCK and row + rows != tensor.rows) or (cols % BLOCK and col + cols != tensor.cols):
-            return piece
+            return region
     return None

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def launch(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine:
-    """Entry point `sglang` of the group `megatron_rl.rollout`; see `rollout_sglang.engine.begin`.
+    """Entry point `sglang` of the group `megatron_rl.rollout`; see `rollout_sglang.engine.start_engine`.
 
     Imported late, because SGLang imports this package at start-up, before its stand-ins are in place.
     """
-    from rollout_sglang.engine import begin
+    from rollout_sglang.engine import start_engine
 
-    return begin(config, model_path, log_dir, number)
+    return start_engine(config, model_path, log_dir, number)

@@ -12,33 +12,33 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.precision.graph.activation_hooks import Point, attach
+from megatron_rl.precision.graph.activation_hooks import HookPoint, attach_hooks
 
-LIMIT = 1 << 30
+MAX_RECORDED_BYTES = 1 << 30
 """Bytes that a scheduler process keeps at most; it stops recording before."""
 
 _LAYER = "model.layers.*."
-POINTS = (
-    Point("model.embed_tokens", "embedding"),
-    Point(f"{_LAYER}self_attn.qkv_proj", "layers.*.input_norm", argument=0),
-    Point(f"{_LAYER}self_attn.qkv_proj", "layers.*.attention.qkv"),
-    Point(f"{_LAYER}self_attn.q_norm", "layers.*.attention.q_norm"),
-    Point(f"{_LAYER}self_attn.k_norm", "layers.*.attention.k_norm"),
-    Point(f"{_LAYER}self_attn.attn", "layers.*.attention.rope.q", argument=0),
-    Point(f"{_LAYER}self_attn.attn", "layers.*.attention.rope.k", argument=1),
-    Point(f"{_LAYER}self_attn.o_proj", "layers.*.attention.core", argument=0),
-    Point(f"{_LAYER}self_attn.o_proj", "layers.*.attention.output"),
-    Point(f"{_LAYER}mlp.gate_up_proj", "layers.*.post_attention_norm", argument=0),
-    Point(f"{_LAYER}mlp.gate", "layers.*.post_attention_norm", argument=0),
-    Point(f"{_LAYER}mlp.gate_up_proj", "layers.*.mlp.gate_up"),
-    Point(f"{_LAYER}mlp.down_proj", "layers.*.mlp.swiglu", argument=0),
-    Point(f"{_LAYER}mlp.down_proj", "layers.*.mlp.down"),
-    Point(f"{_LAYER}mlp", "layers.*.mlp"),
-    Point("logits_processor", "norm", argument=1),
+HOOK_POINTS = (
+    HookPoint("model.embed_tokens", "embedding"),
+    HookPoint(f"{_LAYER}self_attn.qkv_proj", "layers.*.input_norm", argument=0),
+    HookPoint(f"{_LAYER}self_attn.qkv_proj", "layers.*.attention.qkv"),
+    HookPoint(f"{_LAYER}self_attn.q_norm", "layers.*.attention.q_norm"),
+    HookPoint(f"{_LAYER}self_attn.k_norm", "layers.*.attention.k_norm"),
+    HookPoint(f"{_LAYER}self_attn.attn", "layers.*.attention.rope.q", argument=0),
+    HookPoint(f"{_LAYER}self_attn.attn", "layers.*.attention.rope.k", argument=1),
+    HookPoint(f"{_LAYER}self_attn.o_proj", "layers.*.attention.core", argument=0),
+    HookPoint(f"{_LAYER}self_attn.o_proj", "layers.*.attention.output"),
+    HookPoint(f"{_LAYER}mlp.gate_up_proj", "layers.*.post_attention_norm", argument=0),
+    HookPoint(f"{_LAYER}mlp.gate", "layers.*.post_attention_norm", argument=0),
+    HookPoint(f"{_LAYER}mlp.gate_up_proj", "layers.*.mlp.gate_up"),
+    HookPoint(f"{_LAYER}mlp.down_proj", "layers.*.mlp.swiglu", argument=0),
+    HookPoint(f"{_LAYER}mlp.down_proj", "layers.*.mlp.down"),
+    HookPoint(f"{_LAYER}mlp", "layers.*.mlp"),
+    HookPoint("logits_processor", "norm", argument=1),
 )
 
 
-class Taps:
+class ActivationRecorder:
     """Hooks on one model."""
 
     def __init__(self, model: Any) -> None:
@@ -46,7 +46,7 @@ class Taps:
         self._bytes = 0
         self._handles = [
             model.model.register_forward_pre_hook(self._begin),
-            *attach(model, POINTS, self._keep),
+            *attach_hooks(model, HOOK_POINTS, self._keep),
             model.logits_processor.register_forward_hook(lambda _, __, output: self._keep("lm_head", output.next_token_logits)),
         ]
 
@@ -63,7 +63,7 @@ class Taps:
     def _keep(self, name: str, values: torch.Tensor) -> None:
         if not self._handles:  # stopped within this pass
             return
-        if self._bytes + values.nbytes > LIMIT:
+        if self._bytes + values.nbytes > MAX_RECORDED_BYTES:
             self.stop()
             self._passes.pop()  # half of a pass is of no use
             return
@@ -90,17 +90,17 @@ class Taps:
         save_file({name: torch.cat([one[name] for one in self._passes]) for name in names}, file)
 
 
-_taps: Taps | None = None
+_recorder: ActivationRecorder | None = None
 
 
-def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
+def handle_request(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
     """This rank's answer to {"verb": "tap"} and {"verb": "untap", "folder": PATH}. Raises ValueError where nothing was recorded."""
-    global _taps
-    tapped, _taps = _taps, None
+    global _recorder
+    tapped, _recorder = _recorder, None
     if tapped is not None:
         tapped.stop()
     if request["verb"] == "tap":
-        _taps = Taps(model)
+        _recorder = ActivationRecorder(model)
         return {}
     if tapped is None:
         raise ValueError("nothing is recorded: ask for it first")

@@ -14,17 +14,17 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.errors import LostError, RunError
-from megatron_rl.precision.graph.graph import Graph
-from megatron_rl.rollout.engine import LiveTensor
-from megatron_rl.types import Generation, Sampling
+from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.rollout.engine import EngineTensorSpec
+from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang import memory_release
-from rollout_sglang.health_watch import Watch
-from rollout_sglang.launch_args import Start
+from rollout_sglang.health_watch import HealthMonitor
+from rollout_sglang.launch_args import EngineLaunchSpec
 from rollout_sglang.rank_handler import FAILED, PREFIX
-from rollout_sglang.rank_requests import LiveRequests
-from rollout_sglang.request_gate import Gate
-from rollout_sglang.routing_record import RecordedRouting
+from rollout_sglang.rank_requests import RankRequests
+from rollout_sglang.request_gate import RequestGate
+from rollout_sglang.routing_record import RoutedExpertsReader
 
 _CACHES = (memory_release.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
 _POLL_SECONDS = 0.5
@@ -35,39 +35,39 @@ _KEEP_ALIVE_SECONDS = 2.0
 """An idle connection is given up before SGLang does so, after 5 s, perhaps while a request is on its way."""
 
 
-def begin(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> SGLangEngine:
+def start_engine(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> SGLangEngine:
     """Starts engine `number` of a run on `model_path`, and does not wait for it: see `SGLangEngine.wait_until_ready`."""
-    return SGLangEngine(Start(config, model_path, log_dir, number))
+    return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number))
 
 
-def launch(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
-    """`begin`, and waits until the engine is ready."""
-    engine = begin(config, model_path, log_dir)
+def start_engine_and_wait(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
+    """`start_engine`, and waits until the engine is ready."""
+    engine = start_engine(config, model_path, log_dir)
     engine.wait_until_ready()
     return engine
 
 
-class SGLangEngine(LiveRequests):
+class SGLangEngine(RankRequests):
     """Client and owner of one engine process. All calls are bounded by `rollout.request_timeout`.
 
-    An engine that ended, that is silent, or whose connection broke is lost: `LostError`. It is of no use from then on.
+    An engine that ended, that is silent, or whose connection broke is lost: `EngineLostError`. It is of no use from then on.
     """
 
-    def __init__(self, start: Start) -> None:
-        self._start, self._rollout = start, start.config.rollout
-        recorded = start.config.algorithm.routing_replay == "engine"
-        self._routing = RecordedRouting.of_model(start.model_path) if recorded else None
-        self._gate = Gate(self._rollout.request_timeout)
-        self._watch = Watch(self._ask, self._give_up, self._rollout.health_timeout)
-        self._changing = False  # SGLang's weight update is open
-        self._held = False  # SGLang holds the requests that run
-        self._away: list[str] = []  # memory that was given back
-        self._mixes = False  # completions may hold tokens of several versions
+    def __init__(self, launch_spec: EngineLaunchSpec) -> None:
+        self._launch_spec, self._rollout = launch_spec, launch_spec.config.rollout
+        recorded = launch_spec.config.algorithm.routing_replay == "engine"
+        self._routing = RoutedExpertsReader.from_checkpoint(launch_spec.model_path) if recorded else None
+        self._gate = RequestGate(self._rollout.request_timeout)
+        self._health_monitor = HealthMonitor(self._ping, self._kill_unresponsive, self._rollout.health_timeout)
+        self._update_open = False  # SGLang's weight update is open
+        self._generation_paused = False  # SGLang holds the requests that run
+        self._released_tags: list[str] = []  # memory that was given back
+        self._mixed_versions = False  # completions may hold tokens of several versions
         self._receiving = self._hung = False
-        self._begin()
+        self._start_process()
 
-    def _begin(self) -> None:
-        self.process, url, key = self._start()
+    def _start_process(self) -> None:
+        self.process, url, key = self._launch_spec.start_process()
         headers, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
         self._http = httpx.Client(base_url=url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
 
@@ -82,7 +82,7 @@ class SGLangEngine(LiveRequests):
                     raise
                 print("megatron-rl: a port of the engine was taken by another program; starting it once more", file=sys.stderr)
                 self.stop()
-                self._begin()
+                self._start_process()
                 self._wait_until_healthy()
         except BaseException:
             self.stop()
@@ -108,14 +108,14 @@ class SGLangEngine(LiveRequests):
             f"the engine was not healthy after {seconds:g} s (rollout.start_timeout); log: {self.process.log}", self.process.log_tail()
         )
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
+    def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.hooks.seeded_sampling`); on a GPU SGLang draws as it
         likes."""
-        samplings = [sampling] * len(prompts_B) if isinstance(sampling, Sampling) else sampling
-        parameters = [_parameters(one) for one in samplings]
+        samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
+        parameters = [_sampling_params(one) for one in samplings]
         found: dict[int, Generation] = {}
         while missing := [index for index in range(len(prompts_B)) if index not in found]:
-            with self._gate.passing(), self._watch.working():
+            with self._gate.passing(), self._health_monitor.working():
                 body = {
                     "input_ids": [prompts_B[index] for index in missing],
                     "sampling_params": [parameters[index] for index in missing],
@@ -125,20 +125,20 @@ class SGLangEngine(LiveRequests):
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
-                    found[index] = _generation(answer, self._mixes)
+                    found[index] = _parse_generation(answer, self._mixed_versions)
                     if self._routing is not None:
-                        found[index].experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
+                        found[index].routed_experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
         return [found[index] for index in range(len(prompts_B))]
 
     def start_receiving(self, hashing: bool) -> None:
         super().start_receiving(hashing)
         self._receiving = True
-        self._watch.go_on()
-        self._watch.begin()  # it receives in the background, and answers meanwhile
+        self._health_monitor.resume()
+        self._health_monitor.begin_work()  # it receives in the background, and answers meanwhile
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         self._end_receiving()  # its answer may take as long as what is left to receive
-        self._watch.rest()  # also from those whose completions it holds
+        self._health_monitor.suspend()  # also from those whose completions it holds
         return super().finish_receiving(hashing)
 
     def disconnect(self) -> None:
@@ -147,71 +147,71 @@ class SGLangEngine(LiveRequests):
 
     def _end_receiving(self) -> None:
         if self._receiving:
-            self._watch.end()
+            self._health_monitor.end_work()
         self._receiving = False
 
-    def live_tensors(self) -> list[dict[str, LiveTensor]]:
-        return [{name: _live_tensor(text) for name, text in rank.items()} for rank in self._live({"verb": "describe"})]
+    def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
+        return [{name: _parse_tensor_spec(text) for name, text in rank.items()} for rank in self._ask_ranks({"verb": "describe"})]
 
-    def activation_scale_formats(self) -> dict[str, str]:
-        return self._live({"verb": "scale_formats"})[0]
+    def read_activation_scale_formats(self) -> dict[str, str]:
+        return self._ask_ranks({"verb": "scale_formats"})[0]
 
-    def graph(self) -> list[Graph]:
-        return [Graph.from_json(json.loads(rank["graph"])) for rank in self._live({"verb": "graph"})]
+    def read_graph(self) -> list[PrecisionGraph]:
+        return [PrecisionGraph.from_json(json.loads(rank["graph"])) for rank in self._ask_ranks({"verb": "graph"})]
 
     def pause(self, running: Running) -> None:
         """`continue`: SGLang frees the cache of what runs and queues it; the cache of its tokens is computed anew by the new weights."""
         if running == "continue":
-            self._gate.shut_behind()
-            if not self._held:  # else a sync before this one broke
+            self._gate.close()
+            if not self._generation_paused:  # else a sync before this one broke
                 self._post("/pause_generation", {"mode": "retract"})
-            self._held = self._mixes = True
+            self._generation_paused = self._mixed_versions = True
         else:
-            self._gate.shut((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
+            self._gate.drain((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
 
     def resume(self) -> None:
-        if self._held:
+        if self._generation_paused:
             self._post("/continue_generation", {"torch_empty_cache": False})
-            self._held = False
-        self._watch.go_on()
+            self._generation_paused = False
+        self._health_monitor.resume()
         self._gate.open()
 
-    def release(self) -> None:
-        self._gate.shut()
+    def release_memory(self) -> None:
+        self._gate.drain()
         self._empty_caches()
         away = [*_CACHES, memory_release.WEIGHTS] if torch.cuda.is_available() else [memory_release.CACHE]
-        wanted = [tag for tag in away if tag not in self._away]
+        wanted = [tag for tag in away if tag not in self._released_tags]
         if wanted and torch.cuda.is_available():
             self._post("/release_memory_occupation", {"tags": wanted})
         elif wanted:
-            self._live({"verb": "release"})
-        self._away = away
+            self._ask_ranks({"verb": "release"})
+        self._released_tags = away
 
-    def _take_again(self, *tags: str) -> None:
+    def _resume_memory(self, *tags: str) -> None:
         """Memory that was given back; none where it was not."""
-        wanted = [tag for tag in tags if tag in self._away]
+        wanted = [tag for tag in tags if tag in self._released_tags]
         if wanted and torch.cuda.is_available():
             self._post("/resume_memory_occupation", {"tags": wanted})
         elif wanted:
-            self._live({"verb": "restore"})
-        self._away = [tag for tag in self._away if tag not in tags]
+            self._ask_ranks({"verb": "restore"})
+        self._released_tags = [tag for tag in self._released_tags if tag not in tags]
 
-    def memory_mb(self) -> float:
-        return self.process.memory_mb()
+    def get_memory_mb(self) -> float:
+        return self.process.get_memory_mb()
 
     def begin_sync(self) -> None:
-        self._take_again(memory_release.WEIGHTS)
+        self._resume_memory(memory_release.WEIGHTS)
         self._empty_caches()
-        if not self._changing:  # else a sync before this one broke
+        if not self._update_open:  # else a sync before this one broke
             self._post("/begin_weight_update", {})
-        self._changing = True
+        self._update_open = True
 
     def end_sync(self, version: int) -> None:
         self._post("/end_weight_update", {})
-        self._changing = False
+        self._update_open = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._empty_caches()
-        self._take_again(*_CACHES)
+        self._resume_memory(*_CACHES)
 
     def _empty_caches(self) -> None:
         """Raises RunError where requests run that are not ours.
@@ -220,26 +220,26 @@ class SGLangEngine(LiveRequests):
         waiting goes on for up to a second after that (--sleep-on-idle).
         """
         deadline = time.monotonic() + _IDLE_SECONDS
-        while (response := self._answer("/flush_cache", None)).status_code != httpx.codes.OK:
+        while (response := self._request("/flush_cache", None)).status_code != httpx.codes.OK:
             if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
-                raise self._refused("/flush_cache", response)
+                raise self._make_error("/flush_cache", response)
             time.sleep(_IDLE_POLL_SECONDS)
 
-    def stop(self, at_once: bool = False) -> None:
+    def stop(self, force: bool = False) -> None:
         self._http.close()
         self._gate.open()  # who waits at it is told
-        self.process.kill() if at_once else self.process.stop()
+        self.process.kill() if force else self.process.stop()
 
-    def _ask(self) -> None:
-        """Returns when every rank has answered; a rank answers between two batches. Raises LostError when one does not in time."""
-        self._live({"verb": "ping"}, self._rollout.health_timeout)
+    def _ping(self) -> None:
+        """Returns when every rank has answered; a rank answers between two batches. Raises EngineLostError when one does not in time."""
+        self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)
 
-    def _give_up(self) -> None:
+    def _kill_unresponsive(self) -> None:
         """Whoever waits for an answer of the engine is told when it ends."""
         self._hung = self.process.exit_code() is None  # one that ended by itself does not answer either
         self.process.kill()
 
-    def _live(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
+    def _ask_ranks(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
         """Asks the hook in every scheduler process (`rollout_sglang.rank_handler`); one mapping per engine rank."""
         answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)}, seconds)
         ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
@@ -250,41 +250,41 @@ class SGLangEngine(LiveRequests):
         return [rank["checksums"] for rank in ranks]
 
     def _post(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> Any:
-        """One bounded request. Raises LostError when the engine is gone or too slow, RunError when it answers with an error."""
-        response = self._answer(path, body, seconds)
+        """One bounded request. Raises EngineLostError when the engine is gone or too slow, RunError when it answers with an error."""
+        response = self._request(path, body, seconds)
         if response.status_code != httpx.codes.OK:
-            raise self._refused(path, response)
+            raise self._make_error(path, response)
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
-    def _answer(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
-        """Whatever the engine answers. Raises LostError when it is gone or too slow."""
+    def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
+        """Whatever the engine answers. Raises EngineLostError when it is gone or too slow."""
         seconds = seconds or self._rollout.request_timeout
         try:
             return self._http.post(path, json=body, timeout=seconds)
         except httpx.TimeoutException:
-            raise LostError(
+            raise EngineLostError(
                 f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout); log: {self.process.log}",
                 self.process.log_tail(),
             ) from None
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`
-            line = f"the engine does not answer {path} ({self._state(error)}); log: {self.process.log}"
-            raise LostError(line, self.process.log_tail()) from None
+            line = f"the engine does not answer {path} ({self._describe_state(error)}); log: {self.process.log}"
+            raise EngineLostError(line, self.process.log_tail()) from None
 
-    def _state(self, error: Exception) -> str:
+    def _describe_state(self, error: Exception) -> str:
         if self._hung:
             return f"it was silent for {self._rollout.health_timeout:g} s, rollout.health_timeout, and was ended"
-        if self.process.ends_within(_ENDING_SECONDS):
+        if self.process.wait_for_exit(_ENDING_SECONDS):
             return f"its process ended with exit code {self.process.exit_code()}"
         return f"{type(error).__name__}; its process still runs"
 
-    def _refused(self, path: str, response: httpx.Response) -> RunError:
+    def _make_error(self, path: str, response: httpx.Response) -> RunError:
         """What to raise for an answer that is none; an engine that ends may still say so with a status of 500 or more."""
-        gone = response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and self.process.ends_within(_ENDING_SECONDS)
-        kind = LostError if gone else RunError
+        gone = response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and self.process.wait_for_exit(_ENDING_SECONDS)
+        kind = EngineLostError if gone else RunError
         return kind(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
 
 
-def _parameters(sampling: Sampling) -> dict[str, Any]:
+def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     found = {
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
@@ -294,12 +294,13 @@ def _parameters(sampling: Sampling) -> dict[str, Any]:
     return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
 
 
-def _generation(answer: dict[str, Any], mixes: bool) -> Generation:
-    """Raises RunError for an answer that more than one policy version sampled, unless it `mixes`, or with log-probs that are no numbers."""
+def _parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
+    """Raises RunError for an answer that more than one policy version sampled, unless it `mixed_versions`, or with log-probs that are no
+    numbers."""
     meta = answer["meta_info"]
     spans = meta.get("weight_versions") or []
     versions = {span["version"] for span in spans} | {meta["weight_version"]}
-    if len(versions) > 1 and not mixes:
+    if len(versions) > 1 and not mixed_versions:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
     if any(entry[0] is None for entry in meta["output_token_logprobs"]):  # JSON has no NaN
         raise RunError("the engine computed a log-probability that is no finite number: its weights or its FP8 scales are broken")
@@ -311,6 +312,6 @@ def _generation(answer: dict[str, Any], mixes: bool) -> Generation:
     return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)
 
 
-def _live_tensor(text: str) -> LiveTensor:
+def _parse_tensor_spec(text: str) -> EngineTensorSpec:
     dtype, *shape = text.split()
-    return LiveTensor(dtype, tuple(map(int, shape)))
+    return EngineTensorSpec(dtype, tuple(map(int, shape)))

@@ -11,63 +11,64 @@ from megatron_rl.errors import RunError
 _LONGEST_PAUSE = 5.0
 
 
-class Watch:
-    """`ask` raises RunError where the engine does not answer within `seconds`; `give_up` is called once it did not. An engine that is
+class HealthMonitor:
+    """`ping` raises RunError where the engine does not answer within `seconds`; `on_unresponsive` is called once it did not. An engine
+    that is
     silent is noticed within twice that time.
 
     An engine may be watched by several threads at a time; one more thread asks.
     """
 
-    def __init__(self, ask: Callable[[], object], give_up: Callable[[], None], seconds: float) -> None:
-        self._ask, self._give_up, self._pause = ask, give_up, min(seconds, _LONGEST_PAUSE)
+    def __init__(self, ping: Callable[[], object], on_unresponsive: Callable[[], None], seconds: float) -> None:
+        self._ping, self._on_unresponsive, self._pause = ping, on_unresponsive, min(seconds, _LONGEST_PAUSE)
         self._lock = threading.Lock()
-        self._watchers, self._rests = 0, False
-        self._over = threading.Event()
+        self._watchers, self._suspended = 0, False
+        self._stop_event = threading.Event()
 
-    def begin(self) -> None:
+    def begin_work(self) -> None:
         """From here on the engine is at work."""
         with self._lock:
             self._watchers += 1
-            if self._watchers == 1 and not self._rests:
+            if self._watchers == 1 and not self._suspended:
                 self._start()
 
-    def end(self) -> None:
+    def end_work(self) -> None:
         """One work is done."""
         with self._lock:
             self._watchers -= 1
             if self._watchers == 0:
-                self._over.set()
+                self._stop_event.set()
 
-    def rest(self) -> None:
-        """Until `go_on` it is not asked, whoever works: its next answers may take long."""
+    def suspend(self) -> None:
+        """Until `resume` it is not asked, whoever works: its next answers may take long."""
         with self._lock:
-            self._rests = True
-            self._over.set()
+            self._suspended = True
+            self._stop_event.set()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Ends that."""
         with self._lock:
-            if self._rests and self._watchers:
+            if self._suspended and self._watchers:
                 self._start()
-            self._rests = False
+            self._suspended = False
 
     def _start(self) -> None:
-        self._over = threading.Event()
-        threading.Thread(target=self._run, args=(self._over,), name="megatron-rl-watch", daemon=True).start()
+        self._stop_event = threading.Event()
+        threading.Thread(target=self._run, args=(self._stop_event,), name="megatron-rl-watch", daemon=True).start()
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        self.begin()
+        self.begin_work()
         try:
             yield
         finally:
-            self.end()
+            self.end_work()
 
     def _run(self, over: threading.Event) -> None:
         while not over.wait(self._pause):
             try:
-                self._ask()
+                self._ping()
             except RunError:
                 if not over.is_set():
-                    self._give_up()
+                    self._on_unresponsive()
                 return

@@ -14,7 +14,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, first_device, slot_of
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, get_base_gpu_id, place_engine
 from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
@@ -26,7 +26,7 @@ _DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
-class Start:
+class EngineLaunchSpec:
     """All that is needed to start engine `number` of a run; every start has a port and a key of its own."""
 
     config: Config
@@ -36,10 +36,10 @@ class Start:
     arguments: tuple[str, ...] = ()
     """More of SGLang's own, for measuring: such as weights that it makes up."""
 
-    def __call__(self) -> tuple[EngineProcess, str, str]:
+    def start_process(self) -> tuple[EngineProcess, str, str]:
         """The process, the server's URL, and the key that every request must carry. Raises UserError where the host cannot be bound."""
-        rollout, contract = self.config.rollout, PrecisionContract.of(self.config.precision)
-        slot = slot_of(rollout, self.number)
+        rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
+        slot = place_engine(rollout, self.number)
         port, key = _free_port(slot), secrets.token_hex(24)
         arguments = [*_server_arguments(self.config, contract, self.model_path, port, slot), *self.arguments]
         environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: slot.launcher, **_environment(rollout.tp, contract, slot)}
@@ -47,7 +47,7 @@ class Start:
         return EngineProcess(arguments, environment, log), f"http://{slot.host}:{port}", key
 
 
-def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, slot: Slot) -> list[str]:
+def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, slot: EnginePlacement) -> list[str]:
     rollout = config.rollout
     options: dict[str, Any] = {
         "host": slot.host,
@@ -69,7 +69,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if torch.cuda.is_available():
-        options["base-gpu-id"] = first_device(config, slot)
+        options["base-gpu-id"] = get_base_gpu_id(config, slot)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
         # the cache's size is max-total-tokens; SGLang compares the machine's free memory before and after loading, which others use too
@@ -78,9 +78,9 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(tp: int, contract: PrecisionContract, slot: Slot) -> dict[str, str]:
+def _environment(tp: int, contract: PrecisionContract, slot: EnginePlacement) -> dict[str, str]:
     if torch.cuda.is_available():
-        scales = {gpu_activation_quant.VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
+        scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
     cores = os.cpu_count() or 1
     return {
@@ -92,9 +92,9 @@ def _environment(tp: int, contract: PrecisionContract, slot: Slot) -> dict[str, 
     }
 
 
-def _free_port(slot: Slot) -> int:
+def _free_port(slot: EnginePlacement) -> int:
     if slot.launcher:  # another machine's ports; one that is taken shows when the engine starts, and no neighbour takes it
-        return 20000 + secrets.randbelow(10000 // slot.neighbours) * slot.neighbours + slot.index
+        return 20000 + secrets.randbelow(10000 // slot.engines_on_node) * slot.engines_on_node + slot.index
     try:
         with socket.socket() as probe:
             probe.bind((slot.host, 0))

@@ -13,26 +13,26 @@ import torch
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 """SGLang's own names."""
-_LISTS = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
+_BUFFER_NAMES = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 
-_away: dict[torch.UntypedStorage, int] = {}
+_released: dict[torch.UntypedStorage, int] = {}
 """What was given back, with its size in bytes."""
 
 
 def release(pool: Any) -> None:
     """Gives back the memory of SGLang's KV cache; what it held is lost. Raises ValueError for a cache that is not known."""
-    tensors = [tensor for name in _LISTS for tensor in getattr(pool, name, None) or ()]
+    tensors = [tensor for name in _BUFFER_NAMES for tensor in getattr(pool, name, None) or ()]
     if not tensors:
-        raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_LISTS)}")
+        raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_BUFFER_NAMES)}")
     for storage in (tensor.untyped_storage() for tensor in tensors):
         if storage.nbytes():  # keys and values may share one, and a second time there is none
-            _away[storage] = storage.nbytes()
+            _released[storage] = storage.nbytes()
             storage.resize_(0)
 
 
 def restore() -> None:
     """Takes it again, zeroed: attention multiplies what a mask hides by 0, and NaN would stay NaN. Nothing where none was given back."""
-    while _away:
-        storage, size = _away.popitem()
+    while _released:
+        storage, size = _released.popitem()
         storage.resize_(size)
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()

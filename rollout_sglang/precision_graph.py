@@ -12,9 +12,18 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, LatentAttention, Layer, Mlp, Weighted, decoder_graph
-from megatron_rl.precision.graph.formats import activation, channels, dtype_name, plain, quantised, tokens
-from megatron_rl.precision.graph.graph import Format, Graph
+from megatron_rl.precision.graph.decoder import (
+    AttentionPrecision,
+    DecoderPrecision,
+    LayerPrecision,
+    MLAPrecision,
+    MLPPrecision,
+    MoEPrecision,
+    WeightedOpPrecision,
+    decoder_graph,
+)
+from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, group_format, token_format, unquantized_format
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorFormat
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KNOWN_METHODS = (
@@ -39,44 +48,44 @@ def check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwarg
     return original(runner, *args, **kwargs)
 
 
-def runner() -> Any:
+def get_model_runner() -> Any:
     """SGLang's ModelRunner of this process; one of our requests must have come before."""
     return _runner
 
 
-def rank_graph(model: Any, activation_scales: Mapping[str, str]) -> Graph:
+def read_rank_graph(model: Any, activation_scales: Mapping[str, str]) -> PrecisionGraph:
     """The graph of the model that this rank serves. `activation_scales` names the scale format of every FP8 module's activations
     (`live.activation_scale_formats`). Raises ValueError for a module it does not know."""
-    return decoder_graph(_Reader(model, _runner, activation_scales).decoder())
+    return decoder_graph(_GraphReader(model, _runner, activation_scales).decoder())
 
 
-class _Reader:
+class _GraphReader:
     def __init__(self, model: Any, runner: Any, activation_scales: Mapping[str, str]) -> None:
         self.model, self.runner, self.scales = model, runner, activation_scales
         self.names = {id(module): name for name, module in model.named_modules()}
         self.read: set[int] = set()
-        self.hidden = plain(model.model.embed_tokens.weight)
+        self.hidden = unquantized_format(model.model.embed_tokens.weight)
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DecoderPrecision:
         model = self.model
         stack = model.model
         fp32_head = getattr(model.logits_processor, "use_fp32_lm_head", False)
-        read = Decoder(
+        read = DecoderPrecision(
             hidden=self.hidden,
             layers={number: self.layer(layer) for number, layer in enumerate(stack.layers)},
             embedding=self.linear(stack.embed_tokens),
             norm=self.norm(stack.norm, self.residual(stack.norm)),
-            lm_head=self.linear(model.lm_head, Format("fp32") if fp32_head else plain(model.lm_head.weight)),
-            logits=Format("fp32") if fp32_head else self.hidden,
+            lm_head=self.linear(model.lm_head, TensorFormat("fp32") if fp32_head else unquantized_format(model.lm_head.weight)),
+            logits=TensorFormat("fp32") if fp32_head else self.hidden,
         )
         for name, parameter in model.named_parameters():
             if id(parameter) not in self.read:
                 raise ValueError(f"the precision graph knows no operator of the engine that uses {name}")
         return read
 
-    def layer(self, layer: Any) -> Layer:
+    def layer(self, layer: Any) -> LayerPrecision:
         residual = self.residual(layer.input_layernorm)
-        return Layer(
+        return LayerPrecision(
             input_norm=self.norm(layer.input_layernorm, residual),
             attention=self.attention(layer.self_attn),
             post_attention_norm=self.norm(layer.post_attention_layernorm, self.residual(layer.post_attention_layernorm)),
@@ -84,28 +93,30 @@ class _Reader:
             residual=residual,
         )
 
-    def residual(self, norm: Any) -> Format:
+    def residual(self, norm: Any) -> TensorFormat:
         """The stream that a norm adds to; it is wider than the rest where the norm says so."""
         wider = getattr(norm, "override_orig_dtype", None)
-        return self.hidden if wider is None else Format(dtype_name(wider))
+        return self.hidden if wider is None else TensorFormat(dtype_name(wider))
 
-    def attention(self, attention: Any) -> Attention | LatentAttention:
+    def attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if hasattr(attention, "kv_b_proj"):
             return self.latent_attention(attention)
         if not hasattr(attention, "qkv_proj"):
             raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
         heads = {name: self.norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         backend, cache = type(self.runner.attn_backend).__name__, self.cache(attention.attn)
-        return Attention(self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **heads)
+        return AttentionPrecision(
+            self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **heads
+        )
 
-    def latent_attention(self, attention: Any) -> LatentAttention:
+    def latent_attention(self, attention: Any) -> MLAPrecision:
         """Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values and never quantises it."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantises latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
         cache = self.cache(attention.attn_mqa, attention.attn_mha)
         kv_b = self.linear(attention.kv_b_proj)
-        return LatentAttention(
+        return MLAPrecision(
             q_b=self.linear(attention.q_proj if fused is None else attention.q_b_proj),
             kv_a=self.linear(attention.kv_a_proj_with_mqa if fused is None else fused),
             kv_a_norm=self.norm(attention.kv_a_layernorm, self.hidden),
@@ -118,64 +129,68 @@ class _Reader:
             detail=type(self.runner.attn_backend).__name__,
         )
 
-    def cache(self, *attentions: Any) -> Format:
+    def cache(self, *attentions: Any) -> TensorFormat:
         """Keys and values as the cache keeps them; an FP8 cache has scales of its own, one over a layer's keys and one over its values."""
         self.read |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         dtype = self.runner.token_to_kv_pool.dtype
-        return Format(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else Format(dtype_name(dtype))
+        return TensorFormat(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else TensorFormat(dtype_name(dtype))
 
-    def mlp(self, mlp: Any) -> Mlp:
-        return Mlp(self.linear(mlp.gate_up_proj), self.linear(mlp.down_proj))
+    def mlp(self, mlp: Any) -> MLPPrecision:
+        return MLPPrecision(self.linear(mlp.gate_up_proj), self.linear(mlp.down_proj))
 
-    def experts(self, block: Any) -> Experts:
+    def experts(self, block: Any) -> MoEPrecision:
         gate, experts = block.gate, block.experts
         shared = getattr(block, "shared_experts", None)
         wider = "MoEGate" if not hasattr(gate, "quant_method") else type(gate.quant_method).__name__
-        logits = Format("fp32") if wider in ("MoEGate", "Fp32RouterMethod") else plain(gate.weight)  # see rollout_sglang.hooks.fp32_router
+        logits = (
+            TensorFormat("fp32") if wider in ("MoEGate", "Fp32RouterMethod") else unquantized_format(gate.weight)
+        )  # see rollout_sglang.hooks.fp32_router
         router = self.linear(gate) if hasattr(gate, "quant_method") else self.norm(gate, self.hidden)
-        return Experts(
+        return MoEPrecision(
             router=replace(router, bias=self.vector(gate, "e_score_correction_bias")),
             logits=logits,
-            experts=Mlp(self.stacked(experts, "w13_weight"), self.stacked(experts, "w2_weight"), count=gate.weight.shape[0]),
+            experts=MLPPrecision(self.stacked(experts, "w13_weight"), self.stacked(experts, "w2_weight"), count=gate.weight.shape[0]),
             shared=None if shared is None else self.mlp(shared),
         )
 
-    def stacked(self, experts: Any, name: str) -> Weighted:
+    def stacked(self, experts: Any, name: str) -> WeightedOpPrecision:
         """One of the two matrices of all experts, [experts, N, K]."""
         return self.product(experts, getattr(experts, name), _scale(experts, name), None)
 
-    def linear(self, module: Any, x: Format | None = None) -> Weighted:
+    def linear(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
         """A linear layer or an embedding, by its weight and its quantisation method. `x`: how it reads its input, where that is special."""
         return self.product(module, module.weight, _scale(module, "weight"), x)
 
-    def product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: Format | None) -> Weighted:
+    def product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorFormat | None) -> WeightedOpPrecision:
         method = type(module.quant_method).__name__
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
         self.read.add(id(weight))
         bias, detail = self.vector(module, "bias"), f"{type(module).__name__}, {method}"
         if weight.dtype not in (*_FP8_DTYPES, torch.int8):
-            return Weighted(x or self.hidden, plain(weight), bias, detail)
+            return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail)
         name = self.names[id(module)]
         if scale is None:
             raise ValueError(f"the engine's {name} is {dtype_name(weight.dtype)} without scales")
         self.read.add(id(scale))
         quantises = self.scales.get(name, "unknown")
         if weight.dtype == torch.int8:
-            return Weighted(tokens(quantises), channels(weight, scale), bias, detail)
-        return Weighted(activation(_group(module.quant_method), quantises), quantised(weight, scale), bias, detail)
+            return WeightedOpPrecision(token_format(quantises), channel_format(weight, scale), bias, detail)
+        return WeightedOpPrecision(
+            group_format(_activation_group_size(module.quant_method), quantises), block_format(weight, scale), bias, detail
+        )
 
-    def norm(self, module: Any, x: Format) -> Weighted:
+    def norm(self, module: Any, x: TensorFormat) -> WeightedOpPrecision:
         self.read.add(id(module.weight))
-        return Weighted(x, plain(module.weight), self.vector(module, "bias"), type(module).__name__)
+        return WeightedOpPrecision(x, unquantized_format(module.weight), self.vector(module, "bias"), type(module).__name__)
 
-    def vector(self, module: Any, name: str) -> Format | None:
+    def vector(self, module: Any, name: str) -> TensorFormat | None:
         """A bias; None where the module has none."""
         bias = getattr(module, name, None)
         if not isinstance(bias, torch.Tensor):
             return None
         self.read.add(id(bias))
-        return plain(bias)
+        return unquantized_format(bias)
 
 
 def _scale(module: Any, weight: str) -> torch.Tensor | None:
@@ -184,7 +199,7 @@ def _scale(module: Any, weight: str) -> torch.Tensor | None:
     return getattr(module, f"{weight}_scale", None) if inverse is None else inverse
 
 
-def _group(method: Any) -> int | None:
+def _activation_group_size(method: Any) -> int | None:
     """How many activations share a scale: the block width that SGLang hands to its kernel; None where it has no blocks."""
     blocks = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
     return blocks[1] if blocks else None

@@ -21,7 +21,7 @@ _GRACE = 10.0
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _own_environment() -> dict[str, str]:
+def _clean_environment() -> dict[str, str]:
     """This process's environment without torchrun's variables, with which the engine would wait to join the trainer's process group, and
     without all nodes' launchers, of which an engine is told its own."""
     prefixes, others = ("TORCHELASTIC_", "ROLE_"), {*_TORCHRUN, LAUNCHER_VARIABLE}
@@ -33,17 +33,17 @@ class EngineProcess:
 
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
-        self._launched = bool(environment.get(LAUNCHER_VARIABLE))
+        self._has_launcher = bool(environment.get(LAUNCHER_VARIABLE))
         with open(log, "ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**_own_environment(), **environment},
+                env={**_clean_environment(), **environment},
                 start_new_session=True,
             )
-        self._below: list[psutil.Process] = []
+        self._children: list[psutil.Process] = []
 
     @property
     def pid(self) -> int:
@@ -56,9 +56,9 @@ class EngineProcess:
     def remember_children(self) -> None:
         """Notes the processes below, so that they can be ended even when the server dies before them."""
         with contextlib.suppress(psutil.Error):
-            self._below = psutil.Process(self.pid).children(recursive=True)
+            self._children = psutil.Process(self.pid).children(recursive=True)
 
-    def memory_mb(self) -> float:
+    def get_memory_mb(self) -> float:
         """MiB resident in all processes together; pages that they share count in each."""
         with contextlib.suppress(psutil.Error):
             server = psutil.Process(self.pid)
@@ -71,7 +71,7 @@ class EngineProcess:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return ""
 
-    def ends_within(self, seconds: float) -> bool:
+    def wait_for_exit(self, seconds: float) -> bool:
         """Whether the process has ended, or does so in that time."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=seconds)
@@ -79,7 +79,7 @@ class EngineProcess:
 
     def stop(self) -> None:
         """Ends the server and every process below it: politely first, then by force."""
-        processes = self._all()
+        processes = self._list_processes()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
@@ -89,10 +89,10 @@ class EngineProcess:
     def kill(self) -> None:
         """As `stop`, at once: for processes that may be stopped or stuck. Python's resource trackers end by themselves, when they have
         cleaned up /dev/shm. A launcher is asked to end all the same: killed, it would leave its engine where it is."""
-        if self._launched:
+        if self._has_launcher:
             self.stop()
             return
-        processes = self._all()
+        processes = self._list_processes()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
@@ -100,10 +100,10 @@ class EngineProcess:
         _kill(psutil.wait_procs(processes, timeout=_GRACE)[1])
         self._process.wait(timeout=_GRACE)
 
-    def _all(self) -> list[psutil.Process]:
+    def _list_processes(self) -> list[psutil.Process]:
         if self.exit_code() is None:
             self.remember_children()
-        processes = list(self._below)
+        processes = list(self._children)
         with contextlib.suppress(psutil.Error):
             processes.append(psutil.Process(self.pid))
         return processes

@@ -28,19 +28,19 @@ from typing import Any
 import torch
 
 from parallel.chunking import Chunk
-from parallel.digest import digests
+from parallel.digest import digest_all
 from parallel.shards import Rect
 from parallel.transport.base import Link
 from rollout_sglang import activation_hooks, memory_release, precision_graph
 from rollout_sglang.hooks import dequant_cache as values
 from rollout_sglang.hooks import gpu_activation_quant
-from rollout_sglang.weight_receiver import Receiver
+from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"
 """An answer under this name says why a rank has no other."""
 
-_receiver: Receiver | None = None
+_receiver: WeightReceiver | None = None
 """This process's connection to the trainer; a new one replaces it."""
 
 
@@ -72,25 +72,25 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
     if verb == "scale_formats":
         return activation_scale_formats(model)
     if verb == "graph":
-        return {"graph": json.dumps(precision_graph.rank_graph(model, activation_scale_formats(model)).to_json())}
+        return {"graph": json.dumps(precision_graph.read_rank_graph(model, activation_scale_formats(model)).to_json())}
     if verb == "digest":
-        values.forget()  # what is served next is made from the bytes hashed here
-        return _numbered(digests(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
+        values.clear_cache()  # what is served next is made from the bytes hashed here
+        return _numbered(digest_all(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
     if verb == "release":
-        memory_release.release(precision_graph.runner().token_to_kv_pool)
+        memory_release.release(precision_graph.get_model_runner().token_to_kv_pool)
         return {}
     if verb == "restore":
         memory_release.restore()
         return {}
     if verb in ("tap", "untap"):
-        return activation_hooks.answer(request, rank, model)
+        return activation_hooks.handle_request(request, rank, model)
     if verb in ("connect", "disconnect"):
         if _receiver is not None:
             _receiver.close()
         _receiver = None
         if verb == "connect":
             chunks = [Chunk.from_json(rank, told) for told in mine]
-            _receiver = Receiver(Link(**request["link"]), rank, chunks, tensors, request["staged"])
+            _receiver = WeightReceiver(Link(**request["link"]), rank, chunks, tensors, request["staged"])
         return {}
     if verb not in ("start", "finish"):
         raise ValueError(f"unknown verb {verb!r}")
@@ -100,7 +100,7 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         _receiver.start(tensors, request["hashing"])
         return {}
     found = _receiver.finish(tensors, request["hashing"])
-    values.forget()  # what is served next is made from the bytes just written
+    values.clear_cache()  # what is served next is made from the bytes just written
     return _numbered(found)
 
 
@@ -136,7 +136,7 @@ def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
         if type(method).__name__ in ("W8A8Int8LinearMethod", "W8A8Int8MoEMethod"):
             found[name] = "int8"
         elif hasattr(module, "w13_weight_scale_inv"):
-            found[name] = gpu_activation_quant.of_experts(method, module)
+            found[name] = gpu_activation_quant.read_expert_scale_format(method, module)
         elif getattr(method, "w8a8_block_fp8_linear", None) is not None:
-            found[name] = gpu_activation_quant.of_linear(method, module)
+            found[name] = gpu_activation_quant.read_linear_scale_format(method, module)
     return found

@@ -12,19 +12,19 @@ from megatron_rl.errors import RunError
 _NUDGE_SECONDS = 0.05
 
 
-class Gate:
+class RequestGate:
     """Open at first. Threads that generate pass through it; one thread shuts and opens it. No wait is longer than `timeout` seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._changed = threading.Condition()
-        self._shut, self._inside = False, 0
+        self._closed, self._inside = False, 0
 
     @contextmanager
     def passing(self) -> Iterator[None]:
         """Around a request. Raises RunError where the gate stays shut."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._shut, self._timeout):
+            if not self._changed.wait_for(lambda: not self._closed, self._timeout):
                 raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
             self._inside += 1
         try:
@@ -34,29 +34,29 @@ class Gate:
                 self._inside -= 1
                 self._changed.notify_all()
 
-    def shut(self, hurry: Callable[[], None] | None = None) -> None:
-        """Lets nobody in and returns when nobody is inside; `hurry` is called again and again while somebody is.
+    def drain(self, on_wait: Callable[[], None] | None = None) -> None:
+        """Lets nobody in and returns when nobody is inside; `on_wait` is called again and again while somebody is.
 
         Raises RunError where somebody stays inside, and opens again.
         """
         deadline = time.monotonic() + self._timeout
-        self.shut_behind()
+        self.close()
         while not self._is_empty(_NUDGE_SECONDS):
             if time.monotonic() > deadline:
                 self.open()
                 raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
-            if hurry is not None:
-                hurry()
+            if on_wait is not None:
+                on_wait()
 
-    def shut_behind(self) -> None:
+    def close(self) -> None:
         """Lets nobody in; whoever is inside stays."""
         with self._changed:
-            self._shut = True
+            self._closed = True
 
     def open(self) -> None:
         """Lets requests in."""
         with self._changed:
-            self._shut = False
+            self._closed = False
             self._changed.notify_all()
 
     def _is_empty(self, seconds: float) -> bool:

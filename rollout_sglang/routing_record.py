@@ -19,14 +19,14 @@ from megatron_rl.hf.routing_record import RoutingShape
 
 
 @dataclass(frozen=True)
-class RecordedRouting:
+class RoutedExpertsReader:
     """How SGLang writes it: int32 in base64, all layers of the model, row by row."""
 
     shape: RoutingShape
 
     @classmethod
-    def of_model(cls, folder: Path) -> RecordedRouting:
-        return cls(RoutingShape.of(write.read_config(folder)))
+    def from_checkpoint(cls, folder: Path) -> RoutedExpertsReader:
+        return cls(RoutingShape.from_hf_config(write.read_config(folder)))
 
     def read(self, answer: dict[str, Any], tokens: int) -> np.ndarray:
         """The record (`megatron_rl.hf.routing_record`) of an answer with that many tokens, the prompt's included.
@@ -38,9 +38,9 @@ class RecordedRouting:
             raise RunError("the engine answered without the routing that it was asked for (--enable-return-routed-experts)")
         values = np.frombuffer(base64.b64decode(text), dtype=np.int32)
         rows = tokens - 1
-        if values.size != rows * self.shape.depth * self.shape.top_k:
-            wanted = f"{rows} rows of {self.shape.depth} layers and {self.shape.top_k} experts"
+        if values.size != rows * self.shape.num_layers * self.shape.top_k:
+            wanted = f"{rows} rows of {self.shape.num_layers} layers and {self.shape.top_k} experts"
             raise RunError(f"the engine's routing of {tokens} tokens has {values.size} numbers, not {wanted}")
-        if values.size and not 0 <= values.min() <= values.max() < self.shape.count:  # before it is cut to bytes
-            raise RunError(f"the engine's routing names experts {values.min()} to {values.max()} of {self.shape.count}")
-        return values.reshape(rows, self.shape.depth, self.shape.top_k).astype(self.shape.dtype)
+        if values.size and not 0 <= values.min() <= values.max() < self.shape.num_experts:  # before it is cut to bytes
+            raise RunError(f"the engine's routing names experts {values.min()} to {values.max()} of {self.shape.num_experts}")
+        return values.reshape(rows, self.shape.num_layers, self.shape.top_k).astype(self.shape.dtype)

@@ -21,7 +21,7 @@ from rollout_sglang.platform import stub_modules
 stub_modules.install()
 
 _RENDEZVOUS_SECONDS = 600.0
-_ELSEWHERE = 0
+_NO_PARENT = 0
 """The parent of an engine that a launcher started: it ends with that."""
 
 
@@ -56,10 +56,10 @@ def main(arguments: list[str]) -> None:
     """Serves until it is ended. `--parent PID` and `--host ADDRESS` first, then SGLang's own other arguments."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning goes to every process, and is the trainer's business
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
-    if (parent := int(arguments[1])) != _ELSEWHERE:
+    if (parent := int(arguments[1])) != _NO_PARENT:
         die_with_parent(parent, by=signal.SIGTERM if launcher else signal.SIGKILL)
     if launcher:  # takes this process's place, and ends what it started when it is asked to end
-        words = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_ELSEWHERE), *arguments[2:]]
+        words = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
         os.execvp(words[0], words)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
     from parallel.transport.store import listening_store

@@ -16,7 +16,7 @@ import typer
 
 from megatron_rl.config.algorithm import PRESETS
 from megatron_rl.observability.run_log import read_metrics
-from megatron_rl.reporting.metric_glossary import write
+from megatron_rl.reporting.metric_glossary import format_value
 from megatron_rl.reporting.plots import Rows
 
 SHOWN = {
@@ -37,12 +37,12 @@ _HEAD = ("algorithm", "steps", "held-out accuracy: first", "best", "last")
 
 def body(runs: dict[str, Rows]) -> str:
     """Table and figures; `runs` maps an algorithm to its metrics."""
-    return study.table(_HEAD, [_line(name, rows) for name, rows in runs.items()]) + study.figures(runs, SHOWN)
+    return study.table(_HEAD, [_line(name, rows) for name, rows in runs.items()]) + study.draw_figures(runs, SHOWN)
 
 
 def _line(name: str, rows: Rows) -> list[object]:
     scores = [score for row in rows if (score := row.get("eval/accuracy")) is not None]
-    numbers = [write(score, "share") for score in (scores[0], max(scores), scores[-1])] if scores else ["–"] * 3
+    numbers = [format_value(score, "share") for score in (scores[0], max(scores), scores[-1])] if scores else ["–"] * 3
     shown = " ".join([name, *SETTINGS.get(name, [])])
     return [shown, rows[-1]["step"] if rows else 0, *numbers]
 
@@ -55,7 +55,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("runs/algorithm-study"),
 ) -> None:
     """Trains one task with each algorithm and draws their curves on one page."""
-    names = study.chosen(algorithms, PRESETS, "--algorithms")
+    names = study.parse_names(algorithms, PRESETS, "--algorithms")
     out = out.resolve()
     runs: dict[str, Rows] = {}
     for name in names:
@@ -69,4 +69,4 @@ def main(
 
 
 if __name__ == "__main__":
-    study.application(main)
+    study.run_cli(main)

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 
 import typer
-from study import application, measure_run
+from study import measure_run, run_cli
 
 COMMON = {"data.eval_every": 1000, "data.eval_size": 8, "checkpoint.resume": "never", "algorithm.correction": "tis"}
 KINDS = {
@@ -45,4 +45,4 @@ def main(context: typer.Context, steps: int = 12, rounds: int = 2, folder: Path 
 
 
 if __name__ == "__main__":
-    application(main)
+    run_cli(main)

@@ -40,9 +40,9 @@ def main(
     if not torch.cuda.is_available():
         typer.echo("bench_backends: torch sees no GPU; this benchmark needs one", err=True)
         raise typer.Exit(2)
-    backends = [name for name in ("deep_gemm", "transformer_engine") if not requirements.missing(name)]
+    backends = [name for name in ("deep_gemm", "transformer_engine") if not requirements.find_missing(name)]
     for name in requirements.BACKENDS:
-        for what, fix in requirements.missing(name):
+        for what, fix in requirements.find_missing(name):
             typer.echo(f"without {name}: {what}; {fix}")
     found = {"gpu": torch.cuda.get_device_name(), "tokens": tokens, "scale_format": scale_format, "shapes": {}}
     for shape, (n, k) in SHAPES.items():

@@ -31,8 +31,8 @@ from bench_step import PRECISIONS, actor, loss
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Architecture, Train
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import ArchitectureConfig, TrainConfig
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
@@ -57,22 +57,24 @@ def answer_lengths(file: Path | None, field: str, count: int, longest: int) -> l
     return [min(max(round(length), 2), longest) for length in found]
 
 
-def random_sequences(lengths: list[int]) -> list[Sequence]:
+def random_sequences(lengths: list[int]) -> list[TrainingSample]:
     chosen = random.Random(1)
-    return [Sequence(chosen.choices(range(_VOCABULARY), k=_PROMPT), chosen.choices(range(_VOCABULARY), k=length)) for length in lengths]
+    return [
+        TrainingSample(chosen.choices(range(_VOCABULARY), k=_PROMPT), chosen.choices(range(_VOCABULARY), k=length)) for length in lengths
+    ]
 
 
 def padded(trained: Actor, rows: int, longest_first: bool) -> Actor:
     """The same actor, with micro-batches of `rows` sequences that its model computes as a batch [b, s]."""
-    lay = trained.micro_batches
+    lay = trained.make_micro_batches
 
-    def micro_batches(sequences: list[Sequence]) -> list[MicroBatch]:
+    def make_micro_batches(sequences: list[TrainingSample]) -> list[MicroBatch]:
         order = sorted(range(len(sequences)), key=lambda index: -sequences[index].length if longest_first else index)
         return [lay_out(order[start : start + rows], sequences) for start in range(0, len(order), rows)]
 
-    def lay_out(part: list[int], sequences: list[Sequence]) -> MicroBatch:
+    def lay_out(part: list[int], sequences: list[TrainingSample]) -> MicroBatch:
         (batch,) = lay([sequences[index] for index in part])
-        return replace(batch, rows=[part[row] for row in batch.rows])
+        return replace(batch, sample_indices=[part[row] for row in batch.sample_indices])
 
     def forward(batch: MicroBatch) -> torch.Tensor:
         tokens = pad_sequence(list(batch.tokens[0].split(batch.lengths)), batch_first=True)
@@ -81,7 +83,7 @@ def padded(trained: Actor, rows: int, longest_first: bool) -> Actor:
         return logits[places < torch.tensor(batch.lengths)[:, None]].unsqueeze(0)
 
     trained.micro_batch_tokens = 1 << 60  # one row for each part
-    trained.micro_batches, trained.forward = micro_batches, forward  # type: ignore[method-assign]
+    trained.make_micro_batches, trained.forward = make_micro_batches, forward  # type: ignore[method-assign]
     return trained
 
 
@@ -91,10 +93,10 @@ def padding(batches: list[MicroBatch], packed: bool) -> float:
     return 1 - used / sum(sum(batch.lengths) if packed else len(batch.lengths) * max(batch.lengths) for batch in batches)
 
 
-def step(trained: Actor, sequences: list[Sequence]) -> tuple[float, torch.Tensor]:
+def step(trained: Actor, sequences: list[TrainingSample]) -> tuple[float, torch.Tensor]:
     """Seconds of the log-probs and an optimizer step; the log-probs of all answers."""
     start = _now()
-    logprobs, _ = trained.logprobs(sequences)
+    logprobs, _ = trained.compute_logprobs(sequences)
     trained.update(sequences, loss)
     return _now() - start, torch.cat(logprobs)
 
@@ -121,14 +123,14 @@ def main(
 ) -> None:
     """Measures and prints."""
     widths = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": 128}
-    architecture = Architecture(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
+    architecture = ArchitectureConfig(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
     answers = answer_lengths(lengths, field, count, longest)
     sequences = random_sequences(answers)
     start_megatron(Layout(), seed=0)
     torch.set_num_threads(1)
 
     def new() -> Actor:
-        return actor(architecture, PRECISIONS[precision], Train(learning_rate=1e-6, micro_batch_tokens=tokens))
+        return actor(architecture, PRECISIONS[precision], TrainConfig(learning_rate=1e-6, micro_batch_tokens=tokens))
 
     ways = {"packed": new(), "padded": padded(new(), rows, False), "padded, sorted": padded(new(), rows, True)}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -141,7 +143,7 @@ def main(
     found: dict[str, dict[str, Any]] = {}
     for name, trained in ways.items():
         times = statistics.median(one / other for one, other in zip(seconds[name], seconds["packed"], strict=True))
-        batches = trained.micro_batches(sequences)
+        batches = trained.make_micro_batches(sequences)
         share, apart = padding(batches, name == "packed"), float((first[name] - first["packed"]).abs().max())
         found[name] = {"seconds": statistics.median(seconds[name]), "times_packed": times, "padding": share, "logprobs_apart": apart}
         typer.echo(

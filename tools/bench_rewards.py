@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config.data import Source
+from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.data.sets import read_set
+from megatron_rl.data.sets import read_problem_set
 from megatron_rl.rewards.worker_pool import RewardPool
 from megatron_rl.types import Problem
 
@@ -43,7 +43,7 @@ def main(
     workers: Annotated[int, typer.Option(help="Worker processes.")] = 2,
     count: Annotated[int, typer.Option(help="Completions of each kind.")] = 1000,
 ) -> None:
-    rows = zip(_solutions(file), read_set(Source(source=str(file)), "gsm8k", "FILE"), strict=True)
+    rows = zip(_solutions(file), read_problem_set(DataSourceConfig(source=str(file)), "gsm8k", "FILE"), strict=True)
     pairs = list(islice(cycle(rows), count))
     jobs = {kind: [(make(steps, problem.answer), problem) for steps, problem in pairs] for kind, make in KINDS.items()}
     jobs["all, mixed"] = [job for row in zip(*jobs.values(), strict=True) for job in row]

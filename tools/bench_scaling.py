@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from study import application, chosen, measure_run
+from study import measure_run, parse_names, run_cli
 
 COMMON = {"data.eval_every": 1000, "data.eval_size": 8, "checkpoint.resume": "never"}
 Times = dict[str, float]
@@ -33,7 +33,7 @@ def main(
     folder: Path = Path("runs/bench-scaling"),
 ) -> None:
     """Measures and prints."""
-    chosen(share, ("dp", "tp", "pp", "cp"), "--share")
+    parse_names(share, ("dp", "tp", "pp", "cp"), "--share")
     folder, counts = folder.resolve(), [int(count) for count in ranks.split(",")]
     rows: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for number in range(rounds):
@@ -82,4 +82,4 @@ def table(kind: str, found: dict[int, Times]) -> str:
 
 
 if __name__ == "__main__":
-    application(main)
+    run_cli(main)

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Architecture, Precision, Train
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig, TrainConfig
 from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
@@ -26,9 +26,9 @@ from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
 
 PRECISIONS = {
-    "fp8": Precision(mode="fp8_unified", high="bf16"),
-    "bf16": Precision(mode="bf16", high="bf16"),
-    "fp32": Precision(mode="bf16", high="fp32"),
+    "fp8": PrecisionConfig(mode="fp8_unified", high="bf16"),
+    "bf16": PrecisionConfig(mode="bf16", high="bf16"),
+    "fp32": PrecisionConfig(mode="bf16", high="fp32"),
 }
 
 
@@ -41,10 +41,10 @@ def main(
 ) -> None:
     """Measures and prints."""
     widths = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": 128}
-    architecture = Architecture(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
+    architecture = ArchitectureConfig(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
     start_megatron(Layout(), seed=0)
     torch.set_num_threads(1)  # threads that wait for each other on a busy machine would be measured
-    actors = {name: actor(architecture, precision, Train(learning_rate=1e-6)) for name, precision in PRECISIONS.items()}
+    actors = {name: actor(architecture, precision, TrainConfig(learning_rate=1e-6)) for name, precision in PRECISIONS.items()}
     length = 128
     batch = [sequence(length, seed) for seed in range(max(tokens // length, 1))]
     seconds: dict[str, list[float]] = {name: [] for name in actors}
@@ -62,10 +62,10 @@ def main(
     stop_megatron()
 
 
-def actor(architecture: Architecture, precision: Precision, train: Train) -> Actor:
+def actor(architecture: ArchitectureConfig, precision: PrecisionConfig, train: TrainConfig) -> Actor:
     """An actor with random weights."""
-    contract = PrecisionContract.of(precision)
-    model = build_model(write.new_config(architecture, 0, precision.high), Layout(), contract)
+    contract = PrecisionContract.from_config(precision)
+    model = build_model(write.make_hf_config(architecture, 0, precision.high), Layout(), contract)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -75,9 +75,9 @@ def actor(architecture: Architecture, precision: Precision, train: Train) -> Act
     return Actor(model, train, temperature=1.0)
 
 
-def sequence(length: int, seed: int) -> Sequence:
+def sequence(length: int, seed: int) -> TrainingSample:
     ids = torch.randint(0, 250, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return Sequence(ids[: length // 2], ids[length // 2 :])
+    return TrainingSample(ids[: length // 2], ids[length // 2 :])
 
 
 def loss(logprobs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -3,7 +3,7 @@
     python tools/bench_sync.py [--model NAME] [--train tp=2] [--rollout tp=1] [--repeat N] [--json FILE]
 
 Trainer ranks and engine ranks are processes with random weights in the real layouts. An engine rank is a plain process that runs
-`rollout_sglang.rank_handler` and its `Receiver`, the code that runs inside SGLang's scheduler; SGLang itself is not started. Every
+`rollout_sglang.rank_handler` and its `WeightReceiver`, the code that runs inside SGLang's scheduler; SGLang itself is not started. Every
 process uses one thread. All cases take turns, so that a busy machine slows all of them; the table shows medians.
 """
 
@@ -28,9 +28,9 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
-from sync_baselines import GatherAndQuantise, PlainCopy, Setup, contract, flat_plan, flat_tensors
+from sync_baselines import BenchSetup, GatherAndQuantise, PlainCopy, contract, flat_plan, flat_tensors
 
-from megatron_rl.config.sync import Running, Sync
+from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
@@ -38,13 +38,13 @@ from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
+from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import kind_of, scale_name
-from parallel.sglang_shards import engine_shards
+from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
 from rollout_sglang import rank_handler
-from rollout_sglang.rank_requests import LiveRequests
+from rollout_sglang.rank_requests import RankRequests
 
 MODELS = {
     "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
@@ -61,14 +61,14 @@ TRANSPORTS = ("shared_memory", "process_group", "disk")
 MB = 1e6
 
 
-def plan_of(setup: Setup, fp8: bool, settings: Sync) -> SyncPlan:
+def make_plan(setup: BenchSetup, fp8: bool, settings: SyncConfig) -> SyncPlan:
     return SyncPlan.make(setup.model, setup.train, (setup.rollout_tp, 1), contract(fp8), settings.chunk_bytes)
 
 
 # --- the engine's side ------------------------------------------------------------------------------------------------------
 
 
-class Model(torch.nn.Module):
+class EngineModel(torch.nn.Module):
     """Parameters under SGLang's names, which hold dots."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -79,12 +79,12 @@ class Model(torch.nn.Module):
         return iter(self._tensors.items())
 
 
-def serve_engine_rank(pipe: Connection, setup: Setup, rank: int) -> None:
+def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
     """Answers requests like the hook in SGLang's scheduler process, for an FP8 and a BF16 engine of the same model."""
 
     torch.set_num_threads(1)
-    shards = engine_shards(setup.model, setup.rollout_tp)[rank]
-    models = {fp8: Model(empty_planes(shards, contract(fp8)) | (flat_tensors(setup) if fp8 else {})) for fp8 in (True, False)}
+    shards = build_engine_shards(setup.model, setup.rollout_tp)[rank]
+    models = {fp8: EngineModel(make_empty_tensors(shards, contract(fp8)) | (flat_tensors(setup) if fp8 else {})) for fp8 in (True, False)}
     receivers: dict[str, Any] = {}
     while True:
         try:
@@ -99,7 +99,7 @@ def serve_engine_rank(pipe: Connection, setup: Setup, rank: int) -> None:
         receivers[which] = rank_handler._receiver
 
 
-def empty_planes(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+def make_empty_tensors(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """Tensors as an engine rank holds them, all ones: every page is there before anything is measured."""
     found = {}
     for shard in shards:
@@ -111,7 +111,7 @@ def empty_planes(shards: Sequence[Shard], contract: PrecisionContract) -> dict[s
     return found
 
 
-class PlainEngine(LiveRequests):
+class PipeEngine(RankRequests):
     """What `WeightSync` asks of an engine, answered by the processes above. It serves nothing, so there is nothing to pause."""
 
     def __init__(self, pipes: Sequence[Connection], which: str, fp8: bool) -> None:
@@ -122,7 +122,7 @@ class PlainEngine(LiveRequests):
     def begin_sync(self) -> None: ...
     def end_sync(self, version: int) -> None: ...
 
-    def _live(self, request: dict[str, Any]) -> list[dict[str, str]]:
+    def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
         for pipe in self._pipes:
             pipe.send((self._which, self._fp8, request))
         answers = [pipe.recv() for pipe in self._pipes]
@@ -135,8 +135,8 @@ class PlainEngine(LiveRequests):
 # --- the trainer's side -----------------------------------------------------------------------------------------------------
 
 
-def random_planes(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, torch.Tensor]:
-    """What `mcore.weights.planes` gives: BF16 tensors, and blocks quantised from them for the FP8 roles."""
+def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, torch.Tensor]:
+    """What `mcore.weights.collect_named_tensors` gives: BF16 tensors, and blocks quantised from them for the FP8 roles."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for shard in shards:
@@ -148,13 +148,13 @@ def random_planes(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, to
     return found
 
 
-def train_rank(setup: Setup, rank: int, port: int, pipes: Sequence[Connection], results: Any) -> None:
+def train_rank(setup: BenchSetup, rank: int, port: int, pipes: Sequence[Connection], results: Any) -> None:
     """One trainer rank: runs all cases in turns; rank 0 puts {case: [seconds]} and {case: bytes} into `results`."""
     torch.set_num_threads(1)
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
     dist.init_process_group("gloo", rank=rank, world_size=setup.train.world_size)
     try:
-        cases = Cases(setup, rank, pipes)
+        cases = BenchCases(setup, rank, pipes)
         cases.run_all()
         if rank == 0:
             results.send((cases.seconds, cases.bytes))
@@ -165,13 +165,14 @@ def train_rank(setup: Setup, rank: int, port: int, pipes: Sequence[Connection], 
         dist.destroy_process_group()
 
 
-class Cases:
+class BenchCases:
     """All that is measured, by name."""
 
-    def __init__(self, setup: Setup, rank: int, pipes: Sequence[Connection]) -> None:
+    def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup, self.rank = setup, rank
-        self.planes = {
-            fp8: random_planes(trainer_shards(setup.model, setup.train, quantised=fp8)[rank], fp8, seed=1) for fp8 in (True, False)
+        self.named_tensors = {
+            fp8: make_random_tensors(build_trainer_shards(setup.model, setup.train, quantised=fp8)[rank], fp8, seed=1)
+            for fp8 in (True, False)
         }
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
@@ -179,15 +180,17 @@ class Cases:
         for transport in TRANSPORTS:
             for fp8 in (True, False):
                 name = f"{transport} {'fp8' if fp8 else 'bf16'}"
-                settings = Sync(proof="streamed", transport=transport, dir=Path(setup.folder), timeout=120)
-                plan, engine = plan_of(setup, fp8, settings), cast(Engine, PlainEngine(pipes, name, fp8))
-                self.syncs[name] = WeightSync(plan, engine, partial(self.planes.__getitem__, fp8), settings)
-                self.bytes[name] = sum(map(plan.bytes_of, plan.moves))
-        self.planes[True] |= flat_tensors(setup)
-        flat = WeightSync(flat_plan(setup), cast(Engine, PlainEngine(pipes, "flat", True)), lambda: self.planes[True], Sync(timeout=120))
+                settings = SyncConfig(proof="streamed", transport=transport, dir=Path(setup.folder), timeout=120)
+                plan, engine = make_plan(setup, fp8, settings), cast(Engine, PipeEngine(pipes, name, fp8))
+                self.syncs[name] = WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings)
+                self.bytes[name] = sum(map(plan.count_bytes, plan.transfers))
+        self.named_tensors[True] |= flat_tensors(setup)
+        flat = WeightSync(
+            flat_plan(setup), cast(Engine, PipeEngine(pipes, "flat", True)), lambda: self.named_tensors[True], SyncConfig(timeout=120)
+        )
         self.flat = flat
         self.copy = PlainCopy(self.syncs["shared_memory fp8"].plan, rank, setup.train.world_size)
-        self.gathered = GatherAndQuantise(setup, self.planes[False])
+        self.gathered = GatherAndQuantise(setup, self.named_tensors[False])
 
     def run_all(self) -> None:
         for turn in range(self.setup.repeat + 1):  # the first turn connects, faults pages in, and rereads everything
@@ -214,7 +217,7 @@ class Cases:
 # --- the command ------------------------------------------------------------------------------------------------------------
 
 
-def measure(setup: Setup) -> tuple[dict[str, list[float]], dict[str, int]]:
+def measure(setup: BenchSetup) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Runs all processes to their end."""
     spawn = multiprocessing.get_context("spawn")
     ends = [spawn.Pipe() for _ in range(setup.rollout_tp)]
@@ -303,8 +306,8 @@ def main(
             raise UserError("--model", model, f"is not one of {', '.join(MODELS)}")
         with tempfile.TemporaryDirectory() as folder:
             layout = Layout(**_sizes("--train", train, ["tp", "pp", "dp"]))
-            setup = Setup(MODELS[model], layout, _sizes("--rollout", rollout, ["tp"])["tp"], repeat, folder)
-            plan_of(setup, True, Sync())  # refuses a layout that does not fit before anything is started
+            setup = BenchSetup(MODELS[model], layout, _sizes("--rollout", rollout, ["tp"])["tp"], repeat, folder)
+            make_plan(setup, True, SyncConfig())  # refuses a layout that does not fit before anything is started
             found = summary(*measure(setup))
     except MegatronRLError as error:
         print(f"bench_sync: {error}", file=sys.stderr)

@@ -26,31 +26,31 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from megatron_rl.batch.micro_batch import micro_batches
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.micro_batch import make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import error_text
-from megatron_rl.config import Architecture, Config, load_config
+from megatron_rl.config import ArchitectureConfig, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf import write
-from megatron_rl.mcore.activation_hooks import recording
+from megatron_rl.mcore.activation_hooks import record_activations
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
-from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
+from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.preflight import preflight
-from megatron_rl.training.sft_warmup import make_checkpoint
-from megatron_rl.types import Sampling
-from rollout_sglang.engine import launch
+from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
+from megatron_rl.types import SamplingParams
+from rollout_sglang.engine import start_engine_and_wait
 
-Rows = dict[str, torch.Tensor]
+OperatorRows = dict[str, torch.Tensor]
 """Operator -> [T, columns] for the tokens of one sequence."""
 
 _LONGEST_PROMPT = 40
 
 
 @dataclass(frozen=True)
-class Size:
+class TensorDifference:
     """How far two tensors [T, columns] are apart."""
 
     tokens: int
@@ -62,12 +62,12 @@ class Size:
     """The same, counted in representable numbers."""
 
     @staticmethod
-    def of(ours: torch.Tensor, theirs: torch.Tensor) -> Size:
+    def of(ours: torch.Tensor, theirs: torch.Tensor) -> TensorDifference:
         if ours.dtype != theirs.dtype:  # SGLang keeps bf16 logits as float32
             ours, theirs = ours.float(), theirs.float()
         apart = (_ordinal(ours) - _ordinal(theirs)).abs()
         largest = float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0
-        return Size(len(ours), int((apart > 0).any(-1).sum()), largest, int(apart.max()) if ours.numel() else 0)
+        return TensorDifference(len(ours), int((apart > 0).any(-1).sum()), largest, int(apart.max()) if ours.numel() else 0)
 
 
 def _ordinal(x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def _ordinal(x: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -(bits & ((1 << (8 * x.element_size() - 1)) - 1)), bits)
 
 
-def engine_rows(recorded: Rows, sequences: list[Sequence]) -> list[Rows]:
+def engine_rows(recorded: OperatorRows, sequences: list[TrainingSample]) -> list[OperatorRows]:
     """What the engine recorded for each sequence; every token but the last, which was never computed with. `lm_head` is there for the
     tokens that an answer token was sampled after.
 
@@ -96,7 +96,7 @@ def engine_rows(recorded: Rows, sequences: list[Sequence]) -> list[Rows]:
     place = torch.full((len(tokens),), -1).scatter(0, logit_rows, torch.arange(len(logit_rows)))
     found = []
     for sequence in sequences:
-        stream = by_tokens.get(tuple((sequence.prompt_ids + sequence.answer_ids)[:-1]))
+        stream = by_tokens.get(tuple((sequence.prompt_ids + sequence.response_ids)[:-1]))
         if stream is None:
             raise RunError("the engine did not record all tokens; ask for fewer with --prompts or --tokens")
         answered = stream[len(sequence.prompt_ids) - 1 :]
@@ -104,20 +104,21 @@ def engine_rows(recorded: Rows, sequences: list[Sequence]) -> list[Rows]:
     return found
 
 
-def trainer_rows(policy: Policy, sequences: list[Sequence]) -> list[Rows]:
+def trainer_rows(policy: Policy, sequences: list[TrainingSample]) -> list[OperatorRows]:
     """What the trainer's operators give for each sequence, all of them packed into one row; shapes as `engine_rows`."""
-    (batch,) = micro_batches(sequences, sum(sequence.length for sequence in sequences))
-    with torch.no_grad(), recording(policy.chunks[0]) as recorded:
+    (batch,) = make_micro_batches(sequences, sum(sequence.length for sequence in sequences))
+    with torch.no_grad(), record_activations(policy.chunks[0]) as recorded:
         policy.forward(batch)
-    found: list[Rows] = [{} for _ in sequences]
+    found: list[OperatorRows] = [{} for _ in sequences]
     for op, values in recorded.items():
-        for index, rows in zip(batch.rows, values.split(batch.lengths), strict=False):
+        for index, rows in zip(batch.sample_indices, values.split(batch.lengths), strict=False):
             found[index][op] = rows[len(sequences[index].prompt_ids) - 1 :] if op == "lm_head" else rows
     return found
 
 
-def compare(ours: list[Rows], theirs: list[Rows], prompts: list[int]) -> dict[str, dict[str, Size]]:
-    """Operator -> {"prompt": Size, "answer": Size} over all sequences, in the order of computation. `prompts`: lengths of the prompts;
+def compare(ours: list[OperatorRows], theirs: list[OperatorRows], prompts: list[int]) -> dict[str, dict[str, TensorDifference]]:
+    """Operator -> {"prompt": TensorDifference, "answer": TensorDifference} over all sequences, in the order of computation. `prompts`:
+    lengths of the prompts;
     the engine computes their tokens together, the rest one by one."""
     found = {}
     for op in [op for op in ours[0] if op in theirs[0]]:
@@ -126,7 +127,7 @@ def compare(ours: list[Rows], theirs: list[Rows], prompts: list[int]) -> dict[st
             cut = 1 if op == "lm_head" else length
             pairs["prompt"].append((trainer[op][:cut], engine[op][:cut]))
             pairs["answer"].append((trainer[op][cut:], engine[op][cut:]))
-        found[op] = {part: Size.of(*(torch.cat(side) for side in zip(*given, strict=True))) for part, given in pairs.items()}
+        found[op] = {part: TensorDifference.of(*(torch.cat(side) for side in zip(*given, strict=True))) for part, given in pairs.items()}
     return found
 
 
@@ -139,22 +140,22 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         start_megatron(layout, config.train.seed)
         resources.callback(stop_megatron)
         if not (config.model.path / "config.json").is_file():
-            make_checkpoint(config, layout, lambda _: None)
-        hf_config, contract = write.read_config(config.model.path), PrecisionContract.of(config.precision)
-        shards, model = this_rank_shards(hf_config, layout), frozen(build_model(hf_config, layout, contract))
+            make_warm_start_checkpoint(config, layout, lambda _: None)
+        hf_config, contract = write.read_config(config.model.path), PrecisionContract.from_config(config.precision)
+        shards, model = build_own_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.path, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
-        save_hf(folder / "engine", planes(model, shards, contract), hf_config, layout, contract, config.model.path)
-        engine = launch(config, folder / "engine", folder)
+        save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)
+        engine = start_engine_and_wait(config, folder / "engine", folder)
         resources.callback(engine.stop)
         engine.tap()
         asked = _random_prompts(prompts, hf_config["vocab_size"], config.train.seed)
-        answers = engine.generate(asked, Sampling(temperature=config.rollout.temperature, max_new_tokens=tokens))
+        answers = engine.generate(asked, SamplingParams(temperature=config.rollout.temperature, max_new_tokens=tokens))
         (record,) = engine.untap(folder)
-        sequences = [Sequence(prompt, answer.output_ids_T) for prompt, answer in zip(asked, answers, strict=True)]
+        sequences = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(asked, answers, strict=True)]
         sizes = compare(trainer_rows(policy, sequences), engine_rows(load_file(record), sequences), [len(prompt) for prompt in asked])
         theirs = torch.tensor([value for answer in answers for value in answer.logprobs_T])
-        apart = (torch.cat(policy.logprobs(sequences)[0]) - theirs).abs()
+        apart = (torch.cat(policy.compute_logprobs(sequences)[0]) - theirs).abs()
     first = next((op for op, parts in sizes.items() if any(size.differing for size in parts.values())), None)
     return {
         "precision": config.precision.model_dump(mode="json"),
@@ -205,7 +206,7 @@ def _config(
         warm = config.model.warm_start.model_copy(update={"steps": 0})
         made = {} if (config.model.path / "config.json").is_file() else {"path": folder / "model"}
         return config.model_copy(update={"model": config.model.model_copy(update={"warm_start": warm, **made})})
-    tiny = Architecture(num_hidden_layers=layers, initializer_range=0.05, rope_theta=100.0).model_dump()
+    tiny = ArchitectureConfig(num_hidden_layers=layers, initializer_range=0.05, rope_theta=100.0).model_dump()
     described = {"path": model} if model else {"path": folder / "model", "create": tiny, "warm_start": {"steps": 0}}
     rollout = {"max_running_requests": 64, "max_total_tokens": 16384, "max_new_tokens": tokens}
     fixed = {"precision": {"mode": mode, "high": high}, "rollout": rollout, "data": {"max_prompt_tokens": _LONGEST_PROMPT}}

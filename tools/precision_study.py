@@ -20,7 +20,7 @@ import study
 import typer
 
 from megatron_rl.observability.run_log import read_metrics
-from megatron_rl.reporting.metric_glossary import CAUSES, write
+from megatron_rl.reporting.metric_glossary import CAUSE_LABELS, format_value
 from megatron_rl.reporting.plots import Rows
 
 MODES = ("bf16", "fp8_unified", "fp8_rollout", "int8_rollout")
@@ -121,12 +121,12 @@ def stability_line(name: str, variant: Variant) -> list[object]:
 
 
 def _shown(number: float | None, form: str) -> str:
-    return "–" if number is None else write(number, form)
+    return "–" if number is None else format_value(number, form)
 
 
 def cause_line(name: str, variant: Variant) -> list[object]:
     """The mean |Δ log p| of each cause, over all attributions of all runs."""
-    found = [variant.all_values(f"mismatch/cause/{cause}/abs_mean") for cause in CAUSES]
+    found = [variant.all_values(f"mismatch/cause/{cause}/abs_mean") for cause in CAUSE_LABELS]
     return [name, *(_shown(mean(values) if values else None, "small") for values in found)]
 
 
@@ -137,8 +137,8 @@ def section(setting: str, variants: dict[str, Variant]) -> str:
         f"<h2>{setting.replace('_', ' ').capitalize()}</h2><p>{SETTINGS[setting][0]}</p>"
         + study.table(_STABILITY, [stability_line(name, variant) for name, variant in variants.items()])
         + "<h3>Mean |Δ log p| by cause, in nats per token</h3>"
-        + study.table(("mode", *CAUSES.values()), [cause_line(name, variant) for name, variant in variants.items()])
-        + study.figures(curves, SHOWN)
+        + study.table(("mode", *CAUSE_LABELS.values()), [cause_line(name, variant) for name, variant in variants.items()])
+        + study.draw_figures(curves, SHOWN)
     )
 
 
@@ -170,14 +170,14 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("runs/precision-study"),
 ) -> None:
     """Trains one task in every precision mode, with several seeds and in harder settings, and draws them side by side on one page."""
-    replays = study.chosen(replay, REPLAYS, "--replay") if replay else [""]
+    replays = study.parse_names(replay, REPLAYS, "--replay") if replay else [""]
     kinds = {
         f"{mode}{'+tis' * way}{'+' * bool(how)}{how}": (mode, way, how)
         for way in ([False, True] if tis else [False])
         for how in replays
-        for mode in study.chosen(modes, MODES, "--modes")
+        for mode in study.parse_names(modes, MODES, "--modes")
     }
-    found = {setting: {name: Variant() for name in kinds} for setting in study.chosen(settings, SETTINGS, "--settings")}
+    found = {setting: {name: Variant() for name in kinds} for setting in study.parse_names(settings, SETTINGS, "--settings")}
     out, sections = out.resolve(), dict[str, str]()
     intro = f"{config}, {steps} steps each, curves are means over seeds" + (f"; with {' '.join(context.args)}" if context.args else "")
     for seed in range(seeds):
@@ -195,4 +195,4 @@ def main(
 
 
 if __name__ == "__main__":
-    study.application(main)
+    study.run_cli(main)

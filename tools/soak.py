@@ -43,7 +43,7 @@ def plan(steps: int, kills: int, seed: int) -> list[Kill]:
     ]
 
 
-class Run:
+class SoakRun:
     """One run, by as many commands as it takes."""
 
     def __init__(self, folder: Path, config: Path, steps: int, overrides: list[str]) -> None:
@@ -84,7 +84,7 @@ class Run:
         return bool(servers)
 
 
-def under_fire(run: Run, kills: list[Kill]) -> None:
+def run_with_kills(run: SoakRun, kills: list[Kill]) -> None:
     """Runs to the end; each kill happens once, and the next one is looked at when the run has recorded a step again."""
     run.start()
     for kill in kills:
@@ -109,7 +109,7 @@ def under_fire(run: Run, kills: list[Kill]) -> None:
 def differences(one: Path, other: Path) -> list[str]:
     """What two finished runs do not share: rows without their times, and the bytes of the last checkpoint."""
     found = []
-    rows = [[without_times(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, other)]
+    rows = [[drop_times(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, other)]
     if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
         return [f"{len(rows[0])} rows and {len(rows[1])}"]
     for mine, theirs in zip(*rows, strict=True):
@@ -120,7 +120,7 @@ def differences(one: Path, other: Path) -> list[str]:
     return found + [f"checkpoint: {name}" for name in sorted(files[0].keys() | files[1].keys()) if files[0].get(name) != files[1].get(name)]
 
 
-def without_times(row: dict[str, Any]) -> dict[str, Any]:
+def drop_times(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not any(word in name for word in _IGNORED)}
 
 
@@ -139,13 +139,13 @@ def main() -> int:
     parsed, overrides = parser.parse_known_args()
     overrides += [f"--checkpoint.every={parsed.every}", f"--model.path={parsed.folder.resolve() / 'model'}"]
     straight, fired = (
-        Run(parsed.folder.resolve() / name, parsed.config.resolve(), parsed.steps, overrides) for name in ("straight", "fired")
+        SoakRun(parsed.folder.resolve() / name, parsed.config.resolve(), parsed.steps, overrides) for name in ("straight", "fired")
     )
     straight.start()
     while not straight.finished():
         time.sleep(1)
     kills = plan(parsed.steps, parsed.kills, parsed.seed)
-    under_fire(fired, kills)
+    run_with_kills(fired, kills)
     for victim in ("engine", "trainer"):
         times = sorted(kill.seconds for kill in kills if kill.victim == victim and kill.seconds is not None)
         if times:

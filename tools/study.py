@@ -18,12 +18,12 @@ import typer
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.observability.run_log import read_metrics, read_run
-from megatron_rl.reporting.plots import Panel, Plot, Rows, svg
+from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg
 
 ROOT = Path(__file__).parents[1]
 BROKEN = 3
 """Exit code of a run that broke; its folder keeps what it had."""
-Shown = Mapping[str, tuple[str, str, str]]
+FigureSpec = Mapping[str, tuple[str, str, str]]
 """Metric -> title of its figure, label of the axis, `Panel.kind`."""
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
 :root {{ --page: #f5f6f8; --card: #fff; --ink: #1c2430; --grid: #dde2e8;
@@ -36,7 +36,7 @@ td, th {{ padding: .1rem .8rem; text-align: right; }} td:first-child, th:first-c
 """
 
 
-def application(main: object) -> None:
+def run_cli(main: object) -> None:
     """Runs a study's `main` as a command. Options that it does not know are left in `context.args`; a mistake is told in one line."""
     app = typer.Typer(add_completion=False)
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
@@ -80,14 +80,14 @@ def _is_finished(folder: Path, config: Config) -> bool:
     return run["status"] == "finished" and run["config"] == config.model_dump(mode="json")
 
 
-def figures(runs: Mapping[str, Rows], shown: Shown) -> str:
+def draw_figures(runs: Mapping[str, Rows], shown: FigureSpec) -> str:
     """One figure for each metric that some run has, with a line for each run."""
     found = []
     for metric, (title, ylabel, kind) in shown.items():
         held = {name: {int(row["step"] or 0): row[metric] for row in rows if metric in row} for name, rows in runs.items()}
         steps = sorted({step for points in held.values() for step in points})
         merged = [{"step": step, **{name: points[step] for name, points in held.items() if step in points}} for step in steps]
-        drawn = svg(Plot(title, "", (Panel(ylabel, tuple((name, name) for name in runs), kind, legend=True),)), merged)
+        drawn = render_svg(Plot(title, "", (Panel(ylabel, tuple((name, name) for name in runs), kind, legend=True),)), merged)
         found += [f"<figure><h3>{escape(title)}</h3>{drawn}</figure>"] if drawn else []
     return f"<main>{''.join(found)}</main>"
 
@@ -106,7 +106,7 @@ def write_page(target: Path, title: str, intro: str, body: str) -> None:
     target.write_text(_PAGE.format(title=escape(title), intro=escape(intro), body=body), encoding="utf-8")
 
 
-def chosen(text: str, known: Iterable[str], option: str) -> list[str]:
+def parse_names(text: str, known: Iterable[str], option: str) -> list[str]:
     """The names of a comma-separated option. Raises typer.BadParameter for one that is not known, and for none."""
     names, known = [name for name in text.split(",") if name], list(known)
     unknown = [name for name in names if name not in known]

@@ -8,25 +8,25 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Precision
-from megatron_rl.config.sync import Sync
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import Plane, buckets, planes_of
-from parallel.digest import region
+from parallel.chunking import TensorSpec, fill_buckets, list_tensor_specs
+from parallel.digest import view_rect
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
+from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Move
-from parallel.sglang_shards import engine_shards
+from parallel.reshard import Transfer
+from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Rect
 
 _FLAT_COLS = 4096
 
 
 @dataclass(frozen=True)
-class Setup:
+class BenchSetup:
     """What all processes are told."""
 
     model: ModelGeometry
@@ -37,7 +37,7 @@ class Setup:
 
 
 def contract(fp8: bool) -> PrecisionContract:
-    return PrecisionContract.of(Precision(mode="fp8_unified" if fp8 else "bf16"))
+    return PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified" if fp8 else "bf16"))
 
 
 class PlainCopy:
@@ -48,7 +48,7 @@ class PlainCopy:
 
     def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
         mine = {target: shards for target, shards in plan.targets.items() if target % world == rank}
-        sizes = [plane.rows * plane.cols * plane.itemsize for plane in planes_of(mine, contract(True).fp8_roles(), 2)]
+        sizes = [spec.rows * spec.cols * spec.itemsize for spec in list_tensor_specs(mine, contract(True).fp8_roles(), 2)]
         self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
 
     def run(self) -> None:
@@ -56,23 +56,23 @@ class PlainCopy:
             target.copy_(source)
 
 
-def flat_tensors(setup: Setup) -> dict[str, torch.Tensor]:
+def flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
     """One run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
-    planes = planes_of(engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles(), 2)
-    total = sum(plane.rows * plane.cols * plane.itemsize for plane in planes)
+    specs = list_tensor_specs(build_engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles(), 2)
+    total = sum(spec.rows * spec.cols * spec.itemsize for spec in specs)
     rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
     count = max(setup.train.world_size, setup.rollout_tp)
     return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}
 
 
-def flat_plan(setup: Setup) -> SyncPlan:
+def flat_plan(setup: BenchSetup) -> SyncPlan:
     """Moves those runs of bytes through shared memory: the same processes, buffers and threads as a sync, no model, no proof."""
     rows = flat_tensors(setup)["flat0"].shape[0]
     everything = Rect(0, 0, rows, _FLAT_COLS)
     pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
-    moves = [Move(source, f"flat{target}", everything, target, f"flat{source}", everything, "fp8") for source, target in pairs]
-    planes = [Plane(target, f"flat{source}", rows, _FLAT_COLS, 1) for source, target in pairs]
-    return SyncPlan(tuple(moves), tuple(buckets(planes, Sync().chunk_bytes)), {}, contract(True))
+    transfers = [Transfer(source, f"flat{target}", everything, target, f"flat{source}", everything, "fp8") for source, target in pairs]
+    specs = [TensorSpec(target, f"flat{source}", rows, _FLAT_COLS, 1) for source, target in pairs]
+    return SyncPlan(tuple(transfers), tuple(fill_buckets(specs, SyncConfig().chunk_bytes)), {}, contract(True))
 
 
 class GatherAndQuantise:
@@ -81,9 +81,9 @@ class GatherAndQuantise:
     What then still had to be done, to send the result and to cut it for the engine's ranks, is left out in its favour.
     """
 
-    def __init__(self, setup: Setup, planes: Mapping[str, torch.Tensor]) -> None:
-        self._layout, self._planes = setup.train, planes
-        self._shards = [{shard.name: shard for shard in shards} for shards in trainer_shards(setup.model, setup.train).values()]
+    def __init__(self, setup: BenchSetup, named_tensors: Mapping[str, torch.Tensor]) -> None:
+        self._layout, self._named_tensors = setup.train, named_tensors
+        self._shards = [{shard.name: shard for shard in shards} for shards in build_trainer_shards(setup.model, setup.train).values()]
 
     def run(self) -> None:
         names = list(dict.fromkeys(name for shards in self._shards for name in shards))
@@ -101,8 +101,8 @@ class GatherAndQuantise:
         """Rank 0: every rank's shard of a parameter."""
         rank = dist.get_rank()
         if rank != 0:
-            if name in self._planes:
-                dist.send(self._planes[name].view(torch.uint8), 0)
+            if name in self._named_tensors:
+                dist.send(self._named_tensors[name].view(torch.uint8), 0)
             return {}
         found = {}
         for other, shards in enumerate(self._shards):
@@ -110,7 +110,7 @@ class GatherAndQuantise:
                 continue
             shard = shards[name]
             if other == 0:
-                found[0] = self._planes[name]
+                found[0] = self._named_tensors[name]
                 continue
             found[other] = torch.empty((shard.rows,) if shard.vector else (shard.rows, shard.cols), dtype=torch.bfloat16)
             dist.recv(found[other].view(torch.uint8), other)
@@ -120,10 +120,10 @@ class GatherAndQuantise:
         """The checkpoint's tensors, whole."""
         whole: dict[str, torch.Tensor] = {}
         for rank, value in parts.items():
-            for piece in self._shards[rank][name].pieces:
-                tensor = piece.tensor
+            for region in self._shards[rank][name].regions:
+                tensor = region.tensor
                 if tensor.name not in whole:
                     whole[tensor.name] = value.new_empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols))
-                held = Rect(piece.row, piece.col, piece.source.rows, piece.source.cols)
-                region(whole[tensor.name], piece.source).copy_(region(value, held))
+                held = Rect(region.shard_row, region.shard_col, region.tensor_rect.rows, region.tensor_rect.cols)
+                view_rect(whole[tensor.name], region.tensor_rect).copy_(view_rect(value, held))
         return whole

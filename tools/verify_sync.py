@@ -4,7 +4,8 @@
         [--scale-format pow2|fp32] [--dump DIR] [--json FILE]
 
 Trainer ranks are gloo processes. Each builds its part of the real Megatron model, fills it with random weights, quantises it as the
-trainer does, and sends it with `WeightSync`. The engine ranks are tensors of SGLang's names and shapes that the engine's own `Receiver`
+trainer does, and sends it with `WeightSync`. The engine ranks are tensors of SGLang's names and shapes that the engine's own
+`WeightReceiver`
 fills. Every byte is then compared with quantising the Hugging Face tensors directly on their grid. Exit code 0 only where every byte
 agrees; 1 where one differs; 2 for bad input.
 """
@@ -28,26 +29,26 @@ import torch.multiprocessing as mp
 import typer
 from safetensors.torch import save_file
 
-from megatron_rl.config import Precision
-from megatron_rl.config.sync import Running, Sync
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.hf.config import traits_of
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
-from megatron_rl.mcore.load_weights import global_parameters, piece_rect, planes, rank_shards
+from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, get_shard_rect, global_parameters
 from megatron_rl.mcore.model import build_model, start_megatron
-from megatron_rl.mcore.names import chunks_of
+from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
-from parallel.digest import digests, region
+from parallel.digest import digest_all, view_rect
 from parallel.layout import Layout
 from parallel.model_geometry import GeometryError, ModelGeometry
-from parallel.reshard import blocks, kind_of, scale_name
-from parallel.shards import Piece, Rect, Shard, Tensor
+from parallel.reshard import get_scale_rect, kind_of, scale_name
+from parallel.shards import HFTensor, Rect, Region, Shard
 from parallel.transport.base import Link
-from rollout_sglang.weight_receiver import Receiver
+from rollout_sglang.weight_receiver import WeightReceiver
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": torch.bfloat16}
 _BYTES = {"fp8": torch.uint8, "fp32": torch.int32, "high": torch.int16}
@@ -57,7 +58,7 @@ _NO_WEIGHTS_DEPEND_ON = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_
 
 
 @dataclass(frozen=True)
-class Task:
+class VerifyTask:
     """What every process is told."""
 
     hf_config: dict[str, Any]
@@ -73,7 +74,7 @@ class Task:
         return ModelGeometry.from_hf_config(self.hf_config)
 
 
-def hf_tensor(task: Task, tensor: Tensor) -> torch.Tensor:
+def hf_tensor(task: VerifyTask, tensor: HFTensor) -> torch.Tensor:
     """The random checkpoint tensor of a name: the same in every process. BF16 values where it stays high, FP32 masters where FP8."""
     generator = torch.Generator().manual_seed(task.seed * 0x1_0000_0000 + zlib.crc32(tensor.name.encode()))
     shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
@@ -82,33 +83,33 @@ def hf_tensor(task: Task, tensor: Tensor) -> torch.Tensor:
     )
 
 
-def trainer_planes(task: Task, rank: int) -> dict[str, torch.Tensor]:
-    """One rank's planes, from a real Megatron model. Masters are dropped as soon as they are quantised: big models fit so."""
+def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor]:
+    """One rank's tensors, from a real Megatron model. Masters are dropped as soon as they are quantised: big models fit so."""
     start_megatron(task.train, task.seed)
     model = build_model(task.hf_config, task.train, task.contract)
-    shards, parameters = rank_shards(task.hf_config, task.train, rank), global_parameters(model)
-    layers = {id(layer.weight): layer for chunk in chunks_of(model) for layer in fp8_layers(chunk).values()}
+    shards, parameters = build_rank_shards(task.hf_config, task.train, rank), global_parameters(model)
+    layers = {id(layer.weight): layer for chunk in get_model_chunks(model) for layer in find_fp8_layers(chunk).values()}
     for shard in shards:
         parameter = parameters[shard.name].detach()
-        for piece in shard.pieces:
-            region(parameter, piece_rect(piece)).copy_(region(hf_tensor(task, piece.tensor), piece.source))
+        for region in shard.regions:
+            view_rect(parameter, get_shard_rect(region)).copy_(view_rect(hf_tensor(task, region.tensor), region.tensor_rect))
         layer = layers.get(id(parameters[shard.name]))
         if layer is not None:
             layer.quantize(shard.name)
             layer.weight.data = torch.empty(0)
-    return planes(model, shards, task.contract)
+    return collect_named_tensors(model, shards, task.contract)
 
 
-class HeldEngine:
+class InProcessEngine:
     """What `WeightSync` asks of an engine: tensors of every engine rank in this process, filled by the engine's own receivers."""
 
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
         self.tensors = {rank: _empty(held, contract) for rank, held in shards.items()}
-        self._receivers: dict[int, Receiver] = {}
+        self._receivers: dict[int, WeightReceiver] = {}
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
         for rank, live in self.tensors.items():
-            self._receivers[rank] = Receiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], live, staged)
+            self._receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], live, staged)
 
     def start_receiving(self, hashing: bool) -> None:
         for rank, receiver in self._receivers.items():
@@ -117,8 +118,8 @@ class HeldEngine:
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
 
-    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        return {rank: digests(self.tensors[rank], list(rects)) for rank, rects in wanted.items()}
+    def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
+        return {rank: digest_all(self.tensors[rank], list(rects)) for rank, rects in wanted.items()}
 
     def disconnect(self) -> None:
         for receiver in self._receivers.values():
@@ -140,25 +141,33 @@ def _empty(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, to
     return found
 
 
-def differences(task: Task, engine: HeldEngine, shards: Mapping[int, Sequence[Shard]]) -> list[str]:
+def differences(task: VerifyTask, engine: InProcessEngine, shards: Mapping[int, Sequence[Shard]]) -> list[str]:
     """Engine rectangles that are not the checkpoint's, named; the checkpoint's tensors are quantised whole, on their own grid."""
     found = []
-    held_by: dict[str, list[tuple[int, Shard, Piece]]] = {}
+    held_by: dict[str, list[tuple[int, Shard, Region]]] = {}
     for rank, held in shards.items():
         for shard in held:
-            for piece in shard.pieces:
-                held_by.setdefault(piece.tensor.name, []).append((rank, shard, piece))
+            for region in shard.regions:
+                held_by.setdefault(region.tensor.name, []).append((rank, shard, region))
     for holders in held_by.values():
         tensor = holders[0][2].tensor
         kind, value = kind_of(tensor.role, task.contract.fp8_roles()), hf_tensor(task, tensor)
         grid = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
-        for rank, shard, piece in holders:
+        for rank, shard, region in holders:
             live = engine.tensors[rank]
-            pairs = [(live[shard.name], grid.data if grid else value, piece_rect(piece), piece.source, _BYTES[kind])]
+            pairs = [(live[shard.name], grid.data if grid else value, get_shard_rect(region), region.tensor_rect, _BYTES[kind])]
             if grid:
-                pairs.append((live[scale_name(shard.name)], grid.scale, blocks(piece_rect(piece)), blocks(piece.source), torch.int32))
+                pairs.append(
+                    (
+                        live[scale_name(shard.name)],
+                        grid.scale,
+                        get_scale_rect(get_shard_rect(region)),
+                        get_scale_rect(region.tensor_rect),
+                        torch.int32,
+                    )
+                )
             for there, wanted, at, source, raw in pairs:
-                if not torch.equal(_raw(region(there, at), raw), _raw(region(wanted, source), raw)):
+                if not torch.equal(_raw(view_rect(there, at), raw), _raw(view_rect(wanted, source), raw)):
                     what = "scales" if wanted is not value and grid and wanted is grid.scale else "values"
                     found.append(f"engine rank {rank}: {what} of {shard.name}, rows {at.row}..{at.row + at.rows - 1}, from {tensor.name}")
     return found
@@ -168,7 +177,7 @@ def _raw(values: torch.Tensor, raw: torch.dtype) -> torch.Tensor:
     return values.contiguous().view(raw)
 
 
-def run_rank(rank: int, task: Task, port: int, results: Any) -> None:
+def run_rank(rank: int, task: VerifyTask, port: int, results: Any) -> None:
     """One trainer rank; rank 0 holds the engine, compares, and puts the findings (or an expected error) into `results`."""
     torch.set_num_threads(1)
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
@@ -183,11 +192,11 @@ def run_rank(rank: int, task: Task, port: int, results: Any) -> None:
         results.put(found)
 
 
-def _sync_and_compare(rank: int, task: Task) -> Any:
-    settings = Sync(bucket_mb=64)
+def _sync_and_compare(rank: int, task: VerifyTask) -> Any:
+    settings = SyncConfig(bucket_mb=64)
     plan = SyncPlan.make(task.model, task.train, task.rollout, task.contract, settings.chunk_bytes)
-    held = trainer_planes(task, rank)
-    engine = HeldEngine(plan.targets, task.contract) if rank == 0 else None
+    held = build_trainer_tensors(task, rank)
+    engine = InProcessEngine(plan.targets, task.contract) if rank == 0 else None
     sync = WeightSync(plan, engine, lambda: held, settings)  # type: ignore[arg-type] - it generates nothing
     try:
         start = time.perf_counter()
@@ -197,7 +206,7 @@ def _sync_and_compare(rank: int, task: Task) -> Any:
         sync.close()
     if engine is None:
         return None
-    across = sum(plan.bytes_of(move) for move in plan.moves if move.source_rank != move.target_rank)
+    across = sum(plan.count_bytes(transfer) for transfer in plan.transfers if transfer.source_rank != transfer.target_rank)
     wrong = differences(task, engine, plan.targets)
     if task.dump:
         _dump(task, engine)
@@ -211,7 +220,7 @@ def _sync_and_compare(rank: int, task: Task) -> Any:
     }
 
 
-def _dump(task: Task, engine: HeldEngine) -> None:
+def _dump(task: VerifyTask, engine: InProcessEngine) -> None:
     task.dump.mkdir(parents=True, exist_ok=True)  # type: ignore[union-attr]
     source = {name: hf_tensor(task, tensor) for name, tensor in task.model.tensors().items()}
     save_file(source, task.dump / "hf.safetensors", metadata={"format": "pt"})  # type: ignore[operator]
@@ -244,7 +253,7 @@ def _hf_config(path: Path, layers: int | None) -> dict[str, Any]:
     return config | _NO_WEIGHTS_DEPEND_ON
 
 
-def verify(task: Task) -> dict[str, Any]:
+def verify(task: VerifyTask) -> dict[str, Any]:
     """Runs all trainer ranks and returns the findings. Raises what rank 0 met, or RunError where a rank is lost."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -282,12 +291,12 @@ def main(
     """Check that every byte of every engine parameter is the checkpoint's, quantised on the checkpoint's own grid."""
     try:
         config = _hf_config(hf_config, layers)
-        traits_of(config)
+        parse_forward_config(config)
         layout = Layout(**_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
-        contract = PrecisionContract.of(Precision(mode="fp8_unified", scale_format=scale_format))
+        contract = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified", scale_format=scale_format))
         engine = _sizes("--rollout", rollout, ("tp", "ep"))
-        task = Task(config, layout, (engine.get("tp", 1), engine.get("ep", 1)), contract, seed, dump)
-        SyncPlan.make(task.model, layout, task.rollout, contract, Sync().chunk_bytes)  # refuses before a process starts
+        task = VerifyTask(config, layout, (engine.get("tp", 1), engine.get("ep", 1)), contract, seed, dump)
+        SyncPlan.make(task.model, layout, task.rollout, contract, SyncConfig().chunk_bytes)  # refuses before a process starts
         found = verify(task)
     except (MegatronRLError, GeometryError) as error:
         print(f"verify_sync: {error}", file=sys.stderr)

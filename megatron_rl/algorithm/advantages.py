@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.algorithm.kl import ESTIMATORS
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.algorithm.kl import KL_ESTIMATORS
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 _EPSILON = 1e-6
 
 
-def advantages(rewards: list[float], group_size: int, kind: str = "group_std", excluded: list[bool] | None = None) -> list[float]:
+def compute_advantages(rewards: list[float], group_size: int, kind: str = "group_std", excluded: list[bool] | None = None) -> list[float]:
     """One advantage per completion; groups of `group_size` lie side by side. All zero in a group whose members earned the same.
 
     A completion that is `excluded` gets 0, and the others what they would get in a smaller group; one that is left alone gets 0.
@@ -37,7 +37,7 @@ def advantages(rewards: list[float], group_size: int, kind: str = "group_std", e
     return centred.flatten().tolist()
 
 
-def assign_advantages(sequences: list[Sequence], config: Algorithm, group_size: int) -> dict[str, float]:
+def assign_advantages(sequences: list[TrainingSample], config: AlgorithmConfig, group_size: int) -> dict[str, float]:
     """Sets the advantage of every sequence of a step from its reward; returns metrics. Old and reference log-probs must be known
     where the KL counts in the reward."""
     rewards = [sequence.reward for sequence in sequences]
@@ -47,10 +47,10 @@ def assign_advantages(sequences: list[Sequence], config: Algorithm, group_size: 
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
         metrics["reward/kl"] = sum(kl) / max(sum(sequence.sampled_count for sequence in sequences), 1)
     excluded = [sequence.excluded for sequence in sequences]
-    for sequence, advantage in zip(sequences, advantages(rewards, group_size, config.advantage, excluded), strict=True):
+    for sequence, advantage in zip(sequences, compute_advantages(rewards, group_size, config.advantage, excluded), strict=True):
         sequence.advantage = advantage
     return metrics
 
 
-def _summed_kl(sequence: Sequence, estimator: str) -> float:
-    return float(ESTIMATORS[estimator](sequence.reference_logprobs - sequence.old_logprobs).sum())
+def _summed_kl(sequence: TrainingSample, estimator: str) -> float:
+    return float(KL_ESTIMATORS[estimator](sequence.reference_logprobs - sequence.old_logprobs).sum())

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 Bounds = tuple[float, float]
-LogProbs = Callable[[list[Sequence], bool], list[torch.Tensor]]
+LogprobFunction = Callable[[list[TrainingSample], bool], list[torch.Tensor]]
 """(sequences, quantised) -> log-probs of each one's answer tokens under the weights of now."""
 
 _LOW_GRID = [0.5 + 0.02 * step for step in range(21)]
@@ -34,7 +34,7 @@ _LARGEST_MOVE = (0.05, 0.1)
 
 
 @dataclass(frozen=True)
-class Tokens:
+class CalibrationTokens:
     """What calibration looks at: float tensors [N] over answer tokens."""
 
     quantised: torch.Tensor
@@ -42,11 +42,11 @@ class Tokens:
     exact: torch.Tensor
     """The same without FP8."""
     advantages: torch.Tensor
-    shares: torch.Tensor
+    weights: torch.Tensor
     """w p: the correction times the engine's probability."""
 
 
-def targets(tokens: Tokens, reference: Bounds) -> Bounds:
+def find_target_bounds(tokens: CalibrationTokens, reference: Bounds) -> Bounds:
     """(L, H) of the formulas. Where a sign of advantage does not occur, the reference bounds."""
     negative, positive = tokens.advantages < 0, tokens.advantages > 0
     if not negative.any() or not positive.any():
@@ -59,7 +59,7 @@ def targets(tokens: Tokens, reference: Bounds) -> Bounds:
     return low, _nearest(_HIGH_GRID, lambda bound: _balance(tokens, tokens.quantised, (low, bound)), balance, reference[1])
 
 
-def moved(bounds: Bounds, target: Bounds) -> Bounds:
+def move_bounds(bounds: Bounds, target: Bounds) -> Bounds:
     """Half the way from `bounds` to `target`, at most the largest move."""
     steps = [min(max((to - now) / 2, -largest), largest) for now, to, largest in zip(bounds, target, _LARGEST_MOVE, strict=True)]
     return bounds[0] + steps[0], bounds[1] + steps[1]
@@ -70,9 +70,9 @@ def _nearest(grid: list[float], measure: Callable[[float], float], wanted: float
     return min([*grid, reference], key=lambda bound: (round(abs(measure(bound) - wanted), 12), abs(bound - reference)))
 
 
-def _balance(tokens: Tokens, ratios: torch.Tensor, bounds: Bounds) -> float:
+def _balance(tokens: CalibrationTokens, ratios: torch.Tensor, bounds: Bounds) -> float:
     """Updates of positive over updates of negative tokens that the bounds let through; infinite where no negative one passes."""
-    updates = (tokens.shares * ratios * tokens.advantages).double()
+    updates = (tokens.weights * ratios * tokens.advantages).double()
     up = updates[(tokens.advantages > 0) & (ratios < bounds[1])].sum().abs()
     down = updates[(tokens.advantages < 0) & (ratios > bounds[0])].sum().abs()
     return float(up / down) if down else float("inf")
@@ -81,35 +81,35 @@ def _balance(tokens: Tokens, ratios: torch.Tensor, bounds: Bounds) -> float:
 class ClipCalibration:
     """The bounds over a run. `begin` and `end` enclose a step's first updates, on the sequences of its last one."""
 
-    def __init__(self, config: Algorithm, logprobs: LogProbs) -> None:
+    def __init__(self, config: AlgorithmConfig, logprobs: LogprobFunction) -> None:
         self._config, self._logprobs = config, logprobs
         self._reference = (1 - config.clip_low, 1 + config.clip_high)
         self.bounds, self._exact_old = self._reference, list[torch.Tensor]()
 
     @property
-    def config(self) -> Algorithm:
+    def config(self) -> AlgorithmConfig:
         """The algorithm with the bounds of now."""
         if self.bounds == self._reference:
             return self._config
         return self._config.model_copy(update={"clip_low": 1 - self.bounds[0], "clip_high": self.bounds[1] - 1})
 
-    def begin(self, sequences: list[Sequence]) -> None:
+    def begin(self, sequences: list[TrainingSample]) -> None:
         """Before the step's first update: remembers the exact log-probs."""
         self._exact_old = self._logprobs(sequences, False)
 
-    def end(self, sequences: list[Sequence]) -> None:
+    def end(self, sequences: list[TrainingSample]) -> None:
         """Before the step's last update: measures the ratios that it will see, and moves the bounds."""
         quantised, exact = self._logprobs(sequences, True), self._logprobs(sequences, False)
         old = [sequence.old_logprobs for sequence in sequences]
-        tokens = Tokens(
+        tokens = CalibrationTokens(
             torch.cat(quantised).sub(torch.cat(old)).exp(),
             torch.cat(exact).sub(torch.cat(self._exact_old)).exp(),
             torch.cat([torch.full((sequence.sampled_count,), sequence.advantage) for sequence in sequences]),
             torch.cat([_share(sequence) for sequence in sequences]),
         )
-        self.bounds = moved(self.bounds, targets(tokens, self._reference))
+        self.bounds = move_bounds(self.bounds, find_target_bounds(tokens, self._reference))
 
 
-def _share(sequence: Sequence) -> torch.Tensor:
+def _share(sequence: TrainingSample) -> torch.Tensor:
     probability = sequence.rollout_logprobs.exp()
-    return probability * sequence.correction if len(sequence.correction) else probability
+    return probability * sequence.importance_weights if len(sequence.importance_weights) else probability

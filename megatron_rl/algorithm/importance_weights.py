@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 
-def correction(log_ratio: torch.Tensor, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]; not for `correction = "none"`."""
     low, high, cap = config.correction_low, config.correction_high, config.correction_cap
     if config.correction == "icepop":
@@ -34,7 +34,7 @@ def correction(log_ratio: torch.Tensor, config: Algorithm) -> tuple[torch.Tensor
     return ratio.clamp(max=cap), ratio > cap
 
 
-def assign_corrections(sequences: list[Sequence], config: Algorithm) -> dict[str, float]:
+def assign_corrections(sequences: list[TrainingSample], config: AlgorithmConfig) -> dict[str, float]:
     """Sets the correction of every sequence of a step, and the engine's log-probs as the old ones where `old_policy` says so.
 
     Call when old (trainer) and rollout (engine) log-probs and advantages are known. Returns weight statistics by sign of advantage.
@@ -46,16 +46,16 @@ def assign_corrections(sequences: list[Sequence], config: Algorithm) -> dict[str
         return {}
     touched = []
     for sequence in sequences:
-        sequence.correction, outside = correction(sequence.old_logprobs - sequence.rollout_logprobs, config)
+        sequence.importance_weights, outside = compute_correction(sequence.old_logprobs - sequence.rollout_logprobs, config)
         touched.append(outside)
     return _statistics(sequences, touched)
 
 
-def _statistics(sequences: list[Sequence], touched: list[torch.Tensor]) -> dict[str, float]:
+def _statistics(sequences: list[TrainingSample], touched: list[torch.Tensor]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, sign in (("positive", 1), ("negative", -1)):
         chosen = [number for number, sequence in enumerate(sequences) if sign * sequence.advantage > 0]
-        weights = torch.cat([torch.empty(0), *(sequences[number].correction for number in chosen)])
+        weights = torch.cat([torch.empty(0), *(sequences[number].importance_weights for number in chosen)])
         if weights.numel():
             found[f"correction/mean_{name}"] = float(weights.mean())
             found[f"correction/max_{name}"] = float(weights.max())

@@ -28,5 +28,5 @@ def k3(difference: torch.Tensor) -> torch.Tensor:
     return torch.exp(difference) - difference - 1
 
 
-ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 """`algorithm.kl_estimator` -> function of d, elementwise."""

@@ -6,7 +6,7 @@ L = longest answer, C = share * L:   0 for |y| <= L - C,   (L - C - |y|) / C * p
 from __future__ import annotations
 
 
-def overlong_reward(length: int, longest: int, share: float, penalty: float) -> float:
+def compute_overlong_penalty(length: int, longest: int, share: float, penalty: float) -> float:
     """What is added to the reward of an answer of `length` tokens: 0 to -penalty."""
     buffer = share * longest
     if not buffer:

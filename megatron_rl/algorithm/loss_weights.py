@@ -12,10 +12,10 @@ Excluded sequences weigh 0 and are not counted: n and T are of the others, whose
 
 from __future__ import annotations
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 
 
-def weigh(sequences: list[Sequence], aggregate: str, longest: int) -> None:
+def assign_loss_weights(sequences: list[TrainingSample], aggregate: str, longest: int) -> None:
     """Sets the weights of one optimizer step's sequences, all of them whoever computes them; `longest` is L."""
     tokens = sum(sequence.sampled_count for sequence in sequences)
     counted = [sequence for sequence in sequences if not sequence.excluded]
@@ -23,4 +23,4 @@ def weigh(sequences: list[Sequence], aggregate: str, longest: int) -> None:
     for sequence in sequences:
         length = 0 if sequence.excluded else sequence.sampled_count
         divisor = {"token": counted_tokens, "sequence": len(counted) * length, "constant": len(counted) * longest}[aggregate]
-        sequence.weight = tokens / divisor if length else 0.0
+        sequence.loss_weight = tokens / divisor if length else 0.0

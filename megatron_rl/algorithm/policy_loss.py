@@ -13,30 +13,30 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_rl.algorithm.kl import ESTIMATORS
+from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.algorithm.losses import cispo, gspo, ppo
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.config.algorithm import AlgorithmConfig
 
-Objective = Callable[[torch.Tensor, MicroBatch, Algorithm], tuple[torch.Tensor, torch.Tensor]]
-_OBJECTIVES: dict[str, Objective] = {"ppo": ppo.token_losses, "gspo": gspo.token_losses, "cispo": cispo.token_losses}
+TokenLossFunction = Callable[[torch.Tensor, MicroBatch, AlgorithmConfig], tuple[torch.Tensor, torch.Tensor]]
+_OBJECTIVES: dict[str, TokenLossFunction] = {"ppo": ppo.token_losses, "gspo": gspo.token_losses, "cispo": cispo.token_losses}
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """The loss that the configuration names."""
 
-    config: Algorithm
+    config: AlgorithmConfig
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """(sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], with gradient, aligned with `batch.targets`."""
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
         losses, clipped = _OBJECTIVES[config.loss](logprobs, batch, config)
-        loss = (losses * batch.corrections * batch.weights).sum()
+        loss = (losses * batch.importance_weights * batch.loss_weights).sum()
         sums = {"loss/policy": loss.detach(), **_clip_counts(clipped, batch)}
         if config.kl_coef and config.kl_in == "loss":
-            kl = (ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs) * batch.weights).sum()
+            kl = (KL_ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs) * batch.loss_weights).sum()
             sums["loss/kl"] = kl.detach()
             loss = loss + config.kl_coef * kl
         return loss, sums

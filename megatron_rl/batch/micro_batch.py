@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megatron_rl.batch.packing import pack
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.precision.ops.batch_invariant import FEWEST_ROWS
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 
 _EMPTY = torch.empty(0)
 
@@ -26,7 +26,7 @@ class MicroBatch:
     `mask` is 1.0 where the target is a sampled answer token.
     """
 
-    rows: list[int]
+    sample_indices: list[int]
     """Index of each packed sequence in the list of sequences, in order."""
     lengths: list[int]
     """Places of each packed sequence, padding at its end included; where padding follows, its places come last, as one sequence more."""
@@ -39,13 +39,13 @@ class MicroBatch:
     advantages: torch.Tensor
     old_logprobs: torch.Tensor
     reference_logprobs: torch.Tensor
-    weights: torch.Tensor
+    loss_weights: torch.Tensor
     """The sequence's weight where `mask` is 1, else 0."""
-    corrections: torch.Tensor
+    importance_weights: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
-    numbers: torch.Tensor
+    token_indices: torch.Tensor
     """int64: which of the places of all sequences together this is; -1 for padding."""
-    experts: torch.Tensor
+    routed_experts: torch.Tensor
     """The record of the routing, [1, t, layers, k]; empty for none."""
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -53,17 +53,17 @@ class MicroBatch:
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved)
 
-    def places(self, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+    def iter_target_positions(self, sequences: list[TrainingSample]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the sequence, int64 [A]: where its sampled tokens are targets)."""
-        for index, start in zip(self.rows, accumulate(self.lengths, initial=0), strict=False):
-            yield index, start + sequences[index].places
+        for index, start in zip(self.sample_indices, accumulate(self.lengths, initial=0), strict=False):
+            yield index, start + sequences[index].target_positions
 
-    def answers(self, values: torch.Tensor, sequences: list[Sequence]) -> Iterator[tuple[int, torch.Tensor]]:
+    def split_by_sample(self, values: torch.Tensor, sequences: list[TrainingSample]) -> Iterator[tuple[int, torch.Tensor]]:
         """(index of the sequence, its sampled tokens' part [A]) of a tensor [1, t] aligned with `targets`."""
-        for index, places in self.places(sequences):
+        for index, places in self.iter_target_positions(sequences):
             yield index, values[0, places]
 
-    def sequence_means(self, values: torch.Tensor) -> torch.Tensor:
+    def average_by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """At every place the mean over the targets of its own sequence; `values` [1, t], returns [1, t], with gradient."""
         owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(values.device)
         zeros = values.new_zeros(len(self.lengths))
@@ -71,66 +71,85 @@ class MicroBatch:
         return (sums / counts.clamp(min=1))[owner].unsqueeze(0)
 
 
-def micro_batches(
-    sequences: list[Sequence], most_tokens: int, replica: int = 0, replicas: int = 1, multiple: int = 1, context: int = 1, rounds: int = 1
+def make_micro_batches(
+    sequences: list[TrainingSample],
+    max_tokens: int,
+    replica: int = 0,
+    replicas: int = 1,
+    multiple: int = 1,
+    context: int = 1,
+    rounds: int = 1,
 ) -> list[MicroBatch]:
-    """One data-parallel replica's micro-batches of at most `most_tokens` places, a sequence that is longer alone in one.
+    """One data-parallel replica's micro-batches of at most `max_tokens` places, a sequence that is longer alone in one.
 
-    Padding only brings a micro-batch to a multiple of `multiple` places and to `FEWEST_ROWS`. Every replica gets the same number of
+    Padding only brings a micro-batch to a multiple of `multiple` places and to `MIN_ROWS`. Every replica gets the same number of
     micro-batches, since expert-parallel ranks must take every step together; one that is left without a sequence gets padding alone.
 
     `context` ranks share the places of every sequence, which is padded to a multiple of 2 * `context` of them (`mcore.context`), and
-    compute at most `most_tokens` each. The number of micro-batches is a multiple of `rounds`.
+    compute at most `max_tokens` each. The number of micro-batches is a multiple of `rounds`.
     """
     if any(not sequence.prompt_ids for sequence in sequences):
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
     part = 2 * context if context > 1 else 1
     lengths = [_round_up(sequence.length - 1, part) for sequence in sequences]
-    bins = pack(lengths, most_tokens * context, replicas * rounds)
-    fewest = _round_up(FEWEST_ROWS * context, part * multiple)
-    return [_lay(bin, sequences, [lengths[index] for index in bin], part * multiple, fewest) for bin in bins[replica::replicas]]
+    bins = pack(lengths, max_tokens * context, replicas * rounds)
+    fewest = _round_up(MIN_ROWS * context, part * multiple)
+    return [_pack_row(bin, sequences, [lengths[index] for index in bin], part * multiple, fewest) for bin in bins[replica::replicas]]
 
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _lay(rows: list[int], sequences: list[Sequence], lengths: list[int], multiple: int, fewest: int) -> MicroBatch:
+def _pack_row(sample_indices: list[int], sequences: list[TrainingSample], lengths: list[int], multiple: int, fewest: int) -> MicroBatch:
     rest = max(_round_up(sum(lengths), multiple), fewest) - sum(lengths)
     lengths = lengths + [rest] * bool(rest)
     shape = (1, sum(lengths))
     tokens, targets = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-    mask, advantages, old, reference, weights, corrections = (torch.zeros(shape) for _ in range(6))
-    numbers, experts = torch.full(shape, -1), _no_experts(shape, sequences)
+    mask, advantages, old, reference, loss_weights, importance_weights = (torch.zeros(shape) for _ in range(6))
+    token_indices, experts = torch.full(shape, -1), _no_experts(shape, sequences)
     firsts = list(accumulate((sequence.length - 1 for sequence in sequences), initial=0))
     start = 0
-    for index, length in zip(rows, lengths, strict=False):
+    for index, length in zip(sample_indices, lengths, strict=False):
         sequence = sequences[index]
-        ids = torch.tensor(sequence.prompt_ids + sequence.answer_ids)
+        ids = torch.tensor(sequence.prompt_ids + sequence.response_ids)
         end = start + sequence.length - 1
         tokens[0, start:end] = ids[:-1]
         targets[0, start:end] = ids[1:]
-        answer = (0, start + sequence.places)
+        answer = (0, start + sequence.target_positions)
         mask[answer] = 1.0
         advantages[answer] = sequence.advantage
-        weights[answer] = sequence.weight
-        corrections[answer] = sequence.correction if len(sequence.correction) else 1.0
-        numbers[0, start:end] = torch.arange(firsts[index], firsts[index + 1])
-        if len(sequence.experts):
-            experts[0, start:end] = sequence.experts
+        loss_weights[answer] = sequence.loss_weight
+        importance_weights[answer] = sequence.importance_weights if len(sequence.importance_weights) else 1.0
+        token_indices[0, start:end] = torch.arange(firsts[index], firsts[index + 1])
+        if len(sequence.routed_experts):
+            experts[0, start:end] = sequence.routed_experts
         if len(sequence.old_logprobs):
             old[answer] = sequence.old_logprobs
         if len(sequence.reference_logprobs):
             reference[answer] = sequence.reference_logprobs
         start += length
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
-    padding = sum(lengths) - sum(sequences[index].length - 1 for index in rows)
+    padding = sum(lengths) - sum(sequences[index].length - 1 for index in sample_indices)
     return MicroBatch(
-        rows, lengths, padding, tokens, targets, positions, mask, advantages, old, reference, weights, corrections, numbers, experts
+        sample_indices,
+        lengths,
+        padding,
+        tokens,
+        targets,
+        positions,
+        mask,
+        advantages,
+        old,
+        reference,
+        loss_weights,
+        importance_weights,
+        token_indices,
+        experts,
     )
 
 
-def _no_experts(shape: tuple[int, int], sequences: list[Sequence]) -> torch.Tensor:
+def _no_experts(shape: tuple[int, int], sequences: list[TrainingSample]) -> torch.Tensor:
     """What a record holds of padding: the first experts, since it must go to k different ones, as every token does. Empty for none."""
-    one = sequences[0].experts
+    one = sequences[0].routed_experts
     return torch.arange(one.shape[2], dtype=one.dtype).repeat(*shape, one.shape[1], 1) if len(one) else _EMPTY

@@ -25,7 +25,7 @@ def pack(lengths: list[int], bound: int, replicas: int = 1) -> list[list[int]]:
     return [members for _, members in sorted(bins, key=lambda filled: -filled[0])]
 
 
-def context_places(lengths: list[int], rank: int, size: int) -> list[int]:
+def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list[int]:
     """The places of a row that one of `size` context-parallel ranks computes, of sequences of `lengths` places each.
 
     Every sequence is cut into 2 * size equal chunks, so its length must be a multiple; rank r has chunk r and the one that stands as far

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.cli.doctor_gpu import INSTALL, pitfalls
+from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 
@@ -55,7 +55,7 @@ Status = Literal["ok", "warn", "missing", ""]  # "" is a plain fact, or somethin
 
 
 @dataclass(frozen=True)
-class Fact:
+class DiagnosisRow:
     """One row: what was looked at, what was found, and what to do about it. Only `missing` keeps the CPU tier from running."""
 
     name: str
@@ -67,12 +67,12 @@ class Fact:
 def print_diagnosis(console: Console | None = None) -> None:
     """Print both tables. Raises UserError, one line, where not even the CPU tier can run."""
     console = console or Console()
-    facts = machine_facts() + package_facts()
-    jobs = job_facts()
+    facts = inspect_machine() + inspect_packages()
+    jobs = describe_jobs()
     for title, rows, heads in (
         ("This machine", facts, ("what", "found", "advice")),
         ("What a run will use here", jobs, ("job", "by", "note")),
-        ("Pitfalls on the way to the GPU", pitfall_facts(), ("what", "found", "advice")),
+        ("Pitfalls on the way to the GPU", inspect_pitfalls(), ("what", "found", "advice")),
     ):
         if not rows:
             continue
@@ -88,91 +88,95 @@ def print_diagnosis(console: Console | None = None) -> None:
     console.print("The CPU tier can run: [bold]bash launch/quickstart.sh[/]")
 
 
-def machine_facts() -> list[Fact]:
+def inspect_machine() -> list[DiagnosisRow]:
     """Python, the processor, memory, disk, GPU and the project's commit."""
     version = sys.version_info[:2]
     wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
     fits = version in PYTHONS
-    memory = memory_gib()
+    memory = find_memory_gib()
     return [
-        Fact("Python", platform.python_version(), "ok" if fits else "missing", "" if fits else f"install Python {wanted}, then {SETUP}"),
-        Fact("cores", str(len(os.sched_getaffinity(0)))),
-        Fact("memory", f"{memory:.1f} GiB", *_memory_verdict(memory)),
-        Fact("disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free"),
-        Fact("GPU", gpu() or "none", "", "" if gpu() else "none is needed for the CPU tier"),
-        Fact("project commit", commit() or "not a git checkout"),
+        DiagnosisRow(
+            "Python", platform.python_version(), "ok" if fits else "missing", "" if fits else f"install Python {wanted}, then {SETUP}"
+        ),
+        DiagnosisRow("cores", str(len(os.sched_getaffinity(0)))),
+        DiagnosisRow("memory", f"{memory:.1f} GiB", *_memory_verdict(memory)),
+        DiagnosisRow("disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free"),
+        DiagnosisRow("GPU", find_gpu() or "none", "", "" if find_gpu() else "none is needed for the CPU tier"),
+        DiagnosisRow("project commit", find_commit() or "not a git checkout"),
     ]
 
 
-def package_facts() -> list[Fact]:
+def inspect_packages() -> list[DiagnosisRow]:
     """The packages of a run: those that every run needs, then those that only a GPU uses."""
     optional = [
         ("transformer-engine", "FP8 kernels of Megatron on NVIDIA GPUs", ("transformer-engine", "transformer_engine")),
         ("deep_gemm", "FP8 matrix products on Hopper and newer", ("deep-gemm", "deep_gemm", "sgl-deep-gemm")),
         ("triton", "SGLang's GPU kernels", ("triton",)),
     ]
-    rows = [needed_package(name) for name in _NEEDED]
-    rows += [Fact(name, first_version(names) or "not installed", "", f"GPU only: {use}") for name, use, names in optional]
-    return [*rows, apex()]
+    rows = [inspect_package(name) for name in _NEEDED]
+    rows += [DiagnosisRow(name, find_version(names) or "not installed", "", f"GPU only: {use}") for name, use, names in optional]
+    return [*rows, inspect_apex()]
 
 
-def job_facts() -> list[Fact]:
+def describe_jobs() -> list[DiagnosisRow]:
     """Which code does each job of a run on this machine, as the program is now."""
-    on_gpu = bool(gpu()) and cuda_build() is not None
+    on_gpu = bool(find_gpu()) and find_cuda_build() is not None
     engine = "SGLang's CUDA kernels" if on_gpu else "SGLang's CPU device, platform plug-in megatron_rl_cpu"
     note = "this project has not run its engine on a GPU yet" if on_gpu else "FP8 products emulated in torch, the trainer's own code"
     return [
-        *backend_facts(),
-        Fact("trainer's attention", "torch scaled_dot_product_attention"),
-        Fact("optimizer", "Megatron's optimizer over the project's fused-Adam stand-in", "", "float32 master weights"),
-        Fact("engine's kernels", engine, "", note),
-        Fact("engine's attention", "SGLang's default for this GPU" if on_gpu else "SGLang's torch_native back end"),
-        Fact("weight sync", "shared memory", "", "trainer and engine on one machine"),
+        *inspect_backends(),
+        DiagnosisRow("trainer's attention", "torch scaled_dot_product_attention"),
+        DiagnosisRow("optimizer", "Megatron's optimizer over the project's fused-Adam stand-in", "", "float32 master weights"),
+        DiagnosisRow("engine's kernels", engine, "", note),
+        DiagnosisRow("engine's attention", "SGLang's default for this GPU" if on_gpu else "SGLang's torch_native back end"),
+        DiagnosisRow("weight sync", "shared memory", "", "trainer and engine on one machine"),
     ]
 
 
-def backend_facts() -> list[Fact]:
+def inspect_backends() -> list[DiagnosisRow]:
     """The back ends of the trainer's FP8 linear layers: which of them this machine can run, and what the others lack."""
-    rows = [Fact("trainer's FP8 linears", "emulated, the default", "", "precision.backend names another")]
+    rows = [DiagnosisRow("trainer's FP8 linears", "emulated, the default", "", "precision.backend names another")]
     for name in requirements.BACKENDS:
-        lacks = requirements.missing(name)
+        lacks = requirements.find_missing(name)
         advice = "; ".join(f"{what}: {fix}" for what, fix in lacks)
-        rows.append(Fact(f"back end {name}", "cannot run here" if lacks else "can run", "" if lacks else "ok", escape(advice)))
+        rows.append(DiagnosisRow(f"back end {name}", "cannot run here" if lacks else "can run", "" if lacks else "ok", escape(advice)))
     return rows
 
 
-def pitfall_facts() -> list[Fact]:
+def inspect_pitfalls() -> list[DiagnosisRow]:
     """What would fail late or compute something else on a GPU; empty on a machine without a GPU's packages."""
-    return [Fact(found.what, found.found, "warn", escape(found.fix)) for found in pitfalls(cuda_build(), driver())]
+    return [DiagnosisRow(found.what, found.found, "warn", escape(found.fix)) for found in find_pitfalls(find_cuda_build(), find_driver())]
 
 
-def needed_package(name: str) -> Fact:
+def inspect_package(name: str) -> DiagnosisRow:
     """Installed and of the tested version, installed but of another one, or missing."""
-    found = first_version((name,))
+    found = find_version((name,))
     if found is None:
-        return Fact(name, "not installed", "missing", SETUP)
-    shown = f"{found}, {'CUDA ' + cuda if (cuda := cuda_build()) else 'CPU build'}" if name == "torch" else found
-    pinned = GPU_PINNED.get(name) if cuda_build() else None
+        return DiagnosisRow(name, "not installed", "missing", SETUP)
+    shown = f"{found}, {'CUDA ' + cuda if (cuda := find_cuda_build()) else 'CPU build'}" if name == "torch" else found
+    pinned = GPU_PINNED.get(name) if find_cuda_build() else None
     if found.partition("+")[0] == pinned:
-        return Fact(name, shown, "ok", "pinned for the GPU tier, which no test has run on yet")
+        return DiagnosisRow(name, shown, "ok", "pinned for the GPU tier, which no test has run on yet")
     tested = pinned or TESTED.get(name, found)
     if found.partition("+")[0] != tested.partition("+")[0]:
-        return Fact(name, shown, "warn", f"pinned is {tested}: {INSTALL}" if pinned else f"tested with {tested}: {SETUP}")
-    return Fact(name, shown, "ok")
+        return DiagnosisRow(name, shown, "warn", f"pinned is {tested}: {INSTALL}" if pinned else f"tested with {tested}: {SETUP}")
+    return DiagnosisRow(name, shown, "ok")
 
 
-def apex() -> Fact:
+def inspect_apex() -> DiagnosisRow:
     """NVIDIA's apex has GPU optimizers; the `apex` on PyPI is a web toolkit that merely bears the name."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
-        return Fact("apex", "not installed", "", "GPU only: fused weight gradients; PyPI's `apex` is something else")
+        return DiagnosisRow("apex", "not installed", "", "GPU only: fused weight gradients; PyPI's `apex` is something else")
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     if any((folder / part).is_dir() for folder in folders for part in ("optimizers", "normalization")):
-        return Fact("apex", f"NVIDIA's, {first_version(('apex',)) or 'version unknown'}", "ok")
-    return Fact("apex", "PyPI's web toolkit, not NVIDIA's", "warn", "pip uninstall apex; build NVIDIA's from github.com/NVIDIA/apex")
+        return DiagnosisRow("apex", f"NVIDIA's, {find_version(('apex',)) or 'version unknown'}", "ok")
+    return DiagnosisRow(
+        "apex", "PyPI's web toolkit, not NVIDIA's", "warn", "pip uninstall apex; build NVIDIA's from github.com/NVIDIA/apex"
+    )
 
 
-def first_version(names: tuple[str, ...]) -> str | None:
+def find_version(names: tuple[str, ...]) -> str | None:
     """The version of the first of these distributions that is installed."""
     for name in names:
         try:
@@ -182,7 +186,7 @@ def first_version(names: tuple[str, ...]) -> str | None:
     return None
 
 
-def memory_gib() -> float:
+def find_memory_gib() -> float:
     """Memory of the machine, or of the container where that is less, in GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or the text "max"
@@ -194,7 +198,7 @@ def _memory_verdict(gib: float) -> tuple[Status, str]:
     return ("ok", "") if gib >= _MIN_MEMORY_GIB else ("warn", f"the quickstart wants {_MIN_MEMORY_GIB:.0f} GiB")
 
 
-def gpu() -> str | None:
+def find_gpu() -> str | None:
     """Name, memory and driver of the NVIDIA GPUs, by nvidia-smi; None without one."""
     if shutil.which("nvidia-smi") is None:
         return None
@@ -202,13 +206,13 @@ def gpu() -> str | None:
     return "; ".join(found.splitlines()) if found else None
 
 
-def driver() -> str | None:
+def find_driver() -> str | None:
     """Version of the NVIDIA driver; None without one."""
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if shutil.which("nvidia-smi") else None
     return found.splitlines()[0] if found else None
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     """Short commit of the checkout that this file belongs to, `+changes` with uncommitted ones; None outside of git."""
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").exists():  # an installed wheel: an enclosing checkout is somebody else's
@@ -218,7 +222,7 @@ def commit() -> str | None:
     return short + ("+changes" if _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
 
 
-def cuda_build() -> str | None:
+def find_cuda_build() -> str | None:
     """The CUDA version that torch was built for; None for a CPU build or no torch."""
     try:
         import torch

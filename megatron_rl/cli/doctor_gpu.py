@@ -1,6 +1,6 @@
 """Known pitfalls of a GPU installation: what imports or starts and then fails late, or computes something else. For `megatron-rl doctor`.
 
-Each check is a function of what it looks at, so that it can be tested anywhere; `pitfalls` looks at this machine. Versions come from
+Each check is a function of what it looks at, so that it can be tested anywhere; `find_pitfalls` looks at this machine. Versions come from
 package metadata; only Transformer Engine's extension is really loaded, in a process of its own.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_rl.precision.backends.requirements import CUDA, find_nvcc, release
+from megatron_rl.precision.backends.requirements import MIN_CUDA, find_nvcc, parse_version
 
 INSTALL = "bash launch/install_gpu.sh"
 SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
@@ -26,7 +26,7 @@ _CORES = {"transformer-engine-cu12": 12, "transformer-engine-cu13": 13}
 _LOAD = "import torch, transformer_engine.pytorch"
 
 Versions = Mapping[str, str]
-"""Installed distributions by name, as `installed` gives them."""
+"""Installed distributions by name, as `list_distributions` gives them."""
 
 
 class Pitfall(NamedTuple):
@@ -37,23 +37,27 @@ class Pitfall(NamedTuple):
     fix: str
 
 
-def pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
+def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
     """All that this machine falls into. `cuda`: what torch is built for, None for a CPU build, where most of it does not matter."""
-    versions = installed()
-    found: list[Pitfall | None] = [scale_variable(os.environ), *transformer_engine_parts(versions, cuda)]
+    versions = list_distributions()
+    found: list[Pitfall | None] = [check_scale_variable(os.environ), *check_transformer_engine_packages(versions, cuda)]
     if cuda is not None:
-        found += [old_cuda(cuda), old_cublas(versions), old_driver(cuda, driver), *foreign_versions(versions, engine_pins())]
-        found += [two_deep_gemms(versions), compiler(versions, nvcc_release(find_nvcc())), binds_at_once(versions, os.environ)]
-        found.append(transformer_engine_loads(versions))
+        found += [check_cuda(cuda), check_cublas(versions), check_driver(cuda, driver), *check_engine_pins(versions, read_engine_pins())]
+        found += [
+            check_deep_gemm_packages(versions),
+            check_nvcc(versions, read_nvcc_release(find_nvcc())),
+            check_ld_bind_now(versions, os.environ),
+        ]
+        found.append(check_transformer_engine_import(versions))
     return [each for each in found if each is not None]
 
 
-def installed() -> dict[str, str]:
+def list_distributions() -> dict[str, str]:
     """Version by normalised name of every distribution."""
     return {_normal(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
 
 
-def scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
+def check_scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
     """Transformer Engine reads it once, when it is imported, for its own recipe; only "1" means FP32 scales to it."""
     told = environment.get(SCALES_VARIABLE)
     if told in (None, "0"):
@@ -68,7 +72,7 @@ def scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
     )
 
 
-def transformer_engine_parts(versions: Versions, cuda: str | None) -> list[Pitfall]:
+def check_transformer_engine_packages(versions: Versions, cuda: str | None) -> list[Pitfall]:
     """From PyPI it is three packages, of one version and for torch's CUDA; built from source it is one, which cannot be wrong here."""
     names = [name for name in ("transformer-engine", "transformer-engine-torch", *_CORES) if name in versions]
     if not names:
@@ -80,14 +84,14 @@ def transformer_engine_parts(versions: Versions, cuda: str | None) -> list[Pitfa
         found.append(Pitfall("Transformer Engine", f"its packages are of different versions: {told}", INSTALL))
     if cores and "transformer-engine-torch" not in names:
         found.append(Pitfall("Transformer Engine", "without transformer-engine-torch, its extension for PyTorch", INSTALL))
-    wrong = [name for name in cores if cuda is not None and _CORES[name] != release(cuda)[0]]
+    wrong = [name for name in cores if cuda is not None and _CORES[name] != parse_version(cuda)[0]]
     if wrong or len(cores) > 1:
         fix = f"pip uninstall {' '.join(wrong or cores)}, then {INSTALL}"
         found.append(Pitfall("Transformer Engine", f"{', '.join(cores)} installed, torch is built for CUDA {cuda}", fix))
     return found
 
 
-def transformer_engine_loads(versions: Versions) -> Pitfall | None:
+def check_transformer_engine_import(versions: Versions) -> Pitfall | None:
     """A real import: an extension built for another torch has symbols that this one lacks, and nothing else tells."""
     if "transformer-engine" not in versions:
         return None
@@ -95,10 +99,10 @@ def transformer_engine_loads(versions: Versions) -> Pitfall | None:
         done = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return Pitfall("Transformer Engine", "is not imported after 120 s", INSTALL)
-    return None if done.returncode == 0 else load_failure(done.stderr, versions.get("torch", "unknown"))
+    return None if done.returncode == 0 else explain_import_error(done.stderr, versions.get("torch", "unknown"))
 
 
-def load_failure(stderr: str, torch: str) -> Pitfall:
+def explain_import_error(stderr: str, torch: str) -> Pitfall:
     """What an import's traceback means."""
     last = (stderr.strip().splitlines() or ["it ended without a message"])[-1]
     symbol = re.search(r"undefined symbol: (\w+)", last)
@@ -117,7 +121,7 @@ def load_failure(stderr: str, torch: str) -> Pitfall:
     return Pitfall("Transformer Engine", f"cannot be imported: {last}", INSTALL)
 
 
-def binds_at_once(versions: Versions, environment: Mapping[str, str]) -> Pitfall | None:
+def check_ld_bind_now(versions: Versions, environment: Mapping[str, str]) -> Pitfall | None:
     """Transformer Engine 2.20 names a cuBLAS function, for grouped products, that CUDA 13.0's cuBLAS lacks; it is loaded lazily."""
     if "transformer-engine" not in versions or not environment.get("LD_BIND_NOW"):
         return None
@@ -126,46 +130,46 @@ def binds_at_once(versions: Versions, environment: Mapping[str, str]) -> Pitfall
     )
 
 
-def old_cuda(cuda: str) -> Pitfall | None:
-    if release(cuda) >= CUDA:
+def check_cuda(cuda: str) -> Pitfall | None:
+    if parse_version(cuda) >= MIN_CUDA:
         return None
-    wanted = ".".join(map(str, CUDA))
+    wanted = ".".join(map(str, MIN_CUDA))
     return Pitfall(
         "CUDA", f"torch is built for {cuda}; block-scaled products exist from {wanted} on", f"{INSTALL}, or precision.backend = emulated"
     )
 
 
-def old_cublas(versions: Versions) -> Pitfall | None:
+def check_cublas(versions: Versions) -> Pitfall | None:
     """The library is a package of its own, which another package may have taken back to an older version."""
     for name in ("nvidia-cublas", "nvidia-cublas-cu12"):
-        if name in versions and release(versions[name])[:2] < CUDA:
+        if name in versions and parse_version(versions[name])[:2] < MIN_CUDA:
             return Pitfall("cuBLAS", f"{name} {versions[name]} has no block-scaled products", INSTALL)
     return None
 
 
-def old_driver(cuda: str, driver: str | None) -> Pitfall | None:
-    least = _DRIVERS.get(release(cuda)[0])
-    if driver is None or least is None or not release(driver) or release(driver)[0] >= least:
+def check_driver(cuda: str, driver: str | None) -> Pitfall | None:
+    least = _DRIVERS.get(parse_version(cuda)[0])
+    if driver is None or least is None or not parse_version(driver) or parse_version(driver)[0] >= least:
         return None
     return Pitfall("driver", f"{driver} is older than CUDA {cuda} asks for", f"install driver {least} or newer")
 
 
-def engine_pins() -> dict[str, str]:
+def read_engine_pins() -> dict[str, str]:
     """Exact versions that the installed SGLang asks for, of packages with compiled code."""
     try:
         requirements = importlib.metadata.requires("sglang") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    return pins_of(requirements)
+    return parse_pins(requirements)
 
 
-def pins_of(requirements: Sequence[str]) -> dict[str, str]:
+def parse_pins(requirements: Sequence[str]) -> dict[str, str]:
     """`{"torch": "2.14.1"}` of `["torch==2.14.1", "numpy", ...]`."""
     matches = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.]+)", text) for text in requirements if "extra ==" not in text)
     return {_normal(match[1]): match[2] for match in matches if match and _normal(match[1]) in _ENGINE_PINS}
 
 
-def foreign_versions(versions: Versions, pins: Mapping[str, str]) -> list[Pitfall]:
+def check_engine_pins(versions: Versions, pins: Mapping[str, str]) -> list[Pitfall]:
     """Compiled packages of other versions than SGLang was built and tested with."""
     found = []
     for name, wanted in pins.items():
@@ -175,7 +179,7 @@ def foreign_versions(versions: Versions, pins: Mapping[str, str]) -> list[Pitfal
     return found
 
 
-def two_deep_gemms(versions: Versions) -> Pitfall | None:
+def check_deep_gemm_packages(versions: Versions) -> Pitfall | None:
     """Both are imported as `deep_gemm`: the one installed last wrote over the other's files."""
     if "sgl-deep-gemm" not in versions or "deep-gemm" not in versions:
         return None
@@ -183,19 +187,19 @@ def two_deep_gemms(versions: Versions) -> Pitfall | None:
     return Pitfall("DeepGEMM", "sgl-deep-gemm and deep-gemm are both installed, under the same import name", fix)
 
 
-def compiler(versions: Versions, nvcc: str | None) -> Pitfall | None:
+def check_nvcc(versions: Versions, nvcc: str | None) -> Pitfall | None:
     """DeepGEMM compiles its kernels when they are first used. `nvcc`: the compiler's release."""
     if not {"sgl-deep-gemm", "deep-gemm"} & set(versions):
         return None
     fix = "install the CUDA toolkit that torch was built for and set CUDA_HOME"
     if nvcc is None:
         return Pitfall("nvcc", "not found: DeepGEMM cannot compile its kernels, in the trainer nor in the engine", fix)
-    if release(nvcc) < CUDA:
-        return Pitfall("nvcc", f"{nvcc} is older than {'.'.join(map(str, CUDA))}, which DeepGEMM refuses", fix)
+    if parse_version(nvcc) < MIN_CUDA:
+        return Pitfall("nvcc", f"{nvcc} is older than {'.'.join(map(str, MIN_CUDA))}, which DeepGEMM refuses", fix)
     return None
 
 
-def nvcc_release(home: str | None) -> str | None:
+def read_nvcc_release(home: str | None) -> str | None:
     """`13.0`, told by the compiler that `needs.find_nvcc` found: a folder with bin/nvcc, or the compiler itself."""
     if home is None:
         return None

@@ -24,13 +24,13 @@ from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.errors import UserError
-from megatron_rl.evaluation.checkpoint import Candidate, check
+from megatron_rl.evaluation.checkpoint import EvalCheckpoint, check_checkpoint
 from megatron_rl.evaluation.sampling import CompletionsFile, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
-from megatron_rl.evaluation.tallies import Tally, comparison, table
-from megatron_rl.observability.console import Screen
-from megatron_rl.observability.run_log import new_folder
-from megatron_rl.observability.signals import listen
+from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
+from megatron_rl.observability.console import ProgressDisplay
+from megatron_rl.observability.run_log import make_unique_folder
+from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
@@ -38,15 +38,15 @@ from megatron_rl.reporting.report import write_text
 from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.rollout.engine_pool import start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.rollout.generation import Turns
+from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.training.preflight import check_environment
-from megatron_rl.types import Problem, Sampling
-from megatron_rl.versions import versions
+from megatron_rl.types import Problem, SamplingParams
+from megatron_rl.versions import collect_versions
 
 
 @dataclass(frozen=True)
-class Request:
+class EvalRequest:
     """What the command line asks for. `at`: the k of pass@k and maj@k, None for powers of two; `output` None: see `_output_folder`."""
 
     checkpoint: Path
@@ -56,7 +56,7 @@ class Request:
     greedy: bool = False
     output: Path | None = None
 
-    def ks(self) -> list[int]:
+    def list_ks(self) -> list[int]:
         """The k to report, ascending. Raises UserError for what is asked wrongly, `samples` included."""
         if not 1 <= self.samples <= MOST_SAMPLES:
             raise UserError("--samples", self.samples, f"must be from 1 to {MOST_SAMPLES}", "give the completions per problem")
@@ -73,18 +73,18 @@ class Request:
         return ks
 
 
-def evaluate(config: Config, request: Request) -> Path:
+def evaluate(config: Config, request: EvalRequest) -> Path:
     """Evaluates and returns the folder of the results. Raises UserError before an engine starts, RunError where one fails; completions
     that were scored by then stay in completions.jsonl."""
-    request.ks()  # refuses what is asked wrongly
+    request.list_ks()  # refuses what is asked wrongly
     if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
     _check_output(request.output)
     check_rewards(config.reward)
     check_environment(config)
-    sides = {"checkpoint": check(request.checkpoint, "--checkpoint", config)}
+    sides = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
-        sides["baseline"] = check(request.baseline, "--baseline", config)
+        sides["baseline"] = check_checkpoint(request.baseline, "--baseline", config)
     problems = load_problems(config, load_tokenizer(sides["checkpoint"].tokenizer))[1]
     if not problems:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
@@ -99,12 +99,14 @@ def evaluate(config: Config, request: Request) -> Path:
     return folder
 
 
-def _results(config: Config, request: Request, sides: dict[str, Candidate], found: dict[str, tuple[list[Tally], float]]) -> dict[str, Any]:
+def _results(
+    config: Config, request: EvalRequest, sides: dict[str, EvalCheckpoint], found: dict[str, tuple[list[Tally], float]]
+) -> dict[str, Any]:
     """eval.json, but for its times."""
-    ks, sampling = request.ks(), _sampling(config, request)
+    ks, sampling = request.list_ks(), _sampling(config, request)
     return {
         "argv": sys.argv,
-        "versions": versions(),
+        "versions": collect_versions(),
         "config": config.model_dump(mode="json"),
         "sampling": {
             "samples": request.samples,
@@ -120,16 +122,16 @@ def _results(config: Config, request: Request, sides: dict[str, Candidate], foun
                 "step": sides[name].step,
                 "seconds": seconds,
                 "problems": [asdict(tally) for tally in tallies],
-                "table": table(tallies, ks),
+                "table": build_table(tallies, ks),
             }
             for name, (tallies, seconds) in found.items()
         },
-        "comparison": comparison(found["checkpoint"][0], found["baseline"][0], ks) if "baseline" in found else [],
+        "comparison": compare_tallies(found["checkpoint"][0], found["baseline"][0], ks) if "baseline" in found else [],
     }
 
 
-def _sampling(config: Config, request: Request) -> Sampling:
-    return Sampling(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
+def _sampling(config: Config, request: EvalRequest) -> SamplingParams:
+    return SamplingParams(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
 
 
 def _check_output(output: Path | None) -> None:
@@ -137,30 +139,30 @@ def _check_output(output: Path | None) -> None:
         raise UserError("--output", str(output), "exists already and is no empty folder", "name a new folder")
 
 
-def _output_folder(config: Config, request: Request, side: Candidate) -> Path:
+def _output_folder(config: Config, request: EvalRequest, side: EvalCheckpoint) -> Path:
     """Made anew: --output; else RUN_DIR/eval/step_N for a run's checkpoint, LOG.DIR/eval/NAME for any other."""
     try:
         if request.output is not None:
             request.output.mkdir(parents=True, exist_ok=True)
             return request.output
-        return new_folder((side.run_dir or config.log.dir) / "eval", side.folder.resolve().name)
+        return make_unique_folder((side.run_dir or config.log.dir) / "eval", side.folder.resolve().name)
     except OSError as error:
         raise UserError("--output", None, f"the folder cannot be made ({error})", "name a folder you can write to") from None
 
 
 def _sample(
-    config: Config, request: Request, sides: dict[str, Candidate], problems: list[Problem], folder: Path
+    config: Config, request: EvalRequest, sides: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
 ) -> dict[str, tuple[list[Tally], float]]:
     """By side: the tallies of all problems, and the seconds it took to sample and score."""
-    listen(alone=True)  # SIGTERM unwinds, so that the engine is ended
+    install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
     with ExitStack() as resources:
-        screen = Screen(len(sides) * len(problems) * request.samples)
+        screen = ProgressDisplay(len(sides) * len(problems) * request.samples)
         resources.callback(screen.close)
-        screen.line(f"results: {folder}")
+        screen.print_line(f"results: {folder}")
         temporary = Path(tempfile.mkdtemp(prefix=".models-", dir=folder))  # as large as the checkpoints
         resources.callback(shutil.rmtree, temporary, ignore_errors=True)
         models = {name: side.prepare(config, temporary / name) for name, side in sides.items()}
-        scorer = resources.enter_context(Scorer(config.reward, screen.line))
+        scorer = resources.enter_context(Scorer(config.reward, screen.print_line))
         environments = None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
         file = CompletionsFile(folder / "completions.jsonl")
         resources.callback(file.close)
@@ -171,20 +173,20 @@ def _sample(
             nonlocal done
             file.append(name, scored)
             done += len(scored)
-            screen.completed(done)
+            screen.set_step(done)
 
         for name, side in sides.items():
-            screen.now(f"{name}: engine")
+            screen.set_phase(f"{name}: engine")
             (folder / name).mkdir()
-            engine = start_engines(config, models[name], folder / name, screen.line)
+            engine = start_engines(config, models[name], folder / name, screen.print_line)
             try:
                 check_live_engine(side.plan, engine)
-                screen.now(name)
-                start, turns = time.perf_counter(), Turns(engine, load_tokenizer(side.tokenizer), environments)
+                screen.set_phase(name)
+                start, turns = time.perf_counter(), MultiTurnSampler(engine, load_tokenizer(side.tokenizer), environments)
                 sampling, chunk = _sampling(config, request), config.rollout.max_running_requests * config.rollout.engines
                 tallies = sample(turns, scorer, problems, request.samples, sampling, config.train.seed, chunk, partial(record, name))
                 found[name] = tallies, time.perf_counter() - start
-                screen.line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")
+                screen.print_line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")
             finally:
                 engine.stop()
         return found

@@ -11,22 +11,22 @@ from pathlib import Path
 from typing import cast
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import is_rank0, on_rank0
+from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
-from megatron_rl.observability.signals import listen
+from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.graph.graph import Graph
-from megatron_rl.precision.graph.svg import draw
+from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
-from megatron_rl.rollout.engine import find_launcher
-from megatron_rl.training.graph_check import Comparison, training_graph
+from megatron_rl.rollout.engine import find_engine_launcher
+from megatron_rl.training.graph_check import GraphComparison, read_training_graph
 from megatron_rl.training.preflight import preflight
-from megatron_rl.training.sft_warmup import make_checkpoint
+from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from parallel.layout import Layout
 
 
@@ -41,36 +41,36 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     layout = preflight(config, data=False)
     with ExitStack() as resources:
         comparison = _read(config, layout, resources)
-    return on_rank0(lambda: _tell(cast(Comparison, comparison), svg, json_file))
+    return run_on_rank0(lambda: _report(cast(GraphComparison, comparison), svg, json_file))
 
 
-def _read(config: Config, layout: Layout, resources: ExitStack) -> Comparison | None:
+def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparison | None:
     """Both live graphs, on rank 0; None on other ranks."""
-    listen(alone=True)  # SIGTERM unwinds, so that the engine is ended
+    install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
-    folder = Path(on_rank0(lambda: tempfile.mkdtemp(prefix="megatron-rl-graph-")))
+    folder = Path(run_on_rank0(lambda: tempfile.mkdtemp(prefix="megatron-rl-graph-")))
     if is_rank0():
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
     config = _with_checkpoint(config, layout, folder)
-    hf_config, contract = write.read_config(config.model.path), PrecisionContract.of(config.precision)
-    shards = this_rank_shards(hf_config, layout)
+    hf_config, contract = write.read_config(config.model.path), PrecisionContract.from_config(config.precision)
+    shards = build_own_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
     load_checkpoint(model, config.model.path, shards)
     Actor(model, config.train, config.rollout.temperature)  # gives the weights their masters and gradient buffers, and quantises
-    training = training_graph(model)
-    save_hf(folder / "engine", planes(model, shards, contract), hf_config, layout, contract, config.model.path)
+    training = read_training_graph(model)
+    save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)
 
-    def rollout() -> list[Graph]:
-        engine = find_launcher(config.rollout.engine)(config, folder / "engine", folder)
+    def rollout() -> list[PrecisionGraph]:
+        engine = find_engine_launcher(config.rollout.engine)(config, folder / "engine", folder)
         try:
             engine.wait_until_ready()
-            return engine.graph()
+            return engine.read_graph()
         finally:
             engine.stop()
 
-    graphs = on_rank0(rollout)
-    return None if training is None else Comparison(training, tuple(graphs))
+    graphs = run_on_rank0(rollout)
+    return None if training is None else GraphComparison(training, tuple(graphs))
 
 
 def _with_checkpoint(config: Config, layout: Layout, folder: Path) -> Config:
@@ -79,18 +79,18 @@ def _with_checkpoint(config: Config, layout: Layout, folder: Path) -> Config:
         return config
     warm = config.model.warm_start.model_copy(update={"steps": 0})
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder / "model", "warm_start": warm})})
-    make_checkpoint(config, layout, lambda _: None)
+    make_warm_start_checkpoint(config, layout, lambda _: None)
     return config
 
 
-def _tell(comparison: Comparison, svg: Path | None, json_file: Path | None) -> bool:
+def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | None) -> bool:
     differences = comparison.differences
-    for graph, ranks in comparison.rollouts().items():
-        if len(comparison.rollouts()) > 1:
+    for graph, ranks in comparison.group_rollout_graphs().items():
+        if len(comparison.group_rollout_graphs()) > 1:
             print(f"engine rank {', '.join(map(str, ranks))}:")
         print_graphs(comparison.training, graph)
     written: list[tuple[Path | None, Callable[[], str]]] = [
-        (svg, lambda: draw(comparison.training, comparison.rollout[0])),
+        (svg, lambda: draw_svg(comparison.training, comparison.rollout[0])),
         (json_file, lambda: json.dumps(comparison.to_json(), indent=1)),
     ]
     for file, text in written:

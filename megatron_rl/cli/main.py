@@ -76,10 +76,10 @@ def evaluate(
         from megatron_rl.config import load_config
 
         cfg = load_config(config, overrides or [])
-        from megatron_rl.cli.evaluate import Request
+        from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
-        folder = run_evaluation(cfg, Request(checkpoint, baseline, samples, at, greedy, output))
+        folder = run_evaluation(cfg, EvalRequest(checkpoint, baseline, samples, at, greedy, output))
         print(f"results: {folder / 'eval.json'}")
         print(f"page:    {folder / 'eval.html'}")
 
@@ -101,10 +101,10 @@ def plan(
         from megatron_rl.config import load_config
 
         cfg = load_config(config, overrides or [])
-        from megatron_rl.cli.plan import Request, run_plan
+        from megatron_rl.cli.plan import PlanOptions, run_plan
 
         given = tuple(overrides or [])
-        run_plan(cfg, Request(config, given, nodes, gpus_per_node, gpu, top, json, sbatch))
+        run_plan(cfg, PlanOptions(config, given, nodes, gpus_per_node, gpu, top, json, sbatch))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})

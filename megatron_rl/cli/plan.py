@@ -7,12 +7,12 @@ from pathlib import Path
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.planner.plan import Request, as_json, make_plan
+from megatron_rl.planner.plan import PlanOptions, as_json, make_plan
 from megatron_rl.planner.sbatch import write_sbatch
 from megatron_rl.planner.tables import print_plan
 
 
-def run_plan(config: Config, request: Request) -> None:
+def run_plan(config: Config, request: PlanOptions) -> None:
     """Prints the plan and writes the files that were asked for.
 
     Raises UserError: where nothing fits, before anything is printed; where only the configured layout does not work, after the plan of

@@ -4,30 +4,30 @@ Every field carries its documentation below it. Unknown keys are errors that sug
 `UserError` with one line: the field, the value, the rule and the fix.
 """
 
-from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.config.data import Data
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.data import DataConfig
 from megatron_rl.config.loading import apply_overrides, load_config
-from megatron_rl.config.model import Architecture, Model, WarmStart
-from megatron_rl.config.placement import Placement
-from megatron_rl.config.precision import Precision
-from megatron_rl.config.rollout import Rollout
+from megatron_rl.config.model import ArchitectureConfig, ModelConfig, WarmStartConfig
+from megatron_rl.config.placement import PlacementConfig
+from megatron_rl.config.precision import PrecisionConfig
+from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.run import Config
-from megatron_rl.config.sync import Sync
-from megatron_rl.config.train import Train, TrainLayout
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.config.train import LayoutConfig, TrainConfig
 
 __all__ = [
-    "Algorithm",
-    "Architecture",
+    "AlgorithmConfig",
+    "ArchitectureConfig",
     "Config",
-    "Data",
-    "Model",
-    "Placement",
-    "Precision",
-    "Rollout",
-    "Sync",
-    "Train",
-    "TrainLayout",
-    "WarmStart",
+    "DataConfig",
+    "LayoutConfig",
+    "ModelConfig",
+    "PlacementConfig",
+    "PrecisionConfig",
+    "RolloutConfig",
+    "SyncConfig",
+    "TrainConfig",
+    "WarmStartConfig",
     "apply_overrides",
     "load_config",
 ]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -27,7 +27,7 @@ _CORRECTION_DEFAULTS = {"geometric_mask": {"correction_low": 0.99, "correction_h
 """A mean over tokens varies far less than one token, so its bounds are tighter."""
 
 
-class Algorithm(Section):
+class AlgorithmConfig(ConfigSection):
     """How rewards become advantages, and log-probs a loss. Every field can be set, whatever the name says."""
 
     name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo"] = "grpo"
@@ -93,7 +93,7 @@ class Algorithm(Section):
         return {**defaults(PRESETS, "name"), **defaults(_CORRECTION_DEFAULTS, "correction"), **given}
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Algorithm:
+    def _fits_together(self) -> AlgorithmConfig:
         if self.dual_clip is not None and self.loss != "ppo":
             raise ValueError(f"dual_clip belongs to loss ppo, not to {self.loss}: leave it out")
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:

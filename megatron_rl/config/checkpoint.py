@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class Checkpoint(Section):
+class CheckpointConfig(ConfigSection):
     """What a run leaves behind."""
 
     every: int = Field(0, ge=0)

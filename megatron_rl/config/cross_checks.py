@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_rl.config import Config, TrainLayout
+from megatron_rl.config import Config, LayoutConfig
 from megatron_rl.errors import UserError
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 
-def check_layout_of(model: ModelGeometry, layout: Layout, settings: TrainLayout) -> None:
+def check_trainer_layout(model: ModelGeometry, layout: Layout, settings: LayoutConfig) -> None:
     """Raises UserError where the trainer does not build this model in this layout; what `parallel` refuses, as it would cut a shard, is
     not looked at. `settings`: what the layout has beside its sizes."""
     if model.vocab % layout.tp:  # padded rows would take part in the softmax
@@ -47,11 +47,11 @@ def check_lengths(config: Config, hf_config: dict[str, Any]) -> None:
 
 def check_placement(config: Config) -> None:
     """Raises UserError where stale tokens would be trained on as if they were new."""
-    for error, _ in stale_conflicts(config, config.placement.max_staleness):
+    for error, _ in find_staleness_conflicts(config, config.placement.max_staleness):
         raise error
 
 
-def stale_conflicts(config: Config, staleness: int) -> Iterator[tuple[UserError, dict[str, object]]]:
+def find_staleness_conflicts(config: Config, staleness: int) -> Iterator[tuple[UserError, dict[str, object]]]:
     """What does not go with tokens that are up to `staleness` policy versions old: the error, and the settings that mend it."""
     algorithm = config.algorithm
     if staleness and algorithm.correction == "none" and algorithm.old_policy == "trainer":

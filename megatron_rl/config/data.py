@@ -8,17 +8,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
-GENERATED = "arithmetic"
+GENERATED_SOURCE = "arithmetic"
 """The source that is no file: problems made by the project."""
-HUB = "hf:"
+HUB_PREFIX = "hf:"
 """What a source from the Hugging Face hub begins with."""
 
 FormatName = Literal["gsm8k", "math", "deepmath", "aime", "arithmetic"]
 
 
-class Source(Section):
+class DataSourceConfig(ConfigSection):
     """One set of problems."""
 
     source: str = Field(min_length=1)
@@ -31,16 +31,16 @@ class Source(Section):
     @property
     def label(self) -> str:
         """`name`, or one made from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test are both gsm8k/test."""
-        if self.name or self.source == GENERATED:
-            return self.name or GENERATED
-        if self.source.startswith(HUB):
-            repository, *rest = self.source.removeprefix(HUB).split(":")
+        if self.name or self.source == GENERATED_SOURCE:
+            return self.name or GENERATED_SOURCE
+        if self.source.startswith(HUB_PREFIX):
+            repository, *rest = self.source.removeprefix(HUB_PREFIX).split(":")
             return "/".join([Path(repository).name, *rest])
         path = Path(self.source).absolute()
         return f"{path.parent.name}/{path.stem}"
 
 
-class TrainSource(Source):
+class TrainDataSourceConfig(DataSourceConfig):
     """One set of a mixture to train on."""
 
     weight: float = Field(1.0, ge=1e-6, le=1e6)
@@ -56,12 +56,16 @@ def _as_tables(value: Any) -> Any:
     return tuple(value)
 
 
-class Data(Section):
+class DataConfig(ConfigSection):
     """Where problems come from."""
 
-    train: Annotated[tuple[TrainSource, ...], BeforeValidator(_as_tables)] = Field(default_factory=lambda: (TrainSource(source=GENERATED),))
+    train: Annotated[tuple[TrainDataSourceConfig, ...], BeforeValidator(_as_tables)] = Field(
+        default_factory=lambda: (TrainDataSourceConfig(source=GENERATED_SOURCE),)
+    )
     """A `source` in one text, or several as tables `[[data.train]]` with their weights."""
-    eval: Annotated[tuple[Source, ...], BeforeValidator(_as_tables)] = Field(default_factory=lambda: (Source(source=GENERATED),))
+    eval: Annotated[tuple[DataSourceConfig, ...], BeforeValidator(_as_tables)] = Field(
+        default_factory=lambda: (DataSourceConfig(source=GENERATED_SOURCE),)
+    )
     """Held-out sets, as `train`; an empty text for no evaluation. `train` loses every question that one of them holds."""
     format: FormatName | None = None
     """Shape of a file's rows where the source names none; generated problems need none."""
@@ -84,7 +88,7 @@ class Data(Section):
     seed: int = 0
 
     @model_validator(mode="after")
-    def _sets_have_names_of_their_own(self) -> Data:
+    def _sets_have_names_of_their_own(self) -> DataConfig:
         if not self.train:
             raise ValueError("train must name at least one source, such as arithmetic or the path of a file")
         for field, sources in (("train", self.train), ("eval", self.eval)):
@@ -94,7 +98,7 @@ class Data(Section):
         return self
 
     @model_validator(mode="after")
-    def _template(self) -> Data:
+    def _template(self) -> DataConfig:
         if "{question}" not in self.prompt_template:
             raise ValueError(f"prompt_template {self.prompt_template!r} must hold {{question}}")
         if self.prompt_template_file and "prompt_template" in self.model_fields_set:

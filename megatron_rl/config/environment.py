@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class EnvironmentConfig(Section):
+class EnvironmentConfig(ConfigSection):
     """What the policy talks to while it answers. Without this section an answer is one turn."""
 
     name: str

@@ -27,7 +27,7 @@ _RULES = {
 }
 
 
-def as_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
+def to_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
     """The first finding as a `UserError`; unknown keys go first, as a misspelt key also makes the right one missing."""
     findings = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
     first = findings[0]
@@ -40,7 +40,7 @@ def as_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
     return UserError(path, value, _rule(first), (_fix(first, path, root) + more).strip())
 
 
-def section_of(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
+def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
     """The model at a dotted path, None where the path ends at a plain field or nowhere. `""` is the root itself.
 
     The number of a table in a list leads nowhere else: `data.train.0` is the model of every table in `data.train`.
@@ -52,7 +52,7 @@ def section_of(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
     return model
 
 
-def nearest(path: str, root: type[BaseModel]) -> str | None:
+def find_nearest_field(path: str, root: type[BaseModel]) -> str | None:
     """The existing dotted path most like `path`: in the same section first, then by its last name, below the same
     top section or anywhere, outer sections first."""
     parent, _, name = ".".join(_names(path)).rpartition(".")
@@ -79,10 +79,10 @@ def _rule(detail: ErrorDetails) -> str:
 def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        if near := nearest(path, root):
+        if near := find_nearest_field(path, root):
             return f"did you mean {near}?"
         parent = path.rpartition(".")[0]
-        section = section_of(parent, root) or root
+        section = find_section(parent, root) or root
         return f"known keys{f' of {parent}' if parent else ''}: {', '.join(section.model_fields)}"
     if kind == "missing":
         return _how_to_add(path, root)
@@ -99,14 +99,14 @@ def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
 def _default(path: str, root: type[BaseModel]) -> str:
     """What the field would be if left out, as the last hint; nothing where there is no plain default."""
     parent, _, name = path.rpartition(".")
-    section = section_of(parent, root)
+    section = find_section(parent, root)
     info = section.model_fields.get(name) if section else None
     plain = info is not None and isinstance(info.default, (str, int, float, tuple, Path))
     return f"the default is {json.dumps(info.default, default=str)}" if info and plain else ""
 
 
 def _how_to_add(path: str, root: type[BaseModel]) -> str:
-    section = section_of(path, root)
+    section = find_section(path, root)
     if section is None:  # a plain field
         parent, _, name = path.rpartition(".")
         return f"add `{name} = ...` under [{parent}]"

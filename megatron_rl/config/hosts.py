@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 
-def one_interface(host: str) -> str:
+def require_single_interface(host: str) -> str:
     """`host` as it is. Raises ValueError where it stands for every interface of the machine: "0.0.0.0", "::", however written."""
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(host or "0", None, flags=socket.AI_NUMERICHOST)}
@@ -21,5 +21,5 @@ def one_interface(host: str) -> str:
     return host
 
 
-Host = Annotated[str, AfterValidator(one_interface)]
+Host = Annotated[str, AfterValidator(require_single_interface)]
 """A name or address of one interface."""

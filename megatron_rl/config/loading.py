@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.config.errors import as_user_error, section_of
+from megatron_rl.config.errors import find_section, to_user_error
 from megatron_rl.config.run import Config
 from megatron_rl.errors import UserError
 
@@ -26,7 +26,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:  # JSON, as in it a string may become a Path and a list a tuple although the models are strict
         return Config.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise as_user_error(error, Config) from None
+        raise to_user_error(error, Config) from None
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -87,6 +87,6 @@ def _override_value(path: str, text: str) -> Any:
 
 def _is_text(path: str) -> bool:
     parent, _, name = path.rpartition(".")
-    section = section_of(parent, Config)
+    section = find_section(parent, Config)
     info = section.model_fields.get(name) if section else None
     return info is not None and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})

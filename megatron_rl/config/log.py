@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class Log(Section):
+class LogConfig(ConfigSection):
     """Where a run writes."""
 
     dir: Path = Path("runs/default")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class Architecture(Section):
+class ArchitectureConfig(ConfigSection):
     """Widths of a model made from scratch (Qwen3 architecture, or Qwen3-MoE). Multiples of 128 keep every FP8 block whole."""
 
     vocab_size: int = Field(384, ge=259)
@@ -32,7 +32,7 @@ class Architecture(Section):
     initializer_range: float = Field(0.02, gt=0)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Architecture:
+    def _fits_together(self) -> ArchitectureConfig:
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads ({self.num_key_value_heads})"
@@ -42,7 +42,7 @@ class Architecture(Section):
         return self
 
 
-class WarmStart(Section):
+class WarmStartConfig(ConfigSection):
     """Supervised training on the task's worked examples, with the same trainer, before RL starts. 0 steps: random weights."""
 
     steps: int = Field(0, ge=0)
@@ -56,12 +56,12 @@ class WarmStart(Section):
     seed: int = 0
 
 
-class Model(Section):
+class ModelConfig(ConfigSection):
     """The policy to train."""
 
     path: Path
     """Folder of a Hugging Face checkpoint (config.json, safetensors, tokenizer)."""
-    create: Architecture | None = None
+    create: ArchitectureConfig | None = None
     """Make the checkpoint at `path` with these widths when it is not there yet. Absent: `path` must exist."""
-    warm_start: WarmStart = WarmStart()
+    warm_start: WarmStartConfig = WarmStartConfig()
     """How a created model learns the task's format first."""

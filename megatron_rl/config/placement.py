@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class Placement(Section):
+class PlacementConfig(ConfigSection):
     """Where engine and trainer run, and whether they wait for each other. See docs/placement.md."""
 
     kind: Literal["colocated", "disaggregated"] = "colocated"
@@ -19,7 +19,7 @@ class Placement(Section):
     from 1 on, generation goes on while the trainer trains."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Placement:
+    def _fits_together(self) -> PlacementConfig:
         if self.max_staleness and self.kind == "colocated":
             raise ValueError('max_staleness above 0 generates while training, which kind "colocated" rules out: set kind "disaggregated"')
         return self

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class Precision(Section):
+class PrecisionConfig(ConfigSection):
     """The precision flow of trainer and engine. See docs/precision.md."""
 
     mode: Literal["bf16", "fp8_rollout", "int8_rollout", "fp8_unified"] = "fp8_unified"

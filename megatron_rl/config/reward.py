@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
     "arithmetic": (),
@@ -24,7 +24,7 @@ _REQUIRED = {"format": ("pattern",), "length": ("full_tokens", "zero_tokens"), "
 _OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
-class RewardPart(Section):
+class RewardFunctionConfig(ConfigSection):
     """One of several reward functions whose weighted sum is the reward."""
 
     name: str
@@ -55,7 +55,7 @@ class RewardPart(Section):
         return _checked_name(name)
 
     @model_validator(mode="after")
-    def _settings(self) -> RewardPart:
+    def _settings(self) -> RewardFunctionConfig:
         _check_settings(self.name, self.model_fields_set)
         try:
             re.compile(self.pattern)
@@ -73,18 +73,18 @@ class RewardPart(Section):
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
     @property
-    def own(self) -> bool:
+    def is_custom(self) -> bool:
         """Whether this is the user's own function."""
         return self.name not in _SETTINGS
 
 
-class RewardConfig(Section):
+class RewardConfig(ConfigSection):
     """How a completion is scored."""
 
     function: str | None = None
     """The only reward function: `arithmetic` (integer after `#`; where nothing is named), `math` (exact integer match first, then
     math-verify), `exact` (the completion is the answer), or your own as `module:attribute`."""
-    functions: tuple[RewardPart, ...] | None = Field(None, min_length=1)
+    functions: tuple[RewardFunctionConfig, ...] | None = Field(None, min_length=1)
     """Instead of `function`: several, or one with settings. The first that judges the answer (neither `format` nor `length`) decides
     what counts as correct."""
     on_error: Literal["zero", "exclude", "stop"] = "zero"
@@ -113,17 +113,17 @@ class RewardConfig(Section):
         return self
 
     @property
-    def parts(self) -> dict[str, RewardPart]:
+    def parts(self) -> dict[str, RewardFunctionConfig]:
         """The functions by a label each: the name, with a number where it occurs again."""
         seen: Counter[str] = Counter()
         found = {}
-        for part in self.functions or (RewardPart(name=self.function or "arithmetic"),):
+        for part in self.functions or (RewardFunctionConfig(name=self.function or "arithmetic"),):
             seen[part.name] += 1
             found[part.name if seen[part.name] == 1 else f"{part.name}_{seen[part.name]}"] = part
         return found
 
     @property
-    def judge(self) -> str:
+    def correctness_label(self) -> str:
         """The label of the function that decides what is correct; `format` only where nothing else does."""
         labels = sorted(self.parts, key=lambda label: {"format": 1, "length": 2}.get(self.parts[label].name, 0))  # stable
         return labels[0]

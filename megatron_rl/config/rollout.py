@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.hosts import Host
 
 
-class Rollout(Section):
+class RolloutConfig(ConfigSection):
     """The rollout engine and how it samples."""
 
     engine: str = "sglang"
@@ -41,7 +41,7 @@ class Rollout(Section):
     """How often, between one policy version and the next, engines that were lost are started anew; 0: the first loss ends the run."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Rollout:
+    def _fits_together(self) -> RolloutConfig:
         if self.engines % len(self.hosts):
             nodes = len(self.hosts)
             raise ValueError(

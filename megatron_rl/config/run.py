@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.config.base import Section
-from megatron_rl.config.checkpoint import Checkpoint
-from megatron_rl.config.data import Data
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.checkpoint import CheckpointConfig
+from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.config.log import Log
-from megatron_rl.config.model import Model
-from megatron_rl.config.placement import Placement
-from megatron_rl.config.precision import Precision
+from megatron_rl.config.log import LogConfig
+from megatron_rl.config.model import ModelConfig
+from megatron_rl.config.placement import PlacementConfig
+from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.reward import RewardConfig
-from megatron_rl.config.rollout import Rollout
-from megatron_rl.config.sync import Sync
-from megatron_rl.config.train import Train
+from megatron_rl.config.rollout import RolloutConfig
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.config.train import TrainConfig
 
 
-class Config(Section):
+class Config(ConfigSection):
     """A whole run."""
 
-    model: Model
-    precision: Precision = Precision()
-    train: Train = Train()
-    rollout: Rollout = Rollout()
-    algorithm: Algorithm = Algorithm()
-    data: Data = Data()
+    model: ModelConfig
+    precision: PrecisionConfig = PrecisionConfig()
+    train: TrainConfig = TrainConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    data: DataConfig = DataConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
-    placement: Placement = Placement()
-    sync: Sync = Sync()
-    checkpoint: Checkpoint = Checkpoint()
-    log: Log = Log()
+    placement: PlacementConfig = PlacementConfig()
+    sync: SyncConfig = SyncConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

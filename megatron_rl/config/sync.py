@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.hosts import Host
-from parallel.chunking import IN_FLIGHT
+from parallel.chunking import CHUNKS_IN_FLIGHT
 
 Running = Literal["finish", "restart", "continue"]
 
@@ -17,7 +17,7 @@ _LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16
 """Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
 
 
-class Sync(Section):
+class SyncConfig(ConfigSection):
     """Moving weights from the actor to the engine. See docs/sync.md."""
 
     transport: Literal["shared_memory", "process_group", "gloo", "cuda_ipc", "disk"] = "shared_memory"
@@ -42,4 +42,4 @@ class Sync(Section):
     @property
     def chunk_bytes(self) -> int:
         """Largest chunk that is sent in one go."""
-        return min((self.bucket_mb << 20) // IN_FLIGHT, _LARGEST_CHUNK[self.transport])
+        return min((self.bucket_mb << 20) // CHUNKS_IN_FLIGHT, _LARGEST_CHUNK[self.transport])

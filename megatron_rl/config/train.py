@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_rl.config.base import Section
+from megatron_rl.config.base import ConfigSection
 
 
-class TrainLayout(Section):
+class LayoutConfig(ConfigSection):
     """How the trainer's ranks share model and tokens. tp * cp * pp * dp is the number of ranks."""
 
     tp: int = Field(1, ge=1)
@@ -30,10 +30,10 @@ class TrainLayout(Section):
     """Data parallel replicas."""
 
 
-class Train(Section):
+class TrainConfig(ConfigSection):
     """The optimizer and how a batch is cut."""
 
-    layout: TrainLayout = TrainLayout()
+    layout: LayoutConfig = LayoutConfig()
     distributed_optimizer: bool = True
     """The dp * cp ranks that hold the same weights share Adam's state (and the FP32 masters of BF16 weights)."""
     recompute: Literal["none", "selective", "full"] = "none"

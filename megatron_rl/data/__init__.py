@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config
-from megatron_rl.config.data import GENERATED, Data, Source
+from megatron_rl.config.data import GENERATED_SOURCE, DataConfig, DataSourceConfig
 from megatron_rl.data import arithmetic
-from megatron_rl.data.prompt_template import no_chat_template, prompt_maker, read_template
-from megatron_rl.data.sets import read_set
-from megatron_rl.data.stream import Order, ProblemStream, fingerprint, mixture, shuffled_epochs
+from megatron_rl.data.prompt_template import make_prompt_formatter, missing_chat_template_error, read_template
+from megatron_rl.data.sets import read_problem_set
+from megatron_rl.data.stream import ProblemOrder, ProblemStream, compute_fingerprint, mix_orders, shuffle_epochs
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
@@ -39,16 +39,16 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     All counts are logged as warnings. Raises UserError for bad files, bad levels, bad templates, and when a set has nothing left.
     """
     data = cfg.data
-    asker = _Asker(prompt_maker(data, tokenizer), tokenizer, data.max_prompt_tokens)
+    builder = _PromptBuilder(make_prompt_formatter(data, tokenizer), tokenizer, data.max_prompt_tokens)
     scored, reserved = [], set()
     for source in data.eval:
         candidates = _candidates(source, data)
-        reserved |= {same(problem.prompt) for problem in candidates}
-        scored += _sample(asker.ask(candidates, f"data.eval ({source.label})"), source, data)
-    return _train_stream(data, asker, reserved), scored
+        reserved |= {normalize_question(problem.prompt) for problem in candidates}
+        scored += _sample(builder.build(candidates, f"data.eval ({source.label})"), source, data)
+    return _train_stream(data, builder, reserved), scored
 
 
-def check_data(data: Data, model: Path) -> None:
+def check_data(data: DataConfig, model: Path) -> None:
     """Reads every set and the template once: what is wrong with them is told now, not after minutes of start-up.
 
     `model` is the folder of the checkpoint with the tokenizer, which need not exist yet.
@@ -56,43 +56,43 @@ def check_data(data: Data, model: Path) -> None:
     read_template(data)
     for field, sources in (("data.train", data.train), ("data.eval", data.eval)):
         for source in sources:
-            if source.source == GENERATED:
+            if source.source == GENERATED_SOURCE:
                 arithmetic.check_levels(data.levels)
             else:
-                read_set(source, data.format, field, quiet=True)
+                read_problem_set(source, data.format, field, quiet=True)
     if data.chat:
         if not model.is_dir():  # it will get the project's byte-level tokenizer
-            raise no_chat_template(model)
+            raise missing_chat_template_error(model)
         from megatron_rl.data.byte_tokenizer import load_tokenizer
 
-        prompt_maker(data, load_tokenizer(model))
+        make_prompt_formatter(data, load_tokenizer(model))
 
 
-def same(question: str) -> str:
+def normalize_question(question: str) -> str:
     """What two questions have in common that count as the same one."""
     return " ".join(question.split()).casefold()
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asker:
+class _PromptBuilder:
     """Turns bare questions into prompts, and knows which are too long."""
 
     prompt: Callable[[str], str]
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
 
-    def templated(self, problem: Problem) -> Problem:
+    def apply_template(self, problem: Problem) -> Problem:
         return dataclasses.replace(problem, prompt=self.prompt(problem.prompt))
 
-    def fits(self, problems: Sequence[Problem]) -> list[bool]:
+    def check_lengths(self, problems: Sequence[Problem]) -> list[bool]:
         """Whether each templated prompt is short enough."""
         found = self.tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
         return [len(ids_T) <= self.max_tokens for ids_T in found]
 
-    def ask(self, problems: Sequence[Problem], where: str) -> list[Problem]:
+    def build(self, problems: Sequence[Problem], where: str) -> list[Problem]:
         """The problems with prompts instead of questions, without those that are too long, which are counted."""
-        asked = [self.templated(problem) for problem in problems]
-        kept = [problem for problem, fits in zip(asked, self.fits(asked), strict=True) if fits]
+        asked = [self.apply_template(problem) for problem in problems]
+        kept = [problem for problem, fits in zip(asked, self.check_lengths(asked), strict=True) if fits]
         dropped = len(asked) - len(kept)
         if not kept:
             rule = f"all {dropped} prompts of {where} are longer than that many tokens"
@@ -102,15 +102,15 @@ class _Asker:
         return kept
 
 
-def _candidates(source: Source, data: Data) -> list[Problem]:
+def _candidates(source: DataSourceConfig, data: DataConfig) -> list[Problem]:
     """The distinct questions of a held-out set."""
-    if source.source == GENERATED:
+    if source.source == GENERATED_SOURCE:
         made = arithmetic.generate(data.eval_size, data.levels, data.seed, "eval")
         return [dataclasses.replace(problem, source=source.label) for problem in made]
-    return _distinct(read_set(source, data.format, "data.eval"), set(), f"data.eval ({source.label})")
+    return _distinct(read_problem_set(source, data.format, "data.eval"), set(), f"data.eval ({source.label})")
 
 
-def _sample(usable: list[Problem], source: Source, data: Data) -> list[Problem]:
+def _sample(usable: list[Problem], source: DataSourceConfig, data: DataConfig) -> list[Problem]:
     if len(usable) > data.eval_size:
         return random.Random(f"{data.seed}/eval").sample(usable, data.eval_size)
     if len(usable) < data.eval_size:
@@ -123,7 +123,7 @@ def _distinct(problems: list[Problem], seen: set[str], where: str) -> list[Probl
     """The first of each question that is not in `seen`, which it extends; the others are counted."""
     kept = []
     for problem in problems:
-        if (key := same(problem.prompt)) not in seen:
+        if (key := normalize_question(problem.prompt)) not in seen:
             seen.add(key)
             kept.append(problem)
     if len(kept) < len(problems):
@@ -131,21 +131,21 @@ def _distinct(problems: list[Problem], seen: set[str], where: str) -> list[Probl
     return kept
 
 
-def _train_stream(data: Data, asker: _Asker, reserved: set[str]) -> ProblemStream:
+def _train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str]) -> ProblemStream:
     seen: set[str] = set()
     orders = []
     for source in data.train:
-        if source.source == GENERATED:
-            orders.append(_generated(source, data, asker, reserved))
+        if source.source == GENERATED_SOURCE:
+            orders.append(_generated(source, data, builder, reserved))
         else:
-            orders.append(_from_set(source, data, asker, reserved, seen))
-    return mixture(orders, [source.weight for source in data.train])
+            orders.append(_from_set(source, data, builder, reserved, seen))
+    return mix_orders(orders, [source.weight for source in data.train])
 
 
-def _from_set(source: Source, data: Data, asker: _Asker, reserved: set[str], seen: set[str]) -> Order:
+def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str], seen: set[str]) -> ProblemOrder:
     where = f"data.train ({source.label})"
-    problems = read_set(source, data.format, "data.train")
-    allowed = [problem for problem in problems if same(problem.prompt) not in reserved]
+    problems = read_problem_set(source, data.format, "data.train")
+    allowed = [problem for problem in problems if normalize_question(problem.prompt) not in reserved]
     if len(allowed) < len(problems):
         _log.warning("%s: left out %d problems that data.eval also holds", where, len(problems) - len(allowed))
     if not allowed:
@@ -153,19 +153,19 @@ def _from_set(source: Source, data: Data, asker: _Asker, reserved: set[str], see
     distinct = _distinct(allowed, seen, where)
     if not distinct:
         raise UserError("data.train", source.source, "every problem of it is in a set before it", "leave it out")
-    return shuffled_epochs(asker.ask(distinct, where), f"{data.seed}/{source.label}")
+    return shuffle_epochs(builder.build(distinct, where), f"{data.seed}/{source.label}")
 
 
-def _generated(source: Source, data: Data, asker: _Asker, reserved: set[str]) -> Order:
+def _generated(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str]) -> ProblemOrder:
     def accept(problem: Problem) -> bool:
-        return same(problem.prompt) not in reserved and asker.fits([asker.templated(problem)])[0]
+        return normalize_question(problem.prompt) not in reserved and builder.check_lengths([builder.apply_template(problem)])[0]
 
     def problem_at(position: int) -> Problem:
-        problem = arithmetic.train_problem(position, data.levels, data.seed, accept)
-        return dataclasses.replace(asker.templated(problem), source=source.label)
+        problem = arithmetic.make_train_problem(position, data.levels, data.seed, accept)
+        return dataclasses.replace(builder.apply_template(problem), source=source.label)
 
     arithmetic.check_levels(data.levels)
     for position in range(len(data.levels)):  # a level that can never fit fails now, not in the middle of a run
         problem_at(position)
-    decisive = (data.levels, data.seed, asker.prompt("{question}"), data.max_prompt_tokens, sorted(reserved))
-    return Order(problem_at, fingerprint(*decisive))
+    decisive = (data.levels, data.seed, builder.prompt("{question}"), data.max_prompt_tokens, sorted(reserved))
+    return ProblemOrder(problem_at, compute_fingerprint(*decisive))

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from megatron_rl.config.data import GENERATED
+from megatron_rl.config.data import GENERATED_SOURCE
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
@@ -48,14 +48,14 @@ def generate(count: int, levels: Sequence[int], seed: int, split: Literal["train
     """
     check_levels(levels)
     if split == "train":
-        return [train_problem(position, levels, seed) for position in range(count)]
+        return [make_train_problem(position, levels, seed) for position in range(count)]
     turns = [levels[index % len(levels)] for index in range(count)]
     rng = random.Random(f"{seed}/eval")
     drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(turns).items())}
     return [_problem(next(drawn[level]), level) for level in turns]
 
 
-def train_problem(position: int, levels: Sequence[int], seed: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
+def make_train_problem(position: int, levels: Sequence[int], seed: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
     """The problem at `position` of the endless train stream of `seed`: the first draw on the train side that `accept` lets through.
 
     Raises UserError when `accept` refuses every one of many draws.
@@ -70,12 +70,12 @@ def train_problem(position: int, levels: Sequence[int], seed: int, accept: Calla
     raise UserError("data.levels", list(levels), rule, "raise data.max_prompt_tokens or change the levels")
 
 
-def demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
+def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
     """A worked answer to a generated problem, without end token: step by step with probability `step_by_step_share`, else direct.
 
     Raises UserError for a problem that this module did not generate: it has no steps to show.
     """
-    prefix = f"{GENERATED}:"
+    prefix = f"{GENERATED_SOURCE}:"
     if not problem.id.startswith(prefix):
         raise UserError("model.warm_start.steps", None, "worked examples exist for generated problems only", "set it to 0")
     if rng.random() >= step_by_step_share:
@@ -91,10 +91,10 @@ def check_levels(levels: Sequence[int]) -> None:
 
 
 def _problem(question: str, level: int) -> Problem:
-    """The id holds the bare expression: unique, the same in every run, and what `demonstration` reads under any prompt template."""
+    """The id holds the bare expression: unique, the same in every run, and what `write_demonstration` reads under any prompt template."""
     expression = question.rstrip("= ")
     answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
-    return Problem(f"{GENERATED}:{expression}", question, str(answer), level, GENERATED)
+    return Problem(f"{GENERATED_SOURCE}:{expression}", question, str(answer), level, GENERATED_SOURCE)
 
 
 def _operations(value: int) -> list[int]:

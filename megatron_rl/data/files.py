@@ -9,27 +9,27 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.data.formats import COLUMNS, RowError
+from megatron_rl.data.formats import KNOWN_COLUMNS, RowError
 from megatron_rl.errors import UserError
 
-FIX = "give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on the hub, or arithmetic for generated problems"
+SOURCE_FIX = "give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on the hub, or arithmetic for generated problems"
 
 
-def file_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
+def read_file_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
     """(place, decoded row) of every row in file order; blank lines are skipped.
 
     `field` is the configuration field that named the file. Raises UserError for a missing or unreadable file, and for what is no
     JSON, with its place.
     """
     if not path.is_file():
-        raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", FIX)
+        raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", SOURCE_FIX)
     try:
         if path.suffix == ".parquet":
             yield from _parquet_rows(path, field)
             return
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
-        raise UserError(field, str(path), f"cannot be read ({error.strerror or error})", FIX) from None
+        raise UserError(field, str(path), f"cannot be read ({error.strerror or error})", SOURCE_FIX) from None
     if path.suffix == ".json" and content.lstrip()[:1] == b"[":
         yield from _array_rows(content, path, field)
         return
@@ -57,11 +57,11 @@ def _parquet_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        rows = file.read(columns=[name for name in file.schema_arrow.names if name in COLUMNS]).to_pylist()
+        rows = file.read(columns=[name for name in file.schema_arrow.names if name in KNOWN_COLUMNS]).to_pylist()
         rows[:1] = next(file.iter_batches(batch_size=1)).to_pylist() if rows else []
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]
-        raise UserError(field, str(path), f"is not a Parquet file that can be read ({reason})", FIX) from None
+        raise UserError(field, str(path), f"is not a Parquet file that can be read ({reason})", SOURCE_FIX) from None
     yield from enumerate(rows, start=1)
 
 

@@ -34,7 +34,7 @@ class RowError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class ProblemRow:
     """What a problem is made of. `gold` is empty where the row has no answer; `level` is 0 where it has none."""
 
     question: str
@@ -42,7 +42,7 @@ class Row:
     level: int
 
 
-def read_row(row: object, format: FormatName) -> Row:
+def read_row(row: object, format: FormatName) -> ProblemRow:
     """Question, gold and level of one decoded row. Raises RowError: not of this format, with the format that would fit."""
     if not isinstance(row, Mapping):
         raise RowError(f"must be a JSON object, not {type(row).__name__}")
@@ -55,7 +55,7 @@ def read_row(row: object, format: FormatName) -> Row:
         raise RowError(wrong.rule, f"{_CORRECT}, or set {fitting}" if (fitting := _fitting(row)) else _CORRECT) from None
 
 
-def refuse_without_format(row: object) -> RowError:
+def missing_format_error(row: object) -> RowError:
     """The error for a file whose format nobody named: its columns and what they fit."""
     if not isinstance(row, Mapping):
         return RowError(f"must be a JSON object, not {type(row).__name__}")
@@ -79,14 +79,14 @@ class _Reader:
     def columns(self) -> tuple[str, ...]:
         return (*self.question, *self.answer, *self.level)
 
-    def read(self, row: Mapping[str, Any]) -> Row:
+    def read(self, row: Mapping[str, Any]) -> ProblemRow:
         question = _text(row, _present(row, self.question))
         if not question.strip():
             raise RowError(f"the field {_present(row, self.question)} is empty")
         _present(row, self.answer)
         filled = next((name for name in self.answer if not _is_blank(row.get(name))), None)
         gold = self.answer[filled](filled, _text(row, filled, integers=True)) if filled else ""
-        return Row(question, gold, next((_level(row[name]) for name in self.level if name in row), 0))
+        return ProblemRow(question, gold, next((_level(row[name]) for name in self.level if name in row), 0))
 
 
 def _present(row: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -165,7 +165,7 @@ _READERS: dict[FormatName, _Reader] = {
 }
 
 
-COLUMNS = frozenset(column for reader in _READERS.values() for column in reader.columns)
+KNOWN_COLUMNS = frozenset(column for reader in _READERS.values() for column in reader.columns)
 """Every column that some format reads."""
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.config.data import Data
+from megatron_rl.config.data import DataConfig
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:  # transformers takes seconds to import
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # transformers takes seconds to import
 _PLACE = "{question}"
 
 
-def prompt_maker(data: Data, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str]:
+def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str]:
     """A function from a bare question to its whole prompt, without special tokens other than those the chat template writes.
 
     Raises UserError for a template file that cannot be read or holds no `{question}`; where `data.chat` is on also for a tokenizer
@@ -30,7 +30,7 @@ def prompt_maker(data: Data, tokenizer: PreTrainedTokenizerBase) -> Callable[[st
     if not data.chat:
         return around
     if not tokenizer.chat_template:
-        raise no_chat_template(tokenizer.name_or_path)
+        raise missing_chat_template_error(tokenizer.name_or_path)
 
     def chat(question: str) -> str:
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -42,7 +42,7 @@ def prompt_maker(data: Data, tokenizer: PreTrainedTokenizerBase) -> Callable[[st
     return chat
 
 
-def read_template(data: Data) -> str:
+def read_template(data: DataConfig) -> str:
     """The text around each question. Raises UserError for a file that cannot be read, or holds no place for the question."""
     file = data.prompt_template_file
     if file is None:
@@ -58,12 +58,12 @@ def read_template(data: Data) -> str:
     return text
 
 
-def no_chat_template(folder: str | Path) -> UserError:
+def missing_chat_template_error(folder: str | Path) -> UserError:
     rule = f"the tokenizer of {folder} has no chat template"
     return UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
 
 
-def _check_chat(chat: Callable[[str], str], data: Data, folder: str) -> None:
+def _check_chat(chat: Callable[[str], str], data: DataConfig, folder: str) -> None:
     """A chat template is a program: some raise at a system's message, others ignore it."""
     from jinja2 import TemplateError
 

@@ -1,21 +1,21 @@
-"""One set of problems, wherever its rows come from: `read_set` is what preflight checks and what the loop then loads."""
+"""One set of problems, wherever its rows come from: `read_problem_set` is what preflight checks and what the loop then loads."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
 
-from megatron_rl.config.data import HUB, FormatName, Source
-from megatron_rl.data.files import FIX, file_rows
-from megatron_rl.data.formats import RowError, read_row, refuse_without_format
-from megatron_rl.data.hub import hub_rows
+from megatron_rl.config.data import HUB_PREFIX, DataSourceConfig, FormatName
+from megatron_rl.data.files import SOURCE_FIX, read_file_rows
+from megatron_rl.data.formats import RowError, missing_format_error, read_row
+from megatron_rl.data.hub import read_hub_rows
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
 _log = logging.getLogger(__name__)
 
 
-def read_set(source: Source, default_format: FormatName | None, field: str, quiet: bool = False) -> list[Problem]:
+def read_problem_set(source: DataSourceConfig, default_format: FormatName | None, field: str, quiet: bool = False) -> list[Problem]:
     """The problems of a file or hub data set in their order; `prompt` is the bare question, `source` the set's label.
 
     `default_format` holds where `source` names none; `field` is the configuration field that named the set. Rows without a gold
@@ -24,12 +24,12 @@ def read_set(source: Source, default_format: FormatName | None, field: str, quie
     without problems.
     """
     format, where = source.format or default_format, source.source
-    rows = hub_rows(where, field) if where.startswith(HUB) else file_rows(Path(where), field)
+    rows = read_hub_rows(where, field) if where.startswith(HUB_PREFIX) else read_file_rows(Path(where), field)
     problems, unanswered = [], []
     for number, content in rows:
         try:
             if format is None:
-                raise refuse_without_format(content)
+                raise missing_format_error(content)
             row = read_row(content, format)
         except RowError as wrong:
             raise UserError(field, f"{where}:{number}", wrong.rule, wrong.fix) from None
@@ -38,7 +38,7 @@ def read_set(source: Source, default_format: FormatName | None, field: str, quie
         else:
             unanswered.append(number)
     if not problems:
-        raise UserError(field, where, "holds no problems" + (" with a gold answer" if unanswered else ""), FIX)
+        raise UserError(field, where, "holds no problems" + (" with a gold answer" if unanswered else ""), SOURCE_FIX)
     if unanswered and not quiet:
         _log.warning("%s = %s: left out %d rows without a gold answer, the first is %d", field, where, len(unanswered), unanswered[0])
     return problems

@@ -1,7 +1,8 @@
 """The endless stream of train problems, whose order is a function of the position alone.
 
 The stream's whole state is one counter, so a resumed run continues with exactly the problems that the broken one would have drawn.
-A mixture of sets has no state of its own either: `Turns` says which set a position belongs to and how often that set had its turn
+A mixture of sets has no state of its own either: `WeightedInterleaver` says which set a position belongs to and how often that set had
+its turn
 before, and each set passes through its own shuffled epochs.
 """
 
@@ -18,7 +19,7 @@ from megatron_rl.types import Problem
 
 
 @dataclass(frozen=True)
-class Order:
+class ProblemOrder:
     """An endless order of problems: `at(n)` is the n-th, from 0; `fingerprint` identifies the problems and their order."""
 
     at: Callable[[int], Problem]
@@ -54,18 +55,18 @@ class ProblemStream:
         self._position = int(state["position"])
 
 
-def mixture(orders: Sequence[Order], weights: Sequence[float]) -> ProblemStream:
+def mix_orders(orders: Sequence[ProblemOrder], weights: Sequence[float]) -> ProblemStream:
     """A stream in which each of `orders` has its share in proportion to `weights`, all above 0, and keeps its own order."""
-    turns = Turns(weights)
+    turns = WeightedInterleaver(weights)
 
     def problem_at(position: int) -> Problem:
-        index, turn = turns.at(position)
+        index, turn = turns.locate(position)
         return orders[index].at(turn)
 
-    return ProblemStream(problem_at, fingerprint(*weights, *(order.fingerprint for order in orders)))
+    return ProblemStream(problem_at, compute_fingerprint(*weights, *(order.fingerprint for order in orders)))
 
 
-class Turns:
+class WeightedInterleaver:
     """Deals out the positions 0, 1, 2... in proportion to weights, evenly: after any n positions each set has had the whole number
     just below or just above n times its share, so every batch holds the mixture.
 
@@ -78,7 +79,7 @@ class Turns:
         self._shares = [weight / sum(weights) for weight in weights]
         self._counts, self._position = [0] * len(weights), 0
 
-    def at(self, position: int) -> tuple[int, int]:
+    def locate(self, position: int) -> tuple[int, int]:
         """(set, its turns before) of `position`."""
         if len(self._shares) == 1:
             return 0, position
@@ -99,7 +100,7 @@ class Turns:
         return min(due)[1]
 
 
-def shuffled_epochs(problems: Sequence[Problem], seed: int | str) -> Order:
+def shuffle_epochs(problems: Sequence[Problem], seed: int | str) -> ProblemOrder:
     """Passes through `problems` again and again, each time in another order; `problems` must not be empty."""
     orders: dict[int, list[int]] = {}  # of the current epoch only
 
@@ -110,10 +111,10 @@ def shuffled_epochs(problems: Sequence[Problem], seed: int | str) -> Order:
             orders[epoch] = random.Random(f"{seed}/epoch/{epoch}").sample(range(len(problems)), len(problems))
         return problems[orders[epoch][index]]
 
-    return Order(problem_at, fingerprint(seed, *((problem.prompt, problem.answer) for problem in problems)))
+    return ProblemOrder(problem_at, compute_fingerprint(seed, *((problem.prompt, problem.answer) for problem in problems)))
 
 
-def fingerprint(*parts: object) -> str:
+def compute_fingerprint(*parts: object) -> str:
     """A short hash of what decides a stream's order."""
     digest = hashlib.sha256()
     for part in parts:

@@ -14,9 +14,9 @@ from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
-from megatron_rl.hf.config import traits_of
-from megatron_rl.hf.read import Checkpoint, is_fp8
-from megatron_rl.mcore.checkpoint.load import load_alone, read_state
+from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
+from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
 from megatron_rl.mcore.export import convert, save_hf
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
@@ -25,14 +25,14 @@ from parallel.model_geometry import GeometryError, ModelGeometry
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EvalCheckpoint:
     """A checkpoint that was checked as far as its files' headers go. `step` is a run's RL step, None for a Hugging Face folder."""
 
     folder: Path
     hf_config: dict[str, Any]
     plan: SyncPlan
     step: int | None
-    as_it_is: bool
+    loads_directly: bool
 
     @property
     def tokenizer(self) -> Path:
@@ -48,24 +48,24 @@ class Candidate:
     def prepare(self, config: Config, temporary: Path) -> Path:
         """The folder for the engine: the checkpoint itself, or `temporary`, which is made. Starts and ends Megatron for a run's."""
         contract = self.plan.contract
-        if self.as_it_is:
+        if self.loads_directly:
             return self.folder
         if self.step is None:
             precision = config.precision
             convert(self.folder, temporary, {"mode": precision.mode, "high": precision.high, "scale_format": precision.scale_format})
             return temporary
-        from megatron_rl.mcore.load_weights import planes
+        from megatron_rl.mcore.load_weights import collect_named_tensors
         from megatron_rl.mcore.model import stop_megatron
 
         try:
-            model, shards, _, hf_config = load_alone(self.folder)
-            save_hf(temporary, planes(model, shards, contract), hf_config, Layout(), contract, self.tokenizer)
+            model, shards, _, hf_config = load_in_one_process(self.folder)
+            save_hf(temporary, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, self.tokenizer)
         finally:
             stop_megatron()
         return temporary
 
 
-def check(folder: Path, option: str, config: Config) -> Candidate:
+def check_checkpoint(folder: Path, option: str, config: Config) -> EvalCheckpoint:
     """Looks at a checkpoint without loading it. Raises UserError, naming `option`, for one that is missing or damaged, that does not fit
     the config's lengths or engine layout, or whose quantised weights the config's precision would have to quantise again."""
     try:
@@ -78,37 +78,37 @@ def check(folder: Path, option: str, config: Config) -> Candidate:
         raise UserError(option, error.value, error.rule, error.fix.replace(", or add [model.create]", "")) from None
 
 
-def _check(folder: Path, option: str, config: Config) -> Candidate:
+def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
     if not folder.is_dir():
         fix = "give a folder like RUN_DIR/checkpoints/step_00030, or a Hugging Face checkpoint"
         raise UserError(option, str(folder), "is no folder" if folder.exists() else "does not exist", fix)
-    contract = PrecisionContract.of(config.precision)
+    contract = PrecisionContract.from_config(config.precision)
     if (folder / "config.json").is_file():
         step, hf_config = None, write.read_config(folder)
-        as_it_is = _served_as_it_is(folder, option, hf_config, contract)
+        loads_directly = _loads_directly(folder, option, hf_config, contract)
     else:
         state, saved = read_state(folder)
-        step, hf_config, as_it_is = int(state.get("step", 0)), write.read_config(folder / "hf"), False
-        trained = PrecisionContract.of(saved)
+        step, hf_config, loads_directly = int(state.get("step", 0)), write.read_config(folder / "hf"), False
+        trained = PrecisionContract.from_config(saved)
         if trained.train_fp8 and contract.rollout_fp8 and trained.scale_format != contract.scale_format:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
-    traits_of(hf_config)
+    parse_forward_config(hf_config)
     geometry = ModelGeometry.from_hf_config(hf_config)
-    plan = SyncPlan.of_config(geometry, Layout(), config)
+    plan = SyncPlan.from_config(geometry, Layout(), config)
     check_lengths(config, hf_config)
     if step is None and not _is_int8(hf_config):
-        Checkpoint(folder, hf_config, option).check(geometry)
-    return Candidate(folder, hf_config, plan, step, as_it_is)
+        HFCheckpoint(folder, hf_config, option).check(geometry)
+    return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)
 
 
-def _served_as_it_is(folder: Path, option: str, hf_config: dict[str, Any], contract: PrecisionContract) -> bool:
+def _loads_directly(folder: Path, option: str, hf_config: dict[str, Any], contract: PrecisionContract) -> bool:
     """Whether the engine loads this Hugging Face folder itself; False where it has to be converted first."""
     told, wanted = hf_config.get("quantization_config"), contract.hf_quantization_config()
     if told is None:
         return wanted is None
-    held = "int8" if _is_int8(hf_config) else "fp8" if is_fp8(hf_config) else ""
+    held = "int8" if _is_int8(hf_config) else "fp8" if is_fp8_checkpoint(hf_config) else ""
     if wanted is None and held == "fp8":
         return False
     if (wanted or {}).get("quant_method") != told.get("quant_method"):

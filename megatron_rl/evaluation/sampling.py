@@ -12,9 +12,9 @@ from pathlib import Path
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.generation import Turns
-from megatron_rl.rollout.worker import draw_seed, give_rewards
-from megatron_rl.types import Completion, Problem, Sampling
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.worker import assign_rewards, derive_seed
+from megatron_rl.types import Completion, Problem, SamplingParams
 
 _AHEAD = 2
 """Chunks that the engine has at a time: one that it decodes, one for the places that become free."""
@@ -57,11 +57,11 @@ class CompletionsFile:
 
 
 def sample(
-    turns: Turns,
+    sampler: MultiTurnSampler,
     rewards: Scorer,
     problems: Sequence[Problem],
     samples: int,
-    sampling: Sampling,
+    sampling: SamplingParams,
     seed: int,
     chunk: int,
     record: Callable[[Sequence[tuple[Problem, int, Outcome]]], None],
@@ -75,11 +75,11 @@ def sample(
     outcomes: list[list[Outcome]] = [[] for _ in problems]
 
     def generate(part: list[tuple[int, int]]) -> list[Completion]:
-        seeds = [draw_seed(seed, _VERSION, "eval", place * samples + number) for place, number in part]
-        return turns.answer([problems[place] for place, _ in part], [replace(sampling, seed=one) for one in seeds], _VERSION)
+        seeds = [derive_seed(seed, _VERSION, "eval", place * samples + number) for place, number in part]
+        return sampler.sample([problems[place] for place, _ in part], [replace(sampling, seed=one) for one in seeds], _VERSION)
 
     for part, completions in _ahead(generate, chunks):
-        give_rewards(completions, rewards)
+        assign_rewards(completions, rewards)
         scored = []
         for (place, number), found in zip(part, completions, strict=True):
             outcome = Outcome(found.text, found.reward, found.sampled_count, found.finish_reason)

@@ -16,7 +16,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 MOST_SAMPLES = 1024
-"""Completions per problem for which `majority_at` stays within float64: binomials up to C(1024, 512)."""
+"""Completions per problem for which `majority_at_k` stays within float64: binomials up to C(1024, 512)."""
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _FEWEST_PAIRS = 4
 
@@ -35,12 +35,12 @@ def powers_of_two(most: int) -> list[int]:
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
-def pass_at(correct: int, samples: int, k: int) -> float:
+def pass_at_k(correct: int, samples: int, k: int) -> float:
     """Unbiased estimate that one of k completions is correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - comb(samples - correct, k) / comb(samples, k)
 
 
-def majority_at(votes: Sequence[tuple[int, int]], samples: int, ks: Sequence[int]) -> list[float]:
+def majority_at_k(votes: Sequence[tuple[int, int]], samples: int, ks: Sequence[int]) -> list[float]:
     """Expected maj@k of one problem for each k: the share of all C(samples, k) sub-samples whose most frequent answer is correct.
 
     `votes` holds one (completions, correct ones among them) per answer. Completions without an answer (the rest of `samples`) have no
@@ -78,7 +78,7 @@ def _wins(count: int, others: Sequence[int], silent: int, samples: int, ks: Sequ
     return ways / np.array([float(comb(samples, k)) for k in ks])
 
 
-def mean_estimate(values: Sequence[float], samples: int) -> Estimate:
+def estimate_mean(values: Sequence[float], samples: int) -> Estimate:
     """Mean over problems of values in 0..1, each from `samples` completions, with Wilson's interval for n_eff independent draws.
 
     SE^2 = s^2 / n from the spread between problems; n_eff = m (1 - m) / SE^2 is the number of coin tosses that are as uncertain (Kish's
@@ -97,7 +97,7 @@ def mean_estimate(values: Sequence[float], samples: int) -> Estimate:
     return Estimate(mean, min(max(middle - half, 0.0), mean), max(min(middle + half, 1.0), mean))
 
 
-def difference_estimate(differences: Sequence[float]) -> Estimate:
+def estimate_difference(differences: Sequence[float]) -> Estimate:
     """Mean of paired differences, one per problem, with Student's interval (arXiv 2411.00640, section 4).
 
     No interval for fewer than four problems, nor where all differ alike.
@@ -117,7 +117,7 @@ def _student(freedom: int) -> float:
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
-def sign_flip_p(differences: Sequence[int]) -> float:
+def sign_flip_p_value(differences: Sequence[int]) -> float:
     """Two-sided p-value of Fisher's randomisation test of paired differences: the share of all 2^n choices of signs whose sum is at
     least as far from 0 as the sum seen.
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from megatron_rl.config.data import GENERATED
-from megatron_rl.evaluation.statistics import Estimate, difference_estimate, majority_at, mean_estimate, pass_at, sign_flip_p
+from megatron_rl.config.data import GENERATED_SOURCE
+from megatron_rl.evaluation.statistics import Estimate, estimate_difference, estimate_mean, majority_at_k, pass_at_k, sign_flip_p_value
 from megatron_rl.rewards import arithmetic, math
 from megatron_rl.types import Problem, Reward
 
@@ -37,7 +37,7 @@ class Outcome:
         if self.reward.error:
             return None
         answer = arithmetic.final_answer(self.text)
-        return answer if answer is not None or problem.source == GENERATED else math.final_answer(self.text)
+        return answer if answer is not None or problem.source == GENERATED_SOURCE else math.final_answer(self.text)
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Tally:
         )
 
 
-Group = tuple[str | None, int | None]
+TableGroup = tuple[str | None, int | None]
 """(data set, level) of a line; None stands for all of them."""
 _Values = dict[str, list[float]]
 
 
-def groups(tallies: Sequence[Tally]) -> dict[Group, list[int]]:
+def group_tallies(tallies: Sequence[Tally]) -> dict[TableGroup, list[int]]:
     """The lines of a table, each with the places of its problems: all; each data set where there are several; each level within a data set
     that has several."""
-    found: dict[Group, list[int]] = {(None, None): list(range(len(tallies)))}
+    found: dict[TableGroup, list[int]] = {(None, None): list(range(len(tallies)))}
     sources = sorted({tally.source for tally in tallies})
     for source in sources:
         places = [place for place, tally in enumerate(tallies) if tally.source == source]
@@ -95,20 +95,20 @@ def groups(tallies: Sequence[Tally]) -> dict[Group, list[int]]:
     return found
 
 
-def table(tallies: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
+def build_table(tallies: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
     """A line per group: `mean` (mean@K), `pass` and `maj` by k as text, each {value, low, high}; and what the completions were like."""
     values, samples = _per_problem(tallies, ks), tallies[0].samples
 
     def estimate(found: list[float]) -> Estimate:
-        return mean_estimate(found, samples)
+        return estimate_mean(found, samples)
 
     return [
         {**_head(group, places), **_estimates(values, places, estimate), **_manner([tallies[place] for place in places])}
-        for group, places in groups(tallies).items()
+        for group, places in group_tallies(tallies).items()
     ]
 
 
-def comparison(tallies: Sequence[Tally], baseline: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
+def compare_tallies(tallies: Sequence[Tally], baseline: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
     """A line per group: differences, checkpoint less baseline, with their intervals, as in `table`; `p` of the mean; and on how many
     problems the checkpoint was `better` and `worse`. Both must hold the same problems in the same order."""
     if [tally.id for tally in tallies] != [tally.id for tally in baseline]:
@@ -119,20 +119,20 @@ def comparison(tallies: Sequence[Tally], baseline: Sequence[Tally], ks: Sequence
     return [
         {
             **_head(group, places),
-            **_estimates(differences, places, difference_estimate),
-            "p": sign_flip_p([gains[place] for place in places]),
+            **_estimates(differences, places, estimate_difference),
+            "p": sign_flip_p_value([gains[place] for place in places]),
             "better": sum(gains[place] > 0 for place in places),
             "worse": sum(gains[place] < 0 for place in places),
         }
-        for group, places in groups(tallies).items()
+        for group, places in group_tallies(tallies).items()
     ]
 
 
 def _per_problem(tallies: Sequence[Tally], ks: Sequence[int]) -> _Values:
     """`mean`, `pass:k` and `maj:k` of every problem."""
-    majorities = [majority_at(tally.votes, tally.samples, ks) for tally in tallies]
+    majorities = [majority_at_k(tally.votes, tally.samples, ks) for tally in tallies]
     found = {"mean": [tally.correct / tally.samples for tally in tallies]}
-    found |= {f"pass:{k}": [pass_at(tally.correct, tally.samples, k) for tally in tallies] for k in ks}
+    found |= {f"pass:{k}": [pass_at_k(tally.correct, tally.samples, k) for tally in tallies] for k in ks}
     return found | {f"maj:{k}": [shares[place] for shares in majorities] for place, k in enumerate(ks)}
 
 
@@ -146,7 +146,7 @@ def _estimates(values: _Values, places: list[int], estimate: Callable[[list[floa
     return line
 
 
-def _head(group: Group, places: list[int]) -> dict[str, Any]:
+def _head(group: TableGroup, places: list[int]) -> dict[str, Any]:
     return {"source": group[0], "level": group[1], "problems": len(places)}
 
 

@@ -2,7 +2,8 @@
 
 An FP8 checkpoint, as DeepSeek and Qwen publish them and as `export --precision fp8` writes them, says so in config.json's
 `quantization_config`. Its linear weights `X` are float8_e4m3fn [N, K] beside `X_scale_inv` [ceil(N/128), ceil(K/128)], float32 or (Qwen)
-bfloat16, which float32 holds exactly; value = byte's value * scale of its 128x128 block. Which weights these are is `precision.FP8_ROLES`.
+bfloat16, which float32 holds exactly; value = byte's value * scale of its 128x128 block. Which weights these are is
+`precision.QUANTIZED_ROLES`.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.contract import E4M3_MAX, FP8_ROLES
-from megatron_rl.precision.fp8 import Blocks
-from parallel.formats import BLOCK, blocks_in
-from parallel.model_geometry import ModelGeometry, Piece, Tensor
-from parallel.reshard import blocks, scale_name
+from megatron_rl.precision.contract import E4M3_MAX, QUANTIZED_ROLES
+from megatron_rl.precision.fp8 import Fp8Weight
+from parallel.formats import BLOCK, count_blocks
+from parallel.model_geometry import HFTensor, ModelGeometry, Region
+from parallel.reshard import get_scale_rect, scale_name
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HIGH, _SCALES = ("BF16", "F16", "F32"), ("F32", "BF16")
@@ -30,7 +31,7 @@ _E4M3 = "F8_E4M3"
 _FP8_SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
-def is_fp8(hf_config: Mapping[str, Any]) -> bool:
+def is_fp8_checkpoint(hf_config: Mapping[str, Any]) -> bool:
     """Whether a config.json tells of 128x128 FP8 blocks. Raises UserError for any other quantisation."""
     told = hf_config.get("quantization_config")
     if told is None:
@@ -52,7 +53,7 @@ class _Header:
     shape: list[int]
 
 
-class Checkpoint:
+class HFCheckpoint:
     """The tensors of a checkpoint folder, one safetensors file or several with an index; each file is opened once.
 
     Raises UserError, naming `field`, for files that are missing, damaged or not as the index says. Reading tells the dtype's own values;
@@ -61,8 +62,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], field: str = "model.path") -> None:
         self.folder, self.field = folder, field
-        self.fp8 = is_fp8(hf_config)
-        """Weights of `FP8_ROLES` are blocks with scales."""
+        self.fp8 = is_fp8_checkpoint(hf_config)
+        """Weights of `QUANTIZED_ROLES` are blocks with scales."""
         self._config = hf_config
         self._open: dict[Path, Any] = {}
         self._headers: dict[str, _Header] = {}
@@ -93,14 +94,14 @@ class Checkpoint:
         """
         expected = set()
         for tensor in model.tensors().values():
-            fp8 = self.holds_blocks(tensor)
+            fp8 = self.has_fp8_blocks(tensor)
             expected.add(tensor.name)
             self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], (_E4M3,) if fp8 else _HIGH)
             if fp8:
                 expected.add(scale_name(tensor.name))
-                self._check_tensor(scale_name(tensor.name), [blocks_in(tensor.rows), blocks_in(tensor.cols)], _SCALES)
+                self._check_tensor(scale_name(tensor.name), [count_blocks(tensor.rows), count_blocks(tensor.cols)], _SCALES)
         for name in sorted(self._headers.keys() - expected):
-            if not self._may_be_extra(name, model):
+            if not self._is_ignored(name, model):
                 rule = f"tensor {name} belongs to no {model.kind} model of this config.json"
                 raise self._error(rule, "remove the tensor, or correct config.json")
 
@@ -121,20 +122,20 @@ class Checkpoint:
             return f"FP8 are {what}: give a checkpoint whose modules_to_not_convert say so, or a BF16 one"
         return "convert it"
 
-    def _may_be_extra(self, name: str, model: ModelGeometry) -> bool:
+    def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
         if name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight"):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         further = self._config.get("num_nextn_predict_layers", 1) if model.kind == "deepseek_v3" else 0
         return layer is not None and model.layers <= int(layer[1]) < model.layers + further
 
-    def check_scales(self, tensors: Iterable[Tensor], scale_format: str | None) -> None:
+    def check_scales(self, tensors: Iterable[HFTensor], scale_format: str | None) -> None:
         """Reads the scales of those `tensors` that are FP8, 1/16384 of their elements.
 
         Raises UserError by name where one is no positive number with which 448 stays finite, or, with `scale_format` "pow2", where one is
         no power of two. (Powers of two pass as "fp32" scales; the activations' format is the run's own.)
         """
-        for name in (scale_name(tensor.name) for tensor in tensors if self.holds_blocks(tensor)):
+        for name in (scale_name(tensor.name) for tensor in tensors if self.has_fp8_blocks(tensor)):
             scale = self._slice(name)[:].float()
             if not (torch.isfinite(scale * E4M3_MAX) & (scale > 0)).all():
                 raise self._error(f"tensor {name} holds a scale that is inf, NaN or not positive", "the checkpoint is damaged")
@@ -143,37 +144,37 @@ class Checkpoint:
                 fix = f'set precision.scale_format = "fp32", or dequantise the checkpoint: {to_bf16}'
                 raise self._error(f'tensor {name} holds scales that are no powers of two, precision.scale_format is "pow2"', fix)
 
-    def values(self, piece: Piece) -> torch.Tensor:
-        """The piece's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; FP8 dequantised to float32.
+    def read_values(self, region: Region) -> torch.Tensor:
+        """The region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; FP8 dequantised to float32.
 
         Any rectangle, whole blocks or not. Raises UserError where a value is inf or NaN.
         """
-        tensor, (row, col, rows, cols), *_ = piece
+        tensor, (row, col, rows, cols), *_ = region
         view = self._slice(tensor.name)
         value = view[row : row + rows] if tensor.vector else view[row : row + rows, col : col + cols]
-        if self.holds_blocks(tensor):
+        if self.has_fp8_blocks(tensor):
             scale = self._slice(scale_name(tensor.name))[:].float()
             of_rows, of_cols = (torch.arange(start, start + length) // BLOCK for start, length in ((row, rows), (col, cols)))
             value = value.float() * scale[of_rows][:, of_cols]
-        self._refuse_broken(tensor.name, torch.isfinite(value))
+        self._refuse_non_finite(tensor.name, torch.isfinite(value))
         return value
 
-    def blocks(self, piece: Piece) -> Blocks:
-        """The bytes and scales of a piece of whole blocks, never requantised. Raises UserError where a byte is NaN."""
-        row, col, rows, cols = piece.source
-        data = self._slice(piece.tensor.name)[row : row + rows, col : col + cols]
-        self._refuse_broken(piece.tensor.name, data.view(torch.uint8) & 0x7F != 0x7F)  # E4M3 has no inf
-        row, col, rows, cols = blocks(piece.source)
-        return Blocks(data, self._slice(scale_name(piece.tensor.name))[row : row + rows, col : col + cols].float())
+    def read_blocks(self, region: Region) -> Fp8Weight:
+        """The bytes and scales of a region of whole blocks, never requantised. Raises UserError where a byte is NaN."""
+        row, col, rows, cols = region.tensor_rect
+        data = self._slice(region.tensor.name)[row : row + rows, col : col + cols]
+        self._refuse_non_finite(region.tensor.name, data.view(torch.uint8) & 0x7F != 0x7F)  # E4M3 has no inf
+        row, col, rows, cols = get_scale_rect(region.tensor_rect)
+        return Fp8Weight(data, self._slice(scale_name(region.tensor.name))[row : row + rows, col : col + cols].float())
 
-    def holds_blocks(self, tensor: Tensor) -> bool:
+    def has_fp8_blocks(self, tensor: HFTensor) -> bool:
         """Whether `tensor` is FP8 here."""
-        return self.fp8 and tensor.role in FP8_ROLES
+        return self.fp8 and tensor.role in QUANTIZED_ROLES
 
     def _slice(self, name: str) -> Any:
         return self._open[self._headers[name].file].get_slice(name)
 
-    def _refuse_broken(self, name: str, good: torch.Tensor) -> None:
+    def _refuse_non_finite(self, name: str, good: torch.Tensor) -> None:
         if not good.all():
             raise self._error(f"tensor {name} holds inf or NaN", "the checkpoint is damaged")
 

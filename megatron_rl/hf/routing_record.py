@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import RunError
-from megatron_rl.hf.config import traits_of
+from megatron_rl.hf.config import parse_forward_config
 from parallel.model_geometry import ModelGeometry
 
 
@@ -21,44 +21,44 @@ from parallel.model_geometry import ModelGeometry
 class RoutingShape:
     """What a record of one model's routing looks like."""
 
-    depth: int
+    num_layers: int
     """Decoder layers."""
-    layers: tuple[int, ...]
+    moe_layers: tuple[int, ...]
     """Those with experts."""
-    count: int
+    num_experts: int
     """Experts of a layer."""
     top_k: int
 
     @classmethod
-    def of(cls, hf_config: Mapping[str, Any]) -> RoutingShape:
+    def from_hf_config(cls, hf_config: Mapping[str, Any]) -> RoutingShape:
         """Of a model with experts."""
-        geometry, routing = ModelGeometry.from_hf_config(hf_config), traits_of(hf_config).routing
+        geometry, routing = ModelGeometry.from_hf_config(hf_config), parse_forward_config(hf_config).routing
         assert geometry.experts is not None and routing is not None
         layers = tuple(layer for layer in range(geometry.layers) if geometry.has_experts(layer))
         return cls(geometry.layers, layers, geometry.experts.count, routing.top_k)
 
     @property
     def dtype(self) -> type[np.integer]:
-        return np.uint8 if self.count <= 256 else np.int16
+        return np.uint8 if self.num_experts <= 256 else np.int16
 
     def check(self, experts: np.ndarray | None, tokens: int, whose: str) -> None:
         """Raises RunError, in one line, unless this is the record of a sequence of that many tokens."""
-        wanted = (tokens - 1, self.depth, self.top_k)
+        wanted = (tokens - 1, self.num_layers, self.top_k)
         if experts is None:
             raise RunError(f"{whose} comes without the routing of its tokens")
         if experts.shape != wanted or experts.dtype != self.dtype:
             held = f"{list(experts.shape)} in {experts.dtype}"
             raise RunError(f"{whose} has a routing of shape {held}; its {tokens} tokens need {list(wanted)} in {np.dtype(self.dtype)}")
-        used = experts[:, list(self.layers)]
-        if used.size and not 0 <= int(used.min()) <= int(used.max()) < self.count:
-            wrong = int(used.max()) if int(used.max()) >= self.count else int(used.min())
-            raise RunError(f"{whose} has a routing that names expert {wrong} of {self.count}")
+        used = experts[:, list(self.moe_layers)]
+        if used.size and not 0 <= int(used.min()) <= int(used.max()) < self.num_experts:
+            wrong = int(used.max()) if int(used.max()) >= self.num_experts else int(used.min())
+            raise RunError(f"{whose} has a routing that names expert {wrong} of {self.num_experts}")
         ordered = np.sort(used, axis=-1)
         if (ordered[..., 1:] == ordered[..., :-1]).any():
             raise RunError(f"{whose} has a routing that sends a token to one expert twice")
 
 
-def extended(known: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:
+def extend_routing_record(known: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:
     """The record after another turn: tokens keep the experts that they had when they were sampled or first read."""
     if known is None or longer is None:
         return longer

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.config import Architecture
+from megatron_rl.config import ArchitectureConfig
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -39,17 +39,17 @@ def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, to
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer_from is not None:
-        for file in tokenizer_files(tokenizer_from):
+        for file in list_tokenizer_files(tokenizer_from):
             shutil.copy(file, folder / file.name)
 
 
-def tokenizer_files(folder: Path) -> list[Path]:
+def list_tokenizer_files(folder: Path) -> list[Path]:
     """The files of a checkpoint folder that belong to its tokenizer and generation defaults."""
     names = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
     return sorted(file for name in names for file in folder.glob(name))
 
 
-def new_config(architecture: Architecture, eos_token_id: int, high: str) -> dict[str, Any]:
+def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: str) -> dict[str, Any]:
     """config.json of a Qwen3 model with the given widths, or of a Qwen3-MoE one where it has experts."""
     return {
         "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
@@ -82,7 +82,7 @@ def new_config(architecture: Architecture, eos_token_id: int, high: str) -> dict
     }
 
 
-def _experts(architecture: Architecture) -> dict[str, Any]:
+def _experts(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Every layer has them, and the chosen ones' weights add up to one, as in Qwen3-30B-A3B."""
     return {
         "num_experts": architecture.num_experts,
@@ -95,7 +95,7 @@ def _experts(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-def random_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+def make_random_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
     """Fresh float32 weights: norms are one, everything else is N(0, initializer_range)."""
     import torch
 

@@ -8,32 +8,32 @@ from contextlib import contextmanager
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron_rl.precision.graph.activation_hooks import Point, attach
+from megatron_rl.precision.graph.activation_hooks import HookPoint, attach_hooks
 
 _LAYER = "decoder.layers.*."
-POINTS = (
-    Point("embedding", "embedding"),
-    Point(f"{_LAYER}self_attention.linear_qkv", "layers.*.input_norm", argument=0),
-    Point(f"{_LAYER}self_attention.linear_qkv", "layers.*.attention.qkv"),
-    Point(f"{_LAYER}self_attention.q_layernorm", "layers.*.attention.q_norm"),
-    Point(f"{_LAYER}self_attention.k_layernorm", "layers.*.attention.k_norm"),
-    Point(f"{_LAYER}self_attention.core_attention", "layers.*.attention.rope.q", argument=0),
-    Point(f"{_LAYER}self_attention.core_attention", "layers.*.attention.rope.k", argument=1),
-    Point(f"{_LAYER}self_attention.linear_proj", "layers.*.attention.core", argument=0),
-    Point(f"{_LAYER}self_attention.linear_proj", "layers.*.attention.output"),
-    Point(f"{_LAYER}mlp.linear_fc1", "layers.*.post_attention_norm", argument=0),
-    Point(f"{_LAYER}mlp.router", "layers.*.post_attention_norm", argument=0),
-    Point(f"{_LAYER}mlp.linear_fc1", "layers.*.mlp.gate_up"),
-    Point(f"{_LAYER}mlp.linear_fc2", "layers.*.mlp.swiglu", argument=0),
-    Point(f"{_LAYER}mlp.linear_fc2", "layers.*.mlp.down"),
-    Point(f"{_LAYER}mlp", "layers.*.mlp"),
-    Point("decoder.final_layernorm", "norm"),
-    Point("output_layer", "lm_head"),
+HOOK_POINTS = (
+    HookPoint("embedding", "embedding"),
+    HookPoint(f"{_LAYER}self_attention.linear_qkv", "layers.*.input_norm", argument=0),
+    HookPoint(f"{_LAYER}self_attention.linear_qkv", "layers.*.attention.qkv"),
+    HookPoint(f"{_LAYER}self_attention.q_layernorm", "layers.*.attention.q_norm"),
+    HookPoint(f"{_LAYER}self_attention.k_layernorm", "layers.*.attention.k_norm"),
+    HookPoint(f"{_LAYER}self_attention.core_attention", "layers.*.attention.rope.q", argument=0),
+    HookPoint(f"{_LAYER}self_attention.core_attention", "layers.*.attention.rope.k", argument=1),
+    HookPoint(f"{_LAYER}self_attention.linear_proj", "layers.*.attention.core", argument=0),
+    HookPoint(f"{_LAYER}self_attention.linear_proj", "layers.*.attention.output"),
+    HookPoint(f"{_LAYER}mlp.linear_fc1", "layers.*.post_attention_norm", argument=0),
+    HookPoint(f"{_LAYER}mlp.router", "layers.*.post_attention_norm", argument=0),
+    HookPoint(f"{_LAYER}mlp.linear_fc1", "layers.*.mlp.gate_up"),
+    HookPoint(f"{_LAYER}mlp.linear_fc2", "layers.*.mlp.swiglu", argument=0),
+    HookPoint(f"{_LAYER}mlp.linear_fc2", "layers.*.mlp.down"),
+    HookPoint(f"{_LAYER}mlp", "layers.*.mlp"),
+    HookPoint("decoder.final_layernorm", "norm"),
+    HookPoint("output_layer", "lm_head"),
 )
 
 
 @contextmanager
-def recording(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
+def record_activations(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
     """A dictionary that a forward pass of one row within fills: operator -> [t, columns], in the order of computation. One process, no
     parts."""
     found: dict[str, torch.Tensor] = {}
@@ -42,7 +42,7 @@ def recording(model: GPTModel) -> Iterator[dict[str, torch.Tensor]]:
         rows = values.flatten(1)  # [t, 1, ...], and [t, ...] around the attention of packed sequences
         found[op] = _engine_order(rows, model.config) if op.endswith(".qkv") else rows
 
-    handles = attach(model, POINTS, record)
+    handles = attach_hooks(model, HOOK_POINTS, record)
     try:
         yield found
     finally:

@@ -12,19 +12,19 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Train
-from megatron_rl.distributed import raise_together
+from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import TrainConfig
+from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import nan_finder, reduce
-from megatron_rl.mcore.context_parallel import Share
+from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
-from megatron_rl.mcore.layers.router import Routing
+from megatron_rl.mcore.layers.router import ModelRouters
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
-from megatron_rl.mcore.names import Model, chunks_of, global_name
-from megatron_rl.mcore.offload import Offload
-from megatron_rl.mcore.packed_sequences import packed
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.offload import OptimizerOffloader
+from megatron_rl.mcore.packed_sequences import make_packed_params
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
@@ -34,15 +34,15 @@ _PADDING, _PLACES = "tokens/padding", "tokens/places"
 class Policy:
     """A Megatron model that can be asked for log-probs. The reference is one of these; the actor is one that learns."""
 
-    def __init__(self, model: Model, temperature: float, micro_batch_tokens: int) -> None:
+    def __init__(self, model: ModelChunks, temperature: float, micro_batch_tokens: int) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
-        self.chunks = chunks_of(model)
-        self.routing = Routing(self.chunks)
+        self.chunks = get_model_chunks(model)
+        self.routing = ModelRouters(self.chunks)
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
         quantize_model(model)
 
-    def logprobs(self, sequences: list[Sequence]) -> tuple[list[torch.Tensor], float]:
+    def compute_logprobs(self, sequences: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         """(log-probs of each sequence's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
 
         Collective: every rank gives all sequences, computes its replica's share and is told all results.
@@ -52,11 +52,11 @@ class Policy:
         found = flat.split(lengths)
         entropy = 0.0
 
-        def collect(logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
+        def collect(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
             nonlocal entropy
-            for index, answer in batch.answers(self._token_logprobs(logits, batch, share), sequences):
+            for index, answer in batch.split_by_sample(self._token_logprobs(logits, batch, shard), sequences):
                 found[index].copy_(answer)
-            entropy += float((share.whole(token_entropy(logits, self.temperature)) * batch.mask).sum())
+            entropy += float((shard.gather_row(token_entropy(logits, self.temperature)) * batch.mask).sum())
             return logits.new_zeros(())
 
         with torch.no_grad():
@@ -64,10 +64,10 @@ class Policy:
         reduce.sum_values(flat)
         return list(flat.cpu().split(lengths)), reduce.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
-    def micro_batches(self, sequences: list[Sequence]) -> list[MicroBatch]:
+    def make_micro_batches(self, sequences: list[TrainingSample]) -> list[MicroBatch]:
         """This replica's share of the sequences, packed."""
         config = self.chunks[0].config
-        return micro_batches(
+        return make_micro_batches(
             sequences,
             self.micro_batch_tokens,
             parallel_state.get_data_parallel_rank(),
@@ -79,32 +79,34 @@ class Policy:
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """What this rank gives for a micro-batch without a schedule: logits [1, t, vocab / tp]. One pipeline stage."""
-        return self._forward(self._forward_chunks[0], batch, Share.of_this_rank(batch.lengths, self._device))
+        return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths, self._device))
 
-    def _forward(self, chunk: Any, batch: MicroBatch, share: Share) -> torch.Tensor:
+    def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
         """What a stage gives for this rank's places of a micro-batch: the last one logits [1, t / cp, vocab / tp]."""
-        description = packed(batch.lengths, share)
-        experts = share.take(batch.experts) if len(batch.experts) else batch.experts
-        with self.routing.of(chunk, share.take(batch.numbers), experts):
-            return chunk(share.take(batch.tokens), share.take(batch.positions), None, packed_seq_params=description)
+        description = make_packed_params(batch.lengths, shard)
+        experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
+        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts):
+            return chunk(shard.select(batch.tokens), shard.select(batch.positions), None, packed_seq_params=description)
 
-    def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
+    def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
         """Log-probs of a micro-batch's targets [1, t], with gradient, the same on all ranks that share its places."""
-        return share.whole(token_logprobs(logits, share.take(batch.targets), self.temperature))
+        return shard.gather_row(token_logprobs(logits, shard.select(batch.targets), self.temperature))
 
-    def _run(self, sequences: list[Sequence], loss: Callable[[torch.Tensor, MicroBatch, Share], torch.Tensor], forward_only: bool) -> None:
+    def _run(
+        self, sequences: list[TrainingSample], loss: Callable[[torch.Tensor, MicroBatch, ContextShard], torch.Tensor], forward_only: bool
+    ) -> None:
         """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps logits [1, t / cp, vocab / tp], the micro-batch
         and this rank's share of it to a sum over its tokens.
 
         It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
-        batches = self.micro_batches(sequences)
+        batches = self.make_micro_batches(sequences)
 
         def step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator).to(self._device)
-            share = Share.of_this_rank(batch.lengths, self._device)
-            tokens = share.take(batch.mask).sum().int()  # Megatron adds those of all ranks
-            return self._forward(chunk, batch, share), lambda output: (loss(output, batch, share), tokens, {})
+            shard = ContextShard.for_this_rank(batch.lengths, self._device)
+            tokens = shard.select(batch.mask).sum().int()  # Megatron adds those of all ranks
+            return self._forward(chunk, batch, shard), lambda output: (loss(output, batch, shard), tokens, {})
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -120,11 +122,11 @@ class Policy:
 class Actor(Policy):
     """The policy in training: Adam on FP32 masters through Megatron's optimizer, blocks quantised once after every step."""
 
-    def __init__(self, model: Model, train: Train, temperature: float) -> None:
+    def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
         self.steps_done = 0
         self._train = train
-        self.routing.replays = True
+        self.routing.replay_enabled = True
         config = self.chunks[0].config
         config.moe_router_bias_update_rate = train.router_bias_rate
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
@@ -148,18 +150,18 @@ class Actor(Policy):
             self._forward_chunks,
             use_gloo_process_groups=False,
         )
-        self._offload = Offload(self._forward_chunks, self.optimizer, self._device)
+        self._offload = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
-    def optimizer_to_host(self) -> None:
+    def offload_optimizer(self) -> None:
         """Frees device memory that only `update` needs; nothing to do on a CPU. See `mcore.offload`."""
         if self._device.type != "cpu":
-            self._offload.to_host()
+            self._offload.offload()
 
-    def optimizer_to_device(self) -> None:
-        """Undoes `optimizer_to_host`."""
-        self._offload.to_device()
+    def reload_optimizer(self) -> None:
+        """Undoes `offload_optimizer`."""
+        self._offload.reload()
 
-    def update(self, sequences: list[Sequence], loss: Loss) -> dict[str, float]:
+    def update(self, sequences: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """One optimizer step on all sequences. Returns `grad_norm`, `learning_rate`, `tokens/padding` (the share of places in micro-batches
         that hold no token) and the loss's metrics, means over answer tokens.
 
@@ -168,8 +170,8 @@ class Actor(Policy):
         """
         own: dict[str, float] = {}
 
-        def with_metrics(logits: torch.Tensor, batch: MicroBatch, share: Share) -> torch.Tensor:
-            total, metrics = loss(self._token_logprobs(logits, batch, share), batch)
+        def with_metrics(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
+            total, metrics = loss(self._token_logprobs(logits, batch, shard), batch)
             found: dict[str, Any] = {"loss/total": total.detach(), **metrics, _PLACES: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in found.items():
                 own[name] = own.get(name, 0.0) + float(value)
@@ -182,34 +184,34 @@ class Actor(Policy):
         for chunk in self._forward_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.routing.undone():
+        with self.routing.restore_biases_on_error():
             self._run(sequences, with_metrics, forward_only=False)
             sums = reduce.sum_by_name(own)
             padding = sums.pop(_PADDING) / sums.pop(_PLACES)
             means = {name: value / tokens for name, value in sums.items()}
             if not math.isfinite(means["loss/total"]):
-                where = self._broken_activation(sequences)
+                where = self._find_nonfinite_activation(sequences)
                 raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{where}")
-            self._refuse_bad_gradients()
+            self._check_gradients_finite()
         learning_rate = self._set_learning_rate()
         self.steps_done += 1  # before it begins: a step that breaks off leaves a policy that is nobody's
         _, grad_norm, _ = self.optimizer.step()
         quantize_model(self.model)
         return {**means, _PADDING: padding, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
 
-    def _broken_activation(self, sequences: list[Sequence]) -> str:
+    def _find_nonfinite_activation(self, sequences: list[TrainingSample]) -> str:
         """Who gives inf or NaN in a forward pass, for an error's line; "" where nobody does. Collective; one more forward pass."""
-        with torch.no_grad(), nan_finder.watching(self.model) as found:
+        with torch.no_grad(), nan_finder.record_nonfinite_modules(self.model) as found:
             self._run(sequences, lambda logits, *_: logits.new_zeros(()), forward_only=True)
-        name = nan_finder.first_of_all_ranks(found)
+        name = nan_finder.first_across_ranks(found)
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
-    def _refuse_bad_gradients(self) -> None:
+    def _check_gradients_finite(self) -> None:
         """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
         parameters = ((chunk, name, parameter) for chunk in self.chunks for name, parameter in chunk.named_parameters())
         bad = next((global_name(chunk, name) for chunk, name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
-        raise_together(error)
+        raise_on_all_ranks(error)
 
     def _set_learning_rate(self) -> float:
         """Linear warm-up, then constant."""

@@ -14,31 +14,34 @@ from typing import Any
 import torch
 
 from megatron_rl.mcore.layers.fp8_linear import gather_sequence
-from megatron_rl.mcore.names import Model, chunks_of, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.precision import int8
 from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.emulated import Values
-from megatron_rl.precision.fp8 import Blocks
-from megatron_rl.precision.int8 import Channels
+from megatron_rl.precision.backends.emulated import DequantizedWeight
+from megatron_rl.precision.fp8 import Fp8Weight
+from megatron_rl.precision.int8 import Int8Weight
 from parallel.reshard import scale_name
 
-Multiply = Callable[[torch.Tensor], torch.Tensor]
+MatmulFn = Callable[[torch.Tensor], torch.Tensor]
 """x [..., K] -> [..., N] in x's dtype."""
 
 
 @contextmanager
-def with_engine_weights(model: Model, planes: Mapping[str, torch.Tensor], activations: str | None) -> Iterator[int]:
-    """Forward passes within multiply with the quantised weights of `planes`, which is what `mcore.weights.planes` gives to the engine.
+def emulate_engine(model: ModelChunks, named_tensors: Mapping[str, torch.Tensor], activations: str | None) -> Iterator[int]:
+    """Forward passes within multiply with the quantised weights of `named_tensors`, which is what `mcore.weights.collect_named_tensors`
+    gives to the engine.
 
     `activations` (`PrecisionContract.activation_format`): the layers' inputs are quantised as the engine does, `pow2` or `fp32` for FP8,
     `int8`; None: as the trainer does. Yields the number of layers on this rank that are changed: none where the engine is not
     quantised. No gradient. Under tensor parallelism inputs are quantised as a rank of the trainer holds them.
     """
-    modules = [(chunk, name, layer) for chunk in chunks_of(model) for name, layer in chunk.named_modules() if hasattr(layer, "weight")]
+    modules = [
+        (chunk, name, layer) for chunk in get_model_chunks(model) for name, layer in chunk.named_modules() if hasattr(layer, "weight")
+    ]
     with ExitStack() as undo, torch.no_grad():
         changed = 0
         for chunk, name, layer in modules:
-            multiply = _product(layer, planes, global_name(chunk, f"{name}.weight"), activations)
+            multiply = _make_matmul(layer, named_tensors, global_name(chunk, f"{name}.weight"), activations)
             if multiply is not None:
                 layer._forward_impl = partial(_forward, multiply)
                 undo.callback(delattr, layer, "_forward_impl")
@@ -47,35 +50,35 @@ def with_engine_weights(model: Model, planes: Mapping[str, torch.Tensor], activa
 
 
 def _forward(
-    multiply: Multiply, input: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool, tp_group: Any, bias: Any = None, **_: Any
+    multiply: MatmulFn, input: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool, tp_group: Any, bias: Any = None, **_: Any
 ) -> torch.Tensor:
     """Stands in for a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
     y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input)
     return y if bias is None else y + bias
 
 
-def _product(layer: Any, planes: Mapping[str, torch.Tensor], weight: str, activations: str | None) -> Multiply | None:
+def _make_matmul(layer: Any, named_tensors: Mapping[str, torch.Tensor], weight: str, activations: str | None) -> MatmulFn | None:
     """What a layer multiplies with; None for one that the engine does not quantise."""
-    if (scale := planes.get(scale_name(weight, "int8"))) is not None:
-        return _int8_product(Channels(planes[weight], scale), activations)
-    if (scale := planes.get(scale_name(weight, "fp8"))) is not None:
-        blocks, order = Blocks(planes[weight], scale), getattr(layer, "row_order", None)
+    if (scale := named_tensors.get(scale_name(weight, "int8"))) is not None:
+        return _make_int8_matmul(Int8Weight(named_tensors[weight], scale), activations)
+    if (scale := named_tensors.get(scale_name(weight, "fp8"))) is not None:
+        blocks, order = Fp8Weight(named_tensors[weight], scale), getattr(layer, "row_order", None)
         if hasattr(layer, "blocks"):
-            return _fp8_product(layer.config.fp8_backend, activations or layer.scale_format, blocks, order)
+            return _make_fp8_matmul(layer.config.fp8_backend, activations or layer.scale_format, blocks, order)
         if activations:
-            return _fp8_product("emulated", activations, blocks, order)
-        return partial(_plain_product, Values(blocks, order).of(torch.float32))
+            return _make_fp8_matmul("emulated", activations, blocks, order)
+        return partial(_fp32_matmul, DequantizedWeight(blocks, order).as_dtype(torch.float32))
     return None
 
 
-def _int8_product(weight: Channels, activations: str | None) -> Multiply:
+def _make_int8_matmul(weight: Int8Weight, activations: str | None) -> MatmulFn:
     numbers = weight.data.float()
     if activations:
-        return lambda x: int8.product(x, numbers, weight.scale)
-    return partial(_plain_product, numbers * weight.scale)
+        return lambda x: int8.int8_matmul(x, numbers, weight.scale)
+    return partial(_fp32_matmul, numbers * weight.scale)
 
 
-def _fp8_product(backend_name: str, scale_format: str, blocks: Blocks, row_order: torch.Tensor | None) -> Multiply:
+def _make_fp8_matmul(backend_name: str, scale_format: str, blocks: Fp8Weight, row_order: torch.Tensor | None) -> MatmulFn:
     backend = make_backend(backend_name, scale_format)
     operand = backend.prepare(blocks, row_order)
 
@@ -86,6 +89,6 @@ def _fp8_product(backend_name: str, scale_format: str, blocks: Blocks, row_order
     return multiply
 
 
-def _plain_product(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _fp32_matmul(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """In FP32, as the values need not be numbers of bf16."""
     return (x.float() @ values.t()).to(x.dtype)

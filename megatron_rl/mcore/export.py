@@ -12,25 +12,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
-from megatron_rl.hf.read import Checkpoint
+from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.int8 import quantize_channels, row_maxima
-from parallel.chunking import planes_of
-from parallel.digest import region
+from megatron_rl.precision.int8 import quantize_int8_weight, row_maxima
+from parallel.chunking import list_tensor_specs
+from parallel.digest import view_rect
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
-from parallel.model_geometry import GeometryError, ModelGeometry, whole
-from parallel.reshard import kind_of, moves, reshard, scale_name
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import GeometryError, ModelGeometry, take_all
+from parallel.reshard import add_scale_transfers, kind_of, reshard, scale_name
 
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def gather_tensors(
-    planes: dict[str, torch.Tensor],
+    named_tensors: dict[str, torch.Tensor],
     model: ModelGeometry,
     layout: Layout,
     fp8_roles: frozenset[str],
@@ -39,27 +39,27 @@ def gather_tensors(
 ) -> dict[str, torch.Tensor]:
     """Collects the checkpoint's tensors on rank 0 (elsewhere: an empty dict); collective. FP8 and INT8 roles come as bytes and scales.
 
-    `planes` is this rank's `mcore.weights.planes`; what is not quantised is cast to `high` ("bf16" or "fp32").
+    `named_tensors` is this rank's `mcore.weights.collect_named_tensors`; what is not quantised is cast to `high` ("bf16" or "fp32").
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = trainer_shards(model, layout, quantised=bool(fp8_roles))
-    targets = {0: model.checkpoint_shards()}
+    sources = build_trainer_shards(model, layout, quantised=bool(fp8_roles))
+    targets = {0: model.build_checkpoint_shards()}
     mine = []
-    for move in moves(reshard(sources, targets, fp8_roles, int8_roles=int8_roles)):
-        if move.source_rank == rank:
-            mine.append((move, region(planes[move.source], move.source_rect).contiguous()))
+    for transfer in add_scale_transfers(reshard(sources, targets, fp8_roles, int8_roles=int8_roles)):
+        if transfer.source_rank == rank:
+            mine.append((transfer, view_rect(named_tensors[transfer.source], transfer.source_rect).contiguous()))
     gathered: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object([(move, _as_bytes(value) if move.kind == "fp8" else value) for move, value in mine], gathered)
+    dist.gather_object([(transfer, _as_bytes(value) if transfer.kind == "fp8" else value) for transfer, value in mine], gathered)
     if gathered is None:
         return {}
     kinds = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "scale": torch.float32, "fp32": torch.float32, "high": _TORCH[high]}
     found: dict[str, torch.Tensor] = {}
-    shapes = {plane.name: (plane.rows, plane.cols) for plane in planes_of(targets, fp8_roles, 4, int8_roles)}
+    shapes = {spec.name: (spec.rows, spec.cols) for spec in list_tensor_specs(targets, fp8_roles, 4, int8_roles)}
     vectors = {tensor.name for tensor in model.tensors().values() if tensor.vector}
-    for move, value in (pair for part in gathered for pair in part):
-        shape = shapes[move.target][:1] if move.target in vectors else shapes[move.target]
-        tensor = found.setdefault(move.target, torch.empty(shape, dtype=kinds[move.kind]))
-        region(tensor, move.target_rect).copy_(value.view(torch.float8_e4m3fn) if move.kind == "fp8" else value)
+    for transfer, value in (pair for part in gathered for pair in part):
+        shape = shapes[transfer.target][:1] if transfer.target in vectors else shapes[transfer.target]
+        tensor = found.setdefault(transfer.target, torch.empty(shape, dtype=kinds[transfer.kind]))
+        view_rect(tensor, transfer.target_rect).copy_(value.view(torch.float8_e4m3fn) if transfer.kind == "fp8" else value)
     return found
 
 
@@ -68,14 +68,19 @@ def _as_bytes(value: torch.Tensor) -> torch.Tensor:
 
 
 def save_hf(
-    folder: Path, planes: dict[str, torch.Tensor], hf_config: dict[str, Any], layout: Layout, contract: PrecisionContract, tokenizer: Path
+    folder: Path,
+    named_tensors: dict[str, torch.Tensor],
+    hf_config: dict[str, Any],
+    layout: Layout,
+    contract: PrecisionContract,
+    tokenizer: Path,
 ) -> None:
-    """Writes a whole Hugging Face checkpoint folder from all ranks' planes; collective, rank 0 writes.
+    """Writes a whole Hugging Face checkpoint folder from all ranks' tensors; collective, rank 0 writes.
 
     FP8 or INT8 where the engine is (with `quantization_config`), else every tensor in `contract.high`.
     """
     model = ModelGeometry.from_hf_config(hf_config)
-    tensors = gather_tensors(planes, model, layout, contract.fp8_roles(), contract.high, contract.int8_roles())
+    tensors = gather_tensors(named_tensors, model, layout, contract.fp8_roles(), contract.high, contract.int8_roles())
     if tensors:
         _write(folder, hf_config, tensors, contract, tokenizer)
     dist.barrier()
@@ -87,7 +92,7 @@ def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Ten
     quantization = contract.hf_quantization_config()
     if quantization:
         config["quantization_config"] = quantization
-    with write.whole_folder(folder) as temporary:
+    with write.atomic_folder(folder) as temporary:
         write.write_checkpoint(temporary, config, tensors, tokenizer)
 
 
@@ -102,39 +107,39 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
     to = {"bf16": {"mode": "bf16", "high": "bf16"}, "fp8": {"mode": "fp8_unified"}, "int8": {"mode": "int8_rollout"}}[precision]
     if (checkpoint / "config.json").is_file():
         return convert(checkpoint, output, to)
-    from megatron_rl.mcore.checkpoint.load import load_alone
+    from megatron_rl.mcore.checkpoint.load import load_in_one_process
 
-    model, shards, saved, hf_config = load_alone(checkpoint)
-    from megatron_rl.mcore.load_weights import planes
+    model, shards, saved, hf_config = load_in_one_process(checkpoint)
+    from megatron_rl.mcore.load_weights import collect_named_tensors
 
-    contract = PrecisionContract.of(saved.model_copy(update=to))
-    save_hf(output, planes(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")
+    contract = PrecisionContract.from_config(saved.model_copy(update=to))
+    save_hf(output, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")
 
 
 def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
     """A Hugging Face checkpoint in another precision: FP8 dequantised to BF16, or quantised to INT8, or to FP8 with the default
     scale format.
 
-    `to` are the fields of a `Precision`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
-    Raises UserError for what `Checkpoint` refuses, and where FP8 would be quantised again.
+    `to` are the fields of a `PrecisionConfig`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
+    Raises UserError for what `HFCheckpoint` refuses, and where FP8 would be quantised again.
     """
     hf_config = write.read_config(folder)
-    source = Checkpoint(folder, hf_config, "--checkpoint")
+    source = HFCheckpoint(folder, hf_config, "--checkpoint")
     if source.fp8 and to["mode"] != "bf16":
         raise UserError("--precision", None, f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")
     model = _geometry(hf_config)
     source.check(model)
     source.check_scales(model.tensors().values(), None)
     own = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
-    contract = PrecisionContract.of(Precision.model_validate({"high": own, **to}))
+    contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": own, **to}))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.tensors().items():
-        value = source.values(whole(tensor))
+        value = source.read_values(take_all(tensor))
         kind = kind_of(tensor.role, contract.fp8_roles(), contract.int8_roles())
         if kind == "fp8":
             tensors[name], tensors[scale_name(name)] = quantize_weight(value, contract.scale_format)
         elif kind == "int8":
-            tensors[name], tensors[scale_name(name, kind)] = quantize_channels(value, row_maxima(value))
+            tensors[name], tensors[scale_name(name, kind)] = quantize_int8_weight(value, row_maxima(value))
         else:
             tensors[name] = value.to(torch.float32 if kind == "fp32" else _TORCH[contract.high])
     _write(output, hf_config, tensors, contract, folder)

@@ -23,13 +23,13 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron_rl.config import Train
-from megatron_rl.hf.config import traits_of
-from megatron_rl.mcore.checkpoint.rng import seed_host
-from megatron_rl.mcore.layers.spec import block_spec
+from megatron_rl.config import TrainConfig
+from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
+from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.load_weights import set_row_orders
 from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
-from megatron_rl.mcore.names import Model, chunks_of
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.platform import adam, cpu
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
@@ -38,13 +38,13 @@ from parallel.model_geometry import ModelGeometry
 from parallel.transport import gloo_backend
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_DEFAULTS = Train()
-_MEETING_TIMEOUT = datetime.timedelta(minutes=10)
+_DEFAULT_TRAIN = TrainConfig()
+_RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 """For the ranks to come, at the start."""
 
 
 @dataclass
-class PolicyConfig(TransformerConfig):
+class FP8TransformerConfig(TransformerConfig):
     """Megatron's configuration plus what the FP8 linear layers read: the contract's scale format, and who computes."""
 
     fp8_scale_format: str = "pow2"
@@ -52,7 +52,7 @@ class PolicyConfig(TransformerConfig):
 
 
 @dataclass
-class LatentPolicyConfig(PolicyConfig, MLATransformerConfig):
+class FP8MLATransformerConfig(FP8TransformerConfig, MLATransformerConfig):
     """The same for multi-latent attention."""
 
 
@@ -69,9 +69,9 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else gloo_backend.backend()
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=_MEETING_TIMEOUT)
+            dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT)
         else:
-            dist.init_process_group(backend, timeout=_MEETING_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
+            dist.init_process_group(backend, timeout=_RENDEZVOUS_TIMEOUT, store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -85,7 +85,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
-    seed_host(seed)
+    seed_python_and_numpy(seed)
 
 
 def stop_megatron() -> None:
@@ -95,7 +95,9 @@ def stop_megatron() -> None:
         dist.destroy_process_group()
 
 
-def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract, train: Train = _DEFAULTS) -> Model:
+def build_model(
+    hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract, train: TrainConfig = _DEFAULT_TRAIN
+) -> ModelChunks:
     """This rank's part of the model of a Hugging Face config.json, with uninitialised weights (see `weights.load_checkpoint`): a GPTModel,
     or with vpp the list of its virtual pipeline stages.
 
@@ -109,18 +111,18 @@ def build_model(hf_config: Mapping[str, Any], layout: Layout, contract: Precisio
     return chunks if layout.vpp > 1 else chunks[0]
 
 
-def frozen(model: Model) -> Model:
+def freeze(model: ModelChunks) -> ModelChunks:
     """The same model, which learns no more."""
-    for chunk in chunks_of(model):
+    for chunk in get_model_chunks(model):
         chunk.requires_grad_(False)
     return model
 
 
 def _megatron_config(
-    hf_config: Mapping[str, Any], geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: Train
-) -> PolicyConfig:
-    dtype, traits = _DTYPES[contract.high], traits_of(hf_config)
-    return (LatentPolicyConfig if geometry.latent else PolicyConfig)(
+    hf_config: Mapping[str, Any], geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig
+) -> FP8TransformerConfig:
+    dtype, traits = _DTYPES[contract.high], parse_forward_config(hf_config)
+    return (FP8MLATransformerConfig if geometry.latent else FP8TransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
         num_attention_heads=geometry.heads,
@@ -154,12 +156,12 @@ def _megatron_config(
 
 
 def _build_chunk(
-    hf_config: Mapping[str, Any], geometry: ModelGeometry, config: PolicyConfig, contract: PrecisionContract, vp_stage: int | None
+    hf_config: Mapping[str, Any], geometry: ModelGeometry, config: FP8TransformerConfig, contract: PrecisionContract, vp_stage: int | None
 ) -> GPTModel:
-    rope = traits_of(hf_config).rope
+    rope = parse_forward_config(hf_config).rope
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_spec(config, fp8=contract.train_fp8, vp_stage=vp_stage),
+        transformer_layer_spec=build_decoder_spec(config, fp8=contract.train_fp8, vp_stage=vp_stage),
         vocab_size=padded_vocabulary(geometry.vocab, config.tensor_model_parallel_size),
         max_sequence_length=hf_config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -176,7 +178,7 @@ def _build_chunk(
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron puts only its own layers there
     for module in (model, *model.decoder.layers):  # a layer by itself where the backward pass recomputes it
-        cpu.compute_in_one_thread(module)
+        cpu.run_forward_single_threaded(module)
     return model
 
 

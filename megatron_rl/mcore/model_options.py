@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_rl.config import Train
-from megatron_rl.hf.config import Rope, Routing
+from megatron_rl.config import TrainConfig
+from megatron_rl.hf.config import RopeConfig, RoutingConfig
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 
-def layout_options(layout: Layout, train: Train) -> dict[str, Any]:
+def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
     """Sizes of the parallel dimensions, and what they need of the pipeline's messages."""
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -26,7 +26,7 @@ def layout_options(layout: Layout, train: Train) -> dict[str, Any]:
     }
 
 
-def recompute_options(train: Train, geometry: ModelGeometry) -> dict[str, Any]:
+def recompute_options(train: TrainConfig, geometry: ModelGeometry) -> dict[str, Any]:
     """Which activations are not kept for the backward pass."""
     if train.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -35,7 +35,7 @@ def recompute_options(train: Train, geometry: ModelGeometry) -> dict[str, Any]:
     return {}
 
 
-def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
+def attention_options(geometry: ModelGeometry, rope: RopeConfig) -> dict[str, Any]:
     """Heads of plain attention, or the ranks and head parts of latent attention, which has rotary positions of its own."""
     a, yarn = geometry.latent, rope.yarn
     if a is None:
@@ -63,7 +63,7 @@ def attention_options(geometry: ModelGeometry, rope: Rope) -> dict[str, Any]:
     }
 
 
-def expert_options(geometry: ModelGeometry, routing: Routing | None) -> dict[str, Any]:
+def expert_options(geometry: ModelGeometry, routing: RoutingConfig | None) -> dict[str, Any]:
     """Experts and their router. What balances their load is off; an actor may turn it on."""
     experts = geometry.experts
     if experts is None or routing is None:

@@ -6,11 +6,11 @@ from typing import TypeAlias
 
 from megatron.core.models.gpt import GPTModel
 
-Model: TypeAlias = GPTModel | list[GPTModel]
+ModelChunks: TypeAlias = GPTModel | list[GPTModel]
 """A rank's model, or its virtual pipeline stages."""
 
 
-def chunks_of(model: Model) -> list[GPTModel]:
+def get_model_chunks(model: ModelChunks) -> list[GPTModel]:
     """A rank's virtual pipeline stages; one, where it has none."""
     return model if isinstance(model, list) else [model]
 

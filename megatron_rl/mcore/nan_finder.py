@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from megatron_rl.distributed import gathered
-from megatron_rl.mcore.names import Model, chunks_of, global_name
+from megatron_rl.distributed import gather_from_ranks
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 
 
 @contextmanager
-def watching(model: Model) -> Iterator[list[str]]:
+def record_nonfinite_modules(model: ModelChunks) -> Iterator[list[str]]:
     """A list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
     found: list[str] = []
 
@@ -27,7 +27,7 @@ def watching(model: Model) -> Iterator[list[str]]:
 
     hooks = [
         module.register_forward_hook(watch(global_name(chunk, name)))
-        for chunk in chunks_of(model)
+        for chunk in get_model_chunks(model)
         for name, module in chunk.named_modules()
         if name and not isinstance(module, torch.nn.ModuleList)
     ]
@@ -38,6 +38,6 @@ def watching(model: Model) -> Iterator[list[str]]:
             hook.remove()
 
 
-def first_of_all_ranks(found: list[str]) -> str:
+def first_across_ranks(found: list[str]) -> str:
     """The first name that the lowest rank with any has, "" where no rank has one; collective. Earlier pipeline stages have lower ranks."""
-    return next(filter(None, gathered(found[0] if found else "")), "")
+    return next(filter(None, gather_from_ranks(found[0] if found else "")), "")

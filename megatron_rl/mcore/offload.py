@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, optimizers, sixteen_bit
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
 
 
-class Offload:
+class OptimizerOffloader:
     """For one actor. Both methods may be called again and again; only the first call in a row does something."""
 
     def __init__(self, wrapped_chunks: list[Any], optimizer: Any, device: torch.device) -> None:
         """`wrapped_chunks` are Megatron's DistributedDataParallel of each of the model's chunks, which own the gradients."""
         self._buffers = [buffer for chunk in wrapped_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        self._optimizers, self._device = optimizers(optimizer), device
+        self._optimizers, self._device = flatten_chained(optimizer), device
         self._host: dict[tuple[int, str], torch.Tensor] = {}
-        self._away = False
+        self._offloaded = False
 
-    def to_host(self) -> None:
-        """After this no optimizer step is possible until `to_device`."""
-        if self._away:
+    def offload(self) -> None:
+        """After this no optimizer step is possible until `reload`."""
+        if self._offloaded:
             return
         self._move(self._host_copy)
         for buffer in self._buffers:
@@ -37,16 +37,16 @@ class Offload:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies are whole before what they were made from is given back
             torch.cuda.empty_cache()
-        self._away = True
+        self._offloaded = True
 
-    def to_device(self) -> None:
+    def reload(self) -> None:
         """All is where it was, gradients are 0."""
-        if not self._away:
+        if not self._offloaded:
             return
         self._move(lambda _, tensor: tensor.to(self._device, non_blocking=True, copy=True))
         for buffer in self._buffers:
             buffer.reload_from_cpu(move_params=False, move_grads=True)
-        self._away = False
+        self._offloaded = False
 
     def _move(self, moved: Any) -> None:
         """Puts `moved(key, tensor)` in the place of every tensor."""
@@ -55,7 +55,7 @@ class Offload:
                 for kind in MOMENTS:
                     if kind in state:
                         state[kind] = moved((id(state), kind), state[kind])
-            for _, master in sixteen_bit(part):
+            for _, master in iter_fp32_masters(part):
                 master.data = moved((id(master), "master"), master.data)
 
     def _host_copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:

@@ -20,16 +20,26 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
-from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
-from megatron_rl.precision.graph.formats import activation, common, dtype_name, plain, quantised
-from megatron_rl.precision.graph.graph import Format, Graph, merged
+from megatron_rl.precision.graph.decoder import (
+    AttentionPrecision,
+    DecoderPrecision,
+    GradientFormats,
+    LayerPrecision,
+    MLAPrecision,
+    MLPPrecision,
+    MoEPrecision,
+    WeightedOpPrecision,
+    decoder_graph,
+)
+from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, group_format, unquantized_format
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorFormat, merge_graphs
 from parallel.formats import BLOCK
 
 
-def rank_graph(model: GPTModel | Sequence[GPTModel]) -> Graph:
+def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
     """The graph of what this rank holds: one model, or the chunks of a pipeline stage. Raises RunError for a module it does not know."""
     chunks = model if isinstance(model, Sequence) else [model]
-    return merged(decoder_graph(_Reader(chunk).decoder()) for chunk in chunks)
+    return merge_graphs(decoder_graph(_Reader(chunk).decoder()) for chunk in chunks)
 
 
 class _Reader:
@@ -38,13 +48,13 @@ class _Reader:
         self.read: set[int] = set()
         embedding = getattr(model, "embedding", None)
         dtype = model.config.pipeline_dtype if embedding is None else embedding.word_embeddings.weight.dtype
-        self.hidden = Format(dtype_name(dtype))
-        self.residual = Format("fp32") if model.config.fp32_residual_connection else self.hidden
+        self.hidden = TensorFormat(dtype_name(dtype))
+        self.residual = TensorFormat("fp32") if model.config.fp32_residual_connection else self.hidden
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> DecoderPrecision:
         model = self.model
         first, last = getattr(model, "embedding", None), getattr(model, "output_layer", None)
-        read = Decoder(
+        read = DecoderPrecision(
             hidden=self.hidden,
             layers={layer.layer_number - 1: self.layer(layer) for layer in model.decoder.layers},
             embedding=None if first is None else self.weighted(first.word_embeddings),
@@ -57,8 +67,8 @@ class _Reader:
                 raise RunError(f"the precision graph knows no operator of the trainer that uses {name}")
         return read
 
-    def layer(self, layer: Any) -> Layer:
-        return Layer(
+    def layer(self, layer: Any) -> LayerPrecision:
+        return LayerPrecision(
             input_norm=self.weighted(layer.input_layernorm, self.residual),
             attention=self.attention(_known(layer.self_attention, SelfAttention, MLASelfAttention)),
             post_attention_norm=self.weighted(layer.pre_mlp_layernorm, self.residual),
@@ -66,7 +76,7 @@ class _Reader:
             residual=self.residual,
         )
 
-    def attention(self, attention: Any) -> Attention | LatentAttention:
+    def attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if isinstance(attention, MLASelfAttention):
             return self.latent_attention(attention)
         heads = {
@@ -75,15 +85,15 @@ class _Reader:
             if norm is not None and not isinstance(norm, IdentityOp)
         }
         core = type(attention.core_attention).__name__
-        return Attention(
+        return AttentionPrecision(
             self.linear(attention.linear_qkv), self.linear(attention.linear_proj), self.hidden, self.hidden, detail=core, **heads
         )
 
-    def latent_attention(self, attention: Any) -> LatentAttention:
+    def latent_attention(self, attention: Any) -> MLAPrecision:
         narrow = {}
         if hasattr(attention, "linear_q_down_proj"):
             narrow = {"q_a": self.linear(attention.linear_q_down_proj), "q_a_norm": self.weighted(attention.q_layernorm)}
-        return LatentAttention(
+        return MLAPrecision(
             q_b=self.linear(attention.linear_q_up_proj if narrow else attention.linear_q_proj),
             kv_a=self.linear(attention.linear_kv_down_proj),
             kv_a_norm=self.weighted(attention.kv_layernorm),
@@ -95,25 +105,27 @@ class _Reader:
             **narrow,
         )
 
-    def mlp(self, mlps: Sequence[Any], count: int = 1) -> Mlp:
+    def mlp(self, mlps: Sequence[Any], count: int = 1) -> MLPPrecision:
         """One MLP, or experts that are alike, as one."""
-        return Mlp(_alike([self.linear(mlp.linear_fc1) for mlp in mlps]), _alike([self.linear(mlp.linear_fc2) for mlp in mlps]), count)
+        return MLPPrecision(
+            _alike([self.linear(mlp.linear_fc1) for mlp in mlps]), _alike([self.linear(mlp.linear_fc2) for mlp in mlps]), count
+        )
 
-    def experts(self, moe: Any) -> Experts:
+    def experts(self, moe: Any) -> MoEPrecision:
         router, local = moe.router, getattr(moe.experts, "local_experts", None)
         if local is None:
             raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
-        logits = Format(router.config.moe_router_dtype or self.hidden.dtype)
+        logits = TensorFormat(router.config.moe_router_dtype or self.hidden.dtype)
         correction = getattr(router, "expert_bias", None)  # a buffer
         shared = getattr(moe, "shared_experts", None)
-        return Experts(
-            router=replace(self.weighted(router), bias=None if correction is None else plain(correction)),
+        return MoEPrecision(
+            router=replace(self.weighted(router), bias=None if correction is None else unquantized_format(correction)),
             logits=logits,
             experts=self.mlp(local, count=router.weight.shape[0]),
             shared=None if shared is None else self.mlp([shared]),
         )
 
-    def linear(self, layer: Any) -> Weighted:
+    def linear(self, layer: Any) -> WeightedOpPrecision:
         """An FP8 layer by the blocks it holds, any other by its weight. Transformer Engine's own layers hide how they quantise."""
         if not type(layer).__module__.startswith("megatron_rl."):
             _known(layer, ColumnParallelLinear, RowParallelLinear)
@@ -121,48 +133,50 @@ class _Reader:
         if blocks is None:
             return self.weighted(layer)
         self.read.add(id(layer.weight))
-        weight, master = quantised(*blocks), plain(layer.weight)
+        weight, master = block_format(*blocks), unquantized_format(layer.weight)
         x = tokens = self.hidden
-        if getattr(layer, "quantises_input", True):
-            x = activation(BLOCK, layer.scale_format)
-            tokens = Format(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
-        gradients = Gradients(x, weight, x, tokens, _gradient(layer.weight), master)
+        if getattr(layer, "quantizes_input", True):
+            x = group_format(BLOCK, layer.scale_format)
+            tokens = TensorFormat(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
+        gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master)
         computed_by = type(getattr(layer, "backend", None)).__name__
         detail = type(layer).__name__ + (f", {computed_by}" if computed_by != "NoneType" else "")
-        return Weighted(x, weight, self.bias(layer), detail, gradients)
+        return WeightedOpPrecision(x, weight, self.bias(layer), detail, gradients)
 
-    def weighted(self, module: Any, x: Format | None = None) -> Weighted:
+    def weighted(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
         """A module that multiplies its weight in high precision."""
         x, weight = x or self.hidden, module.weight
         self.read.add(id(weight))
-        gradients = Gradients(x, plain(weight), x, x, _gradient(weight), _master(weight))
-        return Weighted(x, plain(weight), self.bias(module), type(module).__name__, gradients)
+        gradients = GradientFormats(x, unquantized_format(weight), x, x, _gradient(weight), _master(weight))
+        return WeightedOpPrecision(x, unquantized_format(weight), self.bias(module), type(module).__name__, gradients)
 
-    def bias(self, module: Any) -> Format | None:
+    def bias(self, module: Any) -> TensorFormat | None:
         bias = getattr(module, "bias", None)
         if not isinstance(bias, torch.Tensor):
             return None
         self.read.add(id(bias))
-        return plain(bias)
+        return unquantized_format(bias)
 
-    def lm_head(self, layer: Any) -> Weighted:
+    def lm_head(self, layer: Any) -> WeightedOpPrecision:
         """The output layer; with tied embeddings it has no weight of its own."""
         if layer.weight is not None:
             return self.linear(layer)
         weight = self.model.shared_embedding_or_output_weight()
         self.read.add(id(weight))
-        gradients = Gradients(self.hidden, plain(weight), self.hidden, self.hidden, _gradient(weight), plain(weight))
-        return Weighted(self.hidden, plain(weight), None, f"{type(layer).__name__}, tied", gradients)
+        gradients = GradientFormats(
+            self.hidden, unquantized_format(weight), self.hidden, self.hidden, _gradient(weight), unquantized_format(weight)
+        )
+        return WeightedOpPrecision(self.hidden, unquantized_format(weight), None, f"{type(layer).__name__}, tied", gradients)
 
 
-def _gradient(weight: Any) -> Format:
+def _gradient(weight: Any) -> TensorFormat:
     """Where the weight's gradient is accumulated: Megatron's buffer, or autograd's, which has the weight's dtype."""
-    return plain(getattr(weight, "main_grad", weight))
+    return unquantized_format(getattr(weight, "main_grad", weight))
 
 
-def _master(weight: Any) -> Format:
+def _master(weight: Any) -> TensorFormat:
     """What the optimizer steps: the weight, or the FP32 copy of a 16-bit one, which a distributed optimizer may keep elsewhere."""
-    return Format("fp32") if hasattr(weight, "main_param") else plain(weight)
+    return TensorFormat("fp32") if hasattr(weight, "main_param") else unquantized_format(weight)
 
 
 def _known(module: Any, *classes: type) -> Any:
@@ -172,8 +186,10 @@ def _known(module: Any, *classes: type) -> Any:
     return module
 
 
-def _alike(parts: Sequence[Weighted]) -> Weighted:
+def _alike(parts: Sequence[WeightedOpPrecision]) -> WeightedOpPrecision:
     """Experts as one operator; where they differ, in a precision that equals none."""
     if all(part == parts[0] for part in parts):
         return parts[0]
-    return Weighted(common([part.x for part in parts]), common([part.weight for part in parts]), None, parts[0].detail)
+    return WeightedOpPrecision(
+        common_format([part.x for part in parts]), common_format([part.weight for part in parts]), None, parts[0].detail
+    )

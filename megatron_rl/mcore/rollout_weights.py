@@ -8,17 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.distributed import raise_together
+from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.layers.fp8_linear import in_order
+from megatron_rl.mcore.layers.fp8_linear import reorder_rows
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import Blocks, quantize_weight
-from megatron_rl.precision.int8 import Channels, quantize_channels, row_maxima
+from megatron_rl.precision.fp8 import Fp8Weight, quantize_weight
+from megatron_rl.precision.int8 import Int8Weight, quantize_int8_weight, row_maxima
 from parallel.model_geometry import Shard
 from parallel.reshard import kind_of, scale_name
 
 
-def quantised_planes(
+def quantize_shards(
     shards: Sequence[Shard], weights: Mapping[str, torch.Tensor], layers: Mapping[str, Any], contract: PrecisionContract
 ) -> dict[str, torch.Tensor]:
     """Data and scales of every shard that the contract quantises, by name. Collective where it quantises any.
@@ -41,20 +41,20 @@ def quantised_planes(
                 found[shard.name], found[scale_name(shard.name, kind)] = _blocks(weight, layer, contract.scale_format)
         except ValueError as error:
             broken = broken or RunError(f"{shard.name}: {error}; the sync is stopped before it reaches the engine")
-    raise_together(broken)
+    raise_on_all_ranks(broken)
     return found
 
 
-def _blocks(weight: torch.Tensor, layer: Any, scale_format: str) -> Blocks:
+def _blocks(weight: torch.Tensor, layer: Any, scale_format: str) -> Fp8Weight:
     blocks = getattr(layer, "blocks", None)
-    return quantize_weight(in_order(weight, getattr(layer, "row_order", None)), scale_format) if blocks is None else blocks
+    return quantize_weight(reorder_rows(weight, getattr(layer, "row_order", None)), scale_format) if blocks is None else blocks
 
 
-def _channels(shard: Shard, weight: torch.Tensor, layer: Any) -> Channels:
+def _channels(shard: Shard, weight: torch.Tensor, layer: Any) -> Int8Weight:
     """A channel's scale is that of its whole row, also where tensor-parallel ranks hold a part of its columns each, so that the bytes
     are those of quantising the checkpoint's tensor."""
     amax = row_maxima(weight)
-    if any(piece.source.cols < piece.tensor.cols for piece in shard.pieces):
+    if any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions):
         amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may lose a NaN
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=layer.tp_group)
-    return quantize_channels(weight, amax)
+    return quantize_int8_weight(weight, amax)

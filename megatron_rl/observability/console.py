@@ -15,10 +15,10 @@ from rich.text import Text
 PHASES = ("generate", "reward", "logprobs", "train", "sync", "proof", "eval")
 """The parts of a step, in their order; `time/<phase>` in the metrics. They do not overlap: sync is without the proof."""
 
-Number = float | int | None
+MetricValue = float | int | None
 
 
-def proof_verdict(metrics: Mapping[str, Number]) -> tuple[str, bool]:
+def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
     """What one row says about its sync, and whether all is well: ("28/28 tensors, proof ok", True). ("", True) for no sync."""
     tensors, proved = metrics.get("sync/tensors"), metrics.get("sync/proved")
     if tensors is None:
@@ -29,7 +29,7 @@ def proof_verdict(metrics: Mapping[str, Number]) -> tuple[str, bool]:
     return f"{proved:.0f}/{tensors:.0f} tensors, " + ("proof ok" if equal else "PROOF FAILED"), equal
 
 
-def progress_line(metrics: Mapping[str, Number], total_steps: int) -> Text:
+def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
     """One step in one line. Only what was measured is shown; a value that is not finite (None) is shown as such."""
     parts: list[tuple[str, str]] = [(f"step {metrics['step']}/{total_steps or '?'}", "bold")]
 
@@ -53,11 +53,11 @@ def progress_line(metrics: Mapping[str, Number], total_steps: int) -> Text:
     return Text("  ").join(Text(text, style) for text, style in parts)
 
 
-def _megabytes(size: Number) -> str:
+def _megabytes(size: MetricValue) -> str:
     return f"{(size or 0) / 1e6:.1f} MB"
 
 
-class Screen:
+class ProgressDisplay:
     """Prints lines. On a terminal a bar stays below them: what is being done now, steps, time elapsed and left."""
 
     def __init__(self, total_steps: int) -> None:
@@ -72,19 +72,19 @@ class Screen:
             self._bar.start()
             atexit.register(self.close)  # gives the cursor back however the program ends
 
-    def line(self, text: Text | str) -> None:
+    def print_line(self, text: Text | str) -> None:
         """Prints one line; never broken at 80 columns where the output is a file. What the console cannot write is escaped."""
         if isinstance(text, str):
             text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
 
-    def now(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Says on the bar what is being done; nothing where there is no terminal."""
         if self._bar:
             self._bar.update(self._task, description=phase)
 
-    def completed(self, step: int) -> None:
+    def set_step(self, step: int) -> None:
         """Moves the bar to `step`."""
         if self._bar:
             self._bar.update(self._task, completed=step)

@@ -28,13 +28,13 @@ from types import TracebackType
 from typing import IO, Any, Literal, Protocol
 
 from megatron_rl.errors import UserError
-from megatron_rl.observability.console import Number, Screen, progress_line
+from megatron_rl.observability.console import MetricValue, ProgressDisplay, progress_line
 
 Status = Literal["running", "finished", "broken"]
-_COUNTS = ("step", "policy_version")
+_INTEGER_KEYS = ("step", "policy_version")
 
 
-class _Scalars(Protocol):
+class _ScalarWriter(Protocol):
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def flush(self) -> None: ...
     def close(self) -> None: ...
@@ -46,7 +46,7 @@ class RunLog:
     As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], scalars: _Scalars, lock: IO[str]) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], scalars: _ScalarWriter, lock: IO[str]) -> None:
         self.dir = folder
         self._run = run
         self._scalars = scalars
@@ -56,7 +56,7 @@ class RunLog:
         self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
         self._files["lock"] = lock
         self._write_run()
-        self._screen = Screen(self._total_steps)
+        self._screen = ProgressDisplay(self._total_steps)
 
     @classmethod
     def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
@@ -69,7 +69,7 @@ class RunLog:
 
         started = datetime.now().astimezone()
         try:
-            folder = new_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
+            folder = make_unique_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
         except OSError as error:
             rule = f"cannot make the run's folder ({error.strerror})"
             raise UserError("log.dir", str(parent), rule, "name a folder you can write to") from None
@@ -77,13 +77,13 @@ class RunLog:
             "status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), "ended": None,
             "argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "config": config,
         }  # fmt: skip
-        lock = _locked(folder)
+        lock = _lock_folder(folder)
         log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")), lock)
-        log.event(f"run folder: {folder}")
+        log.write_event(f"run folder: {folder}")
         try:
             _point_latest(parent, folder.name)
         except OSError as error:  # a file system without links, or a real folder of that name: the run goes on without it
-            log.event(f"no link {parent / 'latest'}: {error.strerror}")
+            log.write_event(f"no link {parent / 'latest'}: {error.strerror}")
         return log
 
     @classmethod
@@ -99,27 +99,27 @@ class RunLog:
         run |= {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
         run["resumed"] = [*run.get("resumed", []), {"step": step, "at": now}]
         try:
-            lock = _locked(folder)
+            lock = _lock_folder(folder)
             log = cls(folder, run, SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1), lock)
             for name in ("metrics.jsonl", "samples.jsonl"):
-                _cut(folder / name, step)
+                _truncate_after(folder / name, step)
         except OSError as error:
             raise UserError("checkpoint.resume", str(folder), f"cannot be written ({error.strerror})", "check its permissions") from None
         return log
 
-    def event(self, text: str) -> None:
+    def write_event(self, text: str) -> None:
         """Says one thing: one line on the console and, with the time, in run.log. Line breaks become " | "."""
         text = " | ".join(text.splitlines())
-        self._screen.line(text)
+        self._screen.print_line(text)
         self._write_log(text)
 
-    def now(self, phase: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Tells a watching terminal what the run is doing ("generate", "train", ...); written nowhere."""
-        self._screen.now(phase)
+        self._screen.set_phase(phase)
 
-    def step(self, metrics: Mapping[str, float]) -> None:
+    def write_step(self, metrics: Mapping[str, float]) -> None:
         """Records one step. `metrics` must hold "step"; the row also gets "unix_time", the second it was written."""
-        row: dict[str, Number] = {key: _json_number(key, value) for key, value in metrics.items()}
+        row: dict[str, MetricValue] = {key: _json_number(key, value) for key, value in metrics.items()}
         row["unix_time"] = round(datetime.now().timestamp(), 3)
         self._append("metrics.jsonl", [row])
         step = int(metrics["step"])
@@ -128,13 +128,13 @@ class RunLog:
                 self._scalars.add_scalar(key, float(value), step)
         self._scalars.flush()
         line = progress_line(row, self._total_steps)
-        self._screen.line(line)
-        self._screen.completed(step)
+        self._screen.print_line(line)
+        self._screen.set_step(step)
         self._write_log(line.plain)
         if broken := [key for key, value in row.items() if value is None]:
-            self.event(f"step {step}: not finite: {', '.join(broken)}")
+            self.write_event(f"step {step}: not finite: {', '.join(broken)}")
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keeps completions of a step: level, prompt, completion, answer, reward, correct, advantage, finish_reason, error."""
         self._append("samples.jsonl", [{"step": step, **row} for row in rows])
 
@@ -146,7 +146,7 @@ class RunLog:
         self._write_run()
         self._screen.close()
         if not self._files["run.log"].closed:
-            self.event(f"run {status}: {reason}" if reason else f"run {status}")
+            self.write_event(f"run {status}: {reason}" if reason else f"run {status}")
         self._scalars.close()
         for file in self._files.values():
             file.close()
@@ -162,7 +162,7 @@ class RunLog:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         file = self._files[name]
-        file.write("".join(json.dumps(_finite(row), allow_nan=False, default=_plain) + "\n" for row in rows))
+        file.write("".join(json.dumps(_replace_non_finite(row), allow_nan=False, default=_to_json_value) + "\n" for row in rows))
         file.flush()
         os.fsync(file.fileno())
 
@@ -174,7 +174,7 @@ class RunLog:
         """Replaces run.json in one piece: a reader sees the old one or the new one, never half of it."""
         temporary = self.dir / "run.json.tmp"
         with temporary.open("w") as file:
-            json.dump(_finite(self._run), file, indent=2, default=_plain, allow_nan=False)
+            json.dump(_replace_non_finite(self._run), file, indent=2, default=_to_json_value, allow_nan=False)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self.dir / "run.json")
@@ -196,17 +196,17 @@ def read_run(folder: Path) -> dict[str, Any]:
     return run
 
 
-def read_metrics(folder: Path) -> list[dict[str, Number]]:
+def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
     """The rows of metrics.jsonl, oldest first; [] before the first step. A torn last line is left out and said so on stderr."""
-    return _read_and_say(folder / "metrics.jsonl")
+    return _read_and_warn(folder / "metrics.jsonl")
 
 
 def read_samples(folder: Path) -> list[dict[str, Any]]:
     """The rows of samples.jsonl, oldest first; as `read_metrics` in all else."""
-    return _read_and_say(folder / "samples.jsonl")
+    return _read_and_warn(folder / "samples.jsonl")
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
+def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
     """The rows of a JSONL file, and a remark ("" for none) where its last line was torn by a crash and left out.
 
     Raises UserError("RUN_DIR") with file and line for damage anywhere else.
@@ -232,14 +232,14 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], str]:
     return rows, ""
 
 
-def _read_and_say(path: Path) -> list[dict[str, Any]]:
-    rows, remark = read_rows(path)
+def _read_and_warn(path: Path) -> list[dict[str, Any]]:
+    rows, remark = read_jsonl(path)
     if remark:
         print(remark, file=sys.stderr)
     return rows
 
 
-def _locked(folder: Path) -> IO[str]:
+def _lock_folder(folder: Path) -> IO[str]:
     """An open file that locks the folder until it is closed or this process ends, however it ends. A file system without locks has none."""
     file = (folder / "run.log").open("a")
     try:
@@ -252,7 +252,7 @@ def _locked(folder: Path) -> IO[str]:
     return file
 
 
-def _cut(path: Path, step: int) -> None:
+def _truncate_after(path: Path, step: int) -> None:
     """Leaves out every line from the first one of a later step on, and a torn last line."""
     end = 0
     with path.open("rb+") as file:
@@ -267,28 +267,28 @@ def _cut(path: Path, step: int) -> None:
         os.fsync(file.fileno())
 
 
-def _json_number(key: str, value: float) -> Number:
+def _json_number(key: str, value: float) -> MetricValue:
     number = float(value)
     if not math.isfinite(number):
         return None
-    return int(number) if key in _COUNTS else number
+    return int(number) if key in _INTEGER_KEYS else number
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     """The same data with None for every float that JSON cannot hold."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """What json cannot write itself: scalars of torch and numpy as numbers, all else (paths) as text."""
-    return _finite(value.item()) if hasattr(value, "item") else str(value)
+    return _replace_non_finite(value.item()) if hasattr(value, "item") else str(value)
 
 
-def new_folder(parent: Path, name: str) -> Path:
+def make_unique_folder(parent: Path, name: str) -> Path:
     """Makes a folder that was not there; "-2", "-3", ... when runs start in the same second."""
     parent.mkdir(parents=True, exist_ok=True)
     number = 1

@@ -7,22 +7,22 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.cross_checks import check_layout_of
+from megatron_rl.config.cross_checks import check_trainer_layout
 from megatron_rl.errors import UserError
-from megatron_rl.planner.candidate import Candidate, Job
+from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.precision.backends import requirements
 from parallel.formats import SCHEMES
 from parallel.layout import Layout
-from parallel.layout_hints import engine_problem, explained, one_of_each_layer, trainer_problem
-from parallel.megatron_shards import check_layout, megatron_shards
+from parallel.layout_hints import add_layout_hints, find_engine_problem, find_trainer_problem, keep_one_layer_per_kind
+from parallel.megatron_shards import build_megatron_shards, check_layout
 from parallel.model_geometry import GeometryError, Shard
 from parallel.reshard import kind_of
-from parallel.sglang_shards import engine_shards
-from parallel.shards import cut_piece
+from parallel.sglang_shards import build_engine_shards
+from parallel.shards import find_misaligned_region
 
 
 @dataclass(frozen=True)
-class Row:
+class ParameterAlignment:
     """One kind of parameter of one side: layers, and experts, of one kind are alike."""
 
     side: str
@@ -33,21 +33,23 @@ class Row:
     scales: tuple[int, ...]
     """Empty where it is not quantised."""
     cut: str
-    """The first piece that cuts an FP8 block; "" where all are whole."""
+    """The first region that cuts an FP8 block; "" where all are whole."""
 
 
-def rows(job: Job, candidate: Candidate) -> list[Row]:
+def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
     """Both sides' parameters. Raises GeometryError where a layout does not divide the model."""
-    one = one_of_each_layer(job.model)
+    one = keep_one_layer_per_kind(job.model)
     quantised = bool(job.contract.fp8_roles())
     train = replace(candidate.train, pp=1, vpp=1)
-    trainer = (megatron_shards(one, train, train.coordinates(rank), quantised=quantised) for rank in range(train.tp * train.cp * train.dp))
-    engine = engine_shards(one, candidate.rollout_tp, candidate.rollout_ep).values()
+    trainer = (
+        build_megatron_shards(one, train, train.coordinates(rank), quantised=quantised) for rank in range(train.tp * train.cp * train.dp)
+    )
+    engine = build_engine_shards(one, candidate.rollout_tp, candidate.rollout_ep).values()
     return _side(job, "trainer", trainer) + _side(job, "engine", engine)
 
 
-def _side(job: Job, side: str, ranks: Iterable[list[Shard]]) -> list[Row]:
-    found: dict[str, Row] = {}
+def _side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[ParameterAlignment]:
+    found: dict[str, ParameterAlignment] = {}
     roles, int8_roles = job.contract.fp8_roles(), job.contract.int8_roles()
     for shards in ranks:
         for shard in shards:
@@ -58,46 +60,46 @@ def _side(job: Job, side: str, ranks: Iterable[list[Shard]]) -> list[Row]:
             cut = _cut(shard) if kind == "fp8" else ""
             if name not in found or (cut and not found[name].cut):
                 grid = shard.scale_shape_of(kind) if kind in SCHEMES else ()
-                found[name] = Row(side, name, shard.shape, kind, grid, cut)
+                found[name] = ParameterAlignment(side, name, shard.shape, kind, grid, cut)
     return list(found.values())
 
 
 def _cut(shard: Shard) -> str:
-    piece = cut_piece(shard)
-    if piece is None:
+    region = find_misaligned_region(shard)
+    if region is None:
         return ""
-    row, col, height, width = piece.source
-    return f"rows {row}..{row + height}, columns {col}..{col + width} of {piece.tensor.name}"
+    row, col, height, width = region.tensor_rect
+    return f"rows {row}..{row + height}, columns {col}..{col + width} of {region.tensor.name}"
 
 
-Refusal = GeometryError | UserError
+LayoutError = GeometryError | UserError
 
 
-def trainer_refusal(job: Job, layout: Layout) -> Refusal | None:
+def validate_trainer_layout(job: Workload, layout: Layout) -> LayoutError | None:
     """Why the trainer's layout cannot work, as `train` would say it; None where it can."""
     once = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
     roles = job.contract.fp8_roles()
     try:
-        check_layout_of(job.model, layout, job.config.train.layout)
+        check_trainer_layout(job.model, layout, job.config.train.layout)
         check_layout(job.model, layout)
-        if (error := trainer_problem(job.model, once, roles, bool(roles))) is not None:
+        if (error := find_trainer_problem(job.model, once, roles, bool(roles))) is not None:
             return error
-        requirements.check_model(job.config.precision, one_of_each_layer(job.model), once)
+        requirements.check_model(job.config.precision, keep_one_layer_per_kind(job.model), once)
     except (GeometryError, UserError) as error:
         return error
     return None
 
 
-def engine_refusal(job: Job, tp: int, ep: int) -> Refusal | None:
+def validate_engine_layout(job: Workload, tp: int, ep: int) -> LayoutError | None:
     """The same for an engine."""
-    return job.contract.engine_refusal(job.model) or engine_problem(job.model, tp, ep, job.contract.fp8_roles())
+    return job.contract.find_engine_error(job.model) or find_engine_problem(job.model, tp, ep, job.contract.fp8_roles())
 
 
-def told(error: Refusal, job: Job, candidate: Candidate) -> UserError:
+def to_user_error(error: LayoutError, job: Workload, candidate: Candidate) -> UserError:
     """The refusal as the user's line, with the nearest layouts that work."""
     if isinstance(error, UserError):
         return error
     roles = job.contract.fp8_roles()
-    error = explained(error, job.model, candidate.train, (candidate.rollout_tp, candidate.rollout_ep), roles, bool(roles))
+    error = add_layout_hints(error, job.model, candidate.train, (candidate.rollout_tp, candidate.rollout_ep), roles, bool(roles))
     field = f"train.{error.field}" if error.field.startswith("layout.") else error.field
     return UserError(field, error.value, error.rule, error.fix)

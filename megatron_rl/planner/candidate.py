@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from megatron_rl.config import Config
-from megatron_rl.config.cross_checks import longest_sequence, stale_conflicts
-from megatron_rl.hf.config import Routing, traits_of
+from megatron_rl.config.cross_checks import find_staleness_conflicts, longest_sequence
+from megatron_rl.hf.config import RoutingConfig, parse_forward_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
@@ -18,47 +18,47 @@ from parallel.model_geometry import ModelGeometry
 Placement = Literal["colocated", "disaggregated"]
 Recompute = Literal["none", "selective", "full"]
 
-MEAN_SHARE = 0.5
+MEAN_LENGTH_SHARE = 0.5
 """Mean length of prompts and answers, as a share of the longest ones: an assumption, as nothing was sampled yet."""
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class Workload:
     """What is planned: a model, its precision, and the workload of one RL step. Lengths in tokens. Two are never equal, so that what is
     computed for one can be kept."""
 
     model: ModelGeometry
-    routing: Routing | None
+    routing: RoutingConfig | None
     config: Config
-    positions: int
+    max_positions: int
     """Longest sequence that the model takes."""
     sharded_optimizer: bool = False
     """Replicas share masters and moments (Megatron's distributed optimizer)."""
-    shares_tokens: bool = False
+    dense_sequence_parallel: bool = False
     """Tensor parallel ranks of a dense model share the tokens where each is computed by itself (sequence parallelism)."""
 
     @classmethod
-    def of(cls, config: Config, hf_config: dict[str, Any]) -> Job:
+    def from_config(cls, config: Config, hf_config: dict[str, Any]) -> Workload:
         """Raises UserError or GeometryError for a model that the trainer does not build."""
         return cls(
             ModelGeometry.from_hf_config(hf_config),
-            traits_of(hf_config).routing,
+            parse_forward_config(hf_config).routing,
             config,
-            positions=int(hf_config.get("max_position_embeddings", 0)),
-            sharded_optimizer=setting(config, "train.distributed_optimizer", False),
-            shares_tokens=setting(config, "train.layout.sequence_parallel", False),
+            max_positions=int(hf_config.get("max_position_embeddings", 0)),
+            sharded_optimizer=get_setting(config, "train.distributed_optimizer", False),
+            dense_sequence_parallel=get_setting(config, "train.layout.sequence_parallel", False),
         )
 
     @cached_property
     def contract(self) -> PrecisionContract:
-        return PrecisionContract.of(self.config.precision)
+        return PrecisionContract.from_config(self.config.precision)
 
     @property
     def high_bytes(self) -> int:
         return 2 if self.config.precision.high == "bf16" else 4
 
     @property
-    def reference(self) -> bool:
+    def has_reference(self) -> bool:
         return self.config.algorithm.kl_coef > 0
 
     @property
@@ -67,28 +67,28 @@ class Job:
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
     @property
-    def longest(self) -> int:
+    def max_sequence(self) -> int:
         return longest_sequence(self.config)
 
     @property
     def mean_answer(self) -> float:
-        return MEAN_SHARE * self.config.rollout.max_new_tokens
+        return MEAN_LENGTH_SHARE * self.config.rollout.max_new_tokens
 
     @property
     def mean_sequence(self) -> float:
-        return MEAN_SHARE * self.longest
+        return MEAN_LENGTH_SHARE * self.max_sequence
 
-    def places(self, cp: int) -> float:
+    def tokens_per_rank(self, cp: int) -> float:
         """Tokens of a rank in the largest micro-batch: the bound, or its part of one sequence that is longer than it."""
-        return max(self.config.train.micro_batch_tokens, self.longest / cp)
+        return max(self.config.train.micro_batch_tokens, self.max_sequence / cp)
 
     @property
     def top_k(self) -> int:
         return self.routing.top_k if self.routing else 0
 
-    def sequence_parallel(self, tp: int) -> bool:
+    def uses_sequence_parallel(self, tp: int) -> bool:
         """Megatron's experts need it beside tensor parallelism."""
-        return tp > 1 and (self.model.experts is not None or self.shares_tokens)
+        return tp > 1 and (self.model.experts is not None or self.dense_sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -105,23 +105,23 @@ class Candidate:
     """What the backward pass computes anew instead of keeping it: MLPs and experts (`selective`), or all within a layer (`full`)."""
 
     @classmethod
-    def of_config(cls, config: Config, cluster: Cluster) -> Candidate:
+    def from_config(cls, config: Config, cluster: Cluster) -> Candidate:
         """What the configuration says. Where it has no field for them, placement and number of engines are those that fill the cluster.
         Raises GeometryError for sizes that are no layout."""
         sizes = config.train.layout
-        vpp, cp = (int(setting(config, f"train.layout.{name}", 1)) for name in ("vpp", "cp"))
+        vpp, cp = (int(get_setting(config, f"train.layout.{name}", 1)) for name in ("vpp", "cp"))
         layout = Layout(tp=sizes.tp, pp=sizes.pp, vpp=vpp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp, cp=cp)
-        placement = setting(config, "placement.kind", "colocated" if layout.world_size >= cluster.gpus else "disaggregated")
+        placement = get_setting(config, "placement.kind", "colocated" if layout.world_size >= cluster.gpus else "disaggregated")
         left = cluster.gpus - (0 if placement == "colocated" else layout.world_size)
-        engines = setting(config, "rollout.engines", max(1, left // config.rollout.tp))
-        return cls(layout, config.rollout.tp, config.rollout.ep, engines, placement, setting(config, "train.recompute", "none"))
+        engines = get_setting(config, "rollout.engines", max(1, left // config.rollout.tp))
+        return cls(layout, config.rollout.tp, config.rollout.ep, engines, placement, get_setting(config, "train.recompute", "none"))
 
     @property
     def colocated(self) -> bool:
         return self.placement == "colocated"
 
     @property
-    def alone(self) -> Candidate:
+    def trainer_only(self) -> Candidate:
         """The trainer's side of it: the same for all engines, so that what is computed of it can be kept."""
         return Candidate(self.train, placement=self.placement, recompute=self.recompute)
 
@@ -133,7 +133,7 @@ class Candidate:
         """Nodes that have a GPU of an engine."""
         return len({cluster.node_of(self.engine_gpu(rank)) for rank in range(self.engine_gpus)})
 
-    def not_started(self, cluster: Cluster) -> str:
+    def find_launch_problem(self, cluster: Cluster) -> str:
         """Why no batch script of launch/slurm starts it: there the trainer's ranks fill their nodes, and every node that has engines has
         as many. "" where one does."""
         served = self.engine_nodes(cluster)
@@ -151,15 +151,15 @@ class Candidate:
         return rank if self.colocated else self.train.world_size + rank
 
     @property
-    def stages(self) -> list[int]:
+    def extreme_stages(self) -> list[int]:
         """The pipeline stages among which the fullest is: the first has the embedding and the most micro-batches in flight, the last
         the logits; the second stands for the others, of which it has the most in flight."""
         return sorted({0, min(1, self.train.pp - 1), self.train.pp - 1})
 
-    def micro_batches(self, job: Job) -> int:
+    def micro_batches(self, job: Workload) -> int:
         """Of each replica in one optimizer step."""
         tokens = job.sequences * job.mean_sequence / job.config.algorithm.updates_per_step
-        return max(1, math.ceil(tokens / (self.train.dp * self.train.cp * job.places(self.train.cp))))
+        return max(1, math.ceil(tokens / (self.train.dp * self.train.cp * job.tokens_per_rank(self.train.cp))))
 
     def overrides(self, config: Config) -> list[str]:
         """What to put behind a command to run this: the fields of the configuration that say otherwise."""
@@ -172,11 +172,11 @@ class Candidate:
         wanted |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
         staleness = 0 if self.colocated else config.placement.max_staleness or 1  # generation goes on while the trainer trains
         wanted["placement.max_staleness"] = staleness
-        for _, mended in stale_conflicts(config, staleness):
+        for _, mended in find_staleness_conflicts(config, staleness):
             wanted |= mended
-        return [f"--{field}={value}" for field, value in wanted.items() if is_field(field) and setting(config, field, None) != value]
+        return [f"--{field}={value}" for field, value in wanted.items() if has_field(field) and get_setting(config, field, None) != value]
 
-    def words(self) -> str:
+    def describe(self) -> str:
         """`tp 4 pp 2 dp 4`, sizes of 1 left out."""
         layout = self.train
         sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "dp": layout.dp, "ep": layout.ep}
@@ -187,14 +187,14 @@ class Candidate:
             shown.append(f"recompute {self.recompute}")
         return " ".join(shown or ["one rank"])
 
-    def engine_words(self) -> str:
+    def describe_engines(self) -> str:
         """`4 x tp 8 ep 8`."""
         return f"{self.engines} x tp {self.rollout_tp}" + (f" ep {self.rollout_ep}" if self.rollout_ep > 1 else "")
 
 
-def setting(config: Config, path: str, default: Any) -> Any:
+def get_setting(config: Config, path: str, default: Any) -> Any:
     """The value of a field, or `default` where the configuration has no such field."""
-    if not is_field(path):
+    if not has_field(path):
         return default
     value: Any = config
     for name in path.split("."):
@@ -202,7 +202,7 @@ def setting(config: Config, path: str, default: Any) -> Any:
     return value
 
 
-def is_field(path: str) -> bool:
+def has_field(path: str) -> bool:
     """Whether the configuration has this field today."""
     section: Any = Config
     for name in path.split("."):

@@ -32,10 +32,10 @@ GPUS = {
 }
 """NVIDIA's data sheets of the Hopper GPUs that the FP8 back ends are written for."""
 
-NETWORK = 50e9
+NETWORK_BANDWIDTH = 50e9
 """Bytes/s in one direction of a GPU's own network adapter (400 Gbit/s, one for each GPU, as in NVIDIA's reference nodes)."""
 
-LINK_SHARE = 0.7
+LINK_EFFICIENCY = 0.7
 """Of a link's bandwidth, HBM's included, that an estimate counts on. An assumption."""
 
 
@@ -48,7 +48,7 @@ class Cluster:
     gpu: Gpu
 
     @classmethod
-    def of(cls, nodes: int, gpus_per_node: int, gpu: str) -> Cluster:
+    def from_options(cls, nodes: int, gpus_per_node: int, gpu: str) -> Cluster:
         for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
             if value < 1:
                 raise UserError(option, value, "must be a positive number", "give 1 or more")

@@ -21,21 +21,21 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from megatron_rl.planner.candidate import Candidate, Job
-from parallel.formats import SCHEMES, blocks_in
+from megatron_rl.planner.candidate import Candidate, Workload
+from parallel.formats import SCHEMES, count_blocks
 from parallel.layout import Coordinates, Layout
-from parallel.layout_hints import one_of_each_layer
-from parallel.megatron_shards import megatron_shards, stage_layers
+from parallel.layout_hints import keep_one_layer_per_kind
+from parallel.megatron_shards import build_megatron_shards, list_stage_layers
 from parallel.model_geometry import ModelGeometry, Shard
 from parallel.reshard import kind_of
-from parallel.sglang_shards import sglang_shards
+from parallel.sglang_shards import build_sglang_shards
 
 _SCALE = 4
 _EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 
 
-class Held(NamedTuple):
+class RankMemory(NamedTuple):
     """Bytes on one trainer rank."""
 
     weights: int = 0
@@ -49,8 +49,8 @@ class Held(NamedTuple):
     """FP32 copies of parameters that are not FP32 themselves."""
     moments: int = 0
 
-    def times(self, count: int) -> Held:
-        return Held(*(count * size for size in self))
+    def times(self, count: int) -> RankMemory:
+        return RankMemory(*(count * size for size in self))
 
     @property
     def optimizer(self) -> int:
@@ -62,27 +62,27 @@ class Held(NamedTuple):
         return self.weights + self.blocks + self.operands
 
 
-def trainer_held(job: Job, candidate: Candidate, stage: int) -> Held:
+def count_trainer_memory(job: Workload, candidate: Candidate, stage: int) -> RankMemory:
     """What a trainer rank of pipeline stage `stage` holds of the actor; ranks of one stage hold equally much."""
-    return _trainer_held(job, candidate.train, stage)
+    return _count_trainer_memory(job, candidate.train, stage)
 
 
 @lru_cache(maxsize=4096)
-def _trainer_held(job: Job, layout: Layout, stage: int) -> Held:
-    found = [_shard_held(job, layout, shard).times(count) for shard, count in rank_shards(job.model, layout, stage)]
-    return Held(*(sum(parts) for parts in zip(*found, strict=True)))
+def _count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
+    found = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
+    return RankMemory(*(sum(parts) for parts in zip(*found, strict=True)))
 
 
-def reference_held(job: Job, candidate: Candidate, stage: int) -> int:
+def count_reference_memory(job: Workload, candidate: Candidate, stage: int) -> int:
     """Bytes of the frozen reference, which has no gradients; 0 where the run has none."""
-    return trainer_held(job, candidate, stage).model if job.reference else 0
+    return count_trainer_memory(job, candidate, stage).model if job.has_reference else 0
 
 
-def rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
-    """(parameter, how often) of a rank of pipeline stage `stage`. Raises GeometryError as `megatron_shards` does."""
-    counts = layer_counts(model, layout, stage)
+def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
+    """(parameter, how often) of a rank of pipeline stage `stage`. Raises GeometryError as `build_megatron_shards` does."""
+    counts = count_layers_like_each(model, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
-    for shard, alike in _one_of_each(model, layout.tp, layout.ep, layout.etp):
+    for shard, alike in _representative_shards(model, layout.tp, layout.ep, layout.etp):
         if shard.name == _EMBEDDING:
             yield shard, first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied embedding
         elif shard.name in (_OUTPUT, _FINAL_NORM):
@@ -92,55 +92,55 @@ def rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tu
 
 
 @lru_cache(maxsize=256)
-def _one_of_each(model: ModelGeometry, tp: int, ep: int, etp: int) -> tuple[tuple[Shard, int], ...]:
+def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> tuple[tuple[Shard, int], ...]:
     """Parameters of one layer of each kind and of what surrounds them, with one expert for all of a rank."""
     layout = Layout(tp=tp, ep=ep, etp=etp, dp=math.lcm(tp, ep * etp) // tp)
     per_rank = model.experts.count // ep if model.experts else 1
-    shards = megatron_shards(one_of_each_layer(model), layout, Coordinates())
+    shards = build_megatron_shards(keep_one_layer_per_kind(model), layout, Coordinates())
     kept = (shard for shard in shards if _EXPERT not in shard.name or f"{_EXPERT}0." in shard.name)
     return tuple((shard, per_rank if _EXPERT in shard.name else 1) for shard in kept)
 
 
-def layer_counts(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
-    """How many layers of a stage are like each layer of `one_of_each_layer`."""
-    plain, sparse = layer_kinds(model, layout.pp, layout.vpp, stage)
+def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
+    """How many layers of a stage are like each layer of `keep_one_layer_per_kind`."""
+    plain, sparse = count_layer_kinds(model, layout.pp, layout.vpp, stage)
     if model.experts is None:
         return [plain]
     return [plain, sparse] if model.experts.dense_layers else [sparse]
 
 
 @lru_cache(maxsize=1024)
-def layer_kinds(model: ModelGeometry, pp: int, vpp: int, stage: int) -> tuple[int, int]:
+def count_layer_kinds(model: ModelGeometry, pp: int, vpp: int, stage: int) -> tuple[int, int]:
     """(layers with one MLP, layers with experts) of a stage."""
-    layers = stage_layers(model.layers, Layout(pp=pp, vpp=vpp), stage)
+    layers = list_stage_layers(model.layers, Layout(pp=pp, vpp=vpp), stage)
     sparse = sum(map(model.has_experts, layers))
     return len(layers) - sparse, sparse
 
 
-def _shard_held(job: Job, layout: Layout, shard: Shard) -> Held:
+def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemory:
     size = shard.rows * shard.cols
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert beside it
-        return Held(weights=8 * size)
+        return RankMemory(weights=8 * size)
     replicas = 1
     if job.sharded_optimizer:
         replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
     is_fp8 = job.contract.train_fp8 and kind_of(shard.role, job.contract.fp8_roles()) == "fp8"
     own_master = is_fp8 or job.high_bytes == 4
-    return Held(
+    return RankMemory(
         weights=size * (4 if own_master else 2),
         blocks=_quantised(shard, "fp8") if is_fp8 else 0,
-        operands=operand_bytes(job.config.precision.backend, shard.rows, shard.cols) if is_fp8 else 0,
+        operands=count_operand_bytes(job.config.precision.backend, shard.rows, shard.cols) if is_fp8 else 0,
         gradients=4 * size,
         masters=0 if own_master else -(-4 * size // replicas),
         moments=-(-8 * size // replicas),
     )
 
 
-def operand_bytes(backend: str, rows: int, cols: int) -> int:
+def count_operand_bytes(backend: str, rows: int, cols: int) -> int:
     """What `fp8.backends` keeps of a weight beside its blocks: dequantised values, or the bytes a second time, transposed, with scales."""
     if backend == "emulated":
         return 4 * rows * cols
-    n, k = blocks_in(rows), blocks_in(cols)
+    n, k = count_blocks(rows), count_blocks(cols)
     if backend == "deep_gemm":
         return rows * cols + _SCALE * n * k
     return rows * cols + _SCALE * (n * _to_four(k) + k * _to_four(n))  # Transformer Engine pads both sides' scales
@@ -150,12 +150,12 @@ def _to_four(length: int) -> int:
     return -(-length // 4) * 4
 
 
-def quantised_for_sync(job: Job, candidate: Candidate, stage: int) -> int:
+def count_sync_quantisation(job: Workload, candidate: Candidate, stage: int) -> int:
     """Bytes that a sync makes beside the weights where the engine is quantised and the trainer is not; 0 elsewhere."""
     if job.contract.train_fp8:
         return 0
     kinds = job.contract.fp8_roles(), job.contract.int8_roles()
-    shards = rank_shards(job.model, candidate.train, stage)
+    shards = count_rank_shards(job.model, candidate.train, stage)
     return sum(count * _quantised(shard, kind) for shard, count in shards if (kind := kind_of(shard.role, *kinds)) in SCHEMES)
 
 
@@ -164,16 +164,16 @@ def _quantised(shard: Shard, kind: str) -> int:
     return shard.rows * shard.cols + _SCALE * math.prod(shard.scale_shape_of(kind))
 
 
-def engine_weights(job: Job, candidate: Candidate) -> int:
+def count_engine_weights(job: Workload, candidate: Candidate) -> int:
     """Bytes of an engine rank's parameters and scales, vocabulary padding included."""
-    return _engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
+    return _count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
 
 
 @lru_cache(maxsize=256)
-def _engine_weights(job: Job, tp: int, ep: int) -> int:
+def _count_engine_weights(job: Workload, tp: int, ep: int) -> int:
     total = 0
-    counts = layer_counts(job.model, Layout(), 0)
-    for shard in sglang_shards(one_of_each_layer(job.model), tp, 0, ep):
+    counts = count_layers_like_each(job.model, Layout(), 0)
+    for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):
         kind = kind_of(shard.role, job.contract.fp8_roles(), job.contract.int8_roles())
         parts = shard.name.split(".")
         count = counts[int(parts[2])] if parts[1] == "layers" else 1
@@ -182,7 +182,7 @@ def _engine_weights(job: Job, tp: int, ep: int) -> int:
     return total
 
 
-def kv_bytes_per_token(job: Job, tp: int) -> int:
+def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
     """Of an engine rank: keys and values of all layers, in the high dtype; MLA keeps one latent for all heads, on every rank."""
     model = job.model
     if model.latent is not None:
@@ -192,8 +192,8 @@ def kv_bytes_per_token(job: Job, tp: int) -> int:
     return model.layers * width * job.high_bytes
 
 
-def kv_cache(job: Job, candidate: Candidate) -> int:
+def count_kv_cache(job: Workload, candidate: Candidate) -> int:
     """Bytes of `rollout.max_total_tokens` on an engine rank, and SGLang's int32 table of where each request's tokens lie."""
     rollout = job.config.rollout
-    table = 4 * rollout.max_running_requests * job.positions
-    return rollout.max_total_tokens * kv_bytes_per_token(job, candidate.rollout_tp) + table
+    table = 4 * rollout.max_running_requests * job.max_positions
+    return rollout.max_total_tokens * count_kv_bytes_per_token(job, candidate.rollout_tp) + table

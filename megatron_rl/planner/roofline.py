@@ -4,7 +4,7 @@ measured on a GPU.
     train       micro-batches * (compute + tensor-parallel + expert-parallel traffic) / (1 - bubble) + gradients over replicas
     logprobs    the same without backward pass, once more where there is a reference
     generate    decoding is bound by reading weights and KV cache; as many tokens in a row as the longest answer has, at least
-    sync        the busiest GPU's bytes by link (`sync_load`)
+    sync        the busiest GPU's bytes by link (`estimate_sync_traffic`)
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.planner import memory
-from megatron_rl.planner.candidate import Candidate, Job
-from megatron_rl.planner.hardware import LINK_SHARE, NETWORK, Cluster
+from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 
-COMPUTE_SHARE = 0.35
+COMPUTE_EFFICIENCY = 0.35
 """Of the peak rate of dense products, in training."""
-DECODE_LATENCY = 20e-6
+DECODE_ALL_REDUCE_LATENCY = 20e-6
 """Seconds of one all-reduce of few tokens within an engine; two in every layer."""
 
 
-def bubble(pp: int, vpp: int, micro_batches: int) -> float:
+def bubble_fraction(pp: int, vpp: int, micro_batches: int) -> float:
     """Share of a pipeline's time in which a stage waits: (pp - 1) / (vpp m + pp - 1) of the whole, which is (pp - 1) / (vpp m) of the
     work (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepTime:
     """Of one RL step."""
 
     generate: float
@@ -50,35 +50,35 @@ class Seconds:
         return (self.generate + self.trainer if self.colocated else max(self.generate, self.trainer)) + self.sync
 
 
-def seconds(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
+def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     """All but the sync's."""
-    return replace(_trainer(job, candidate.alone, cluster), generate=generation(job, candidate, cluster))
+    return replace(_estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
 
 
 @lru_cache(maxsize=1 << 16)
-def _trainer(job: Job, candidate: Candidate, cluster: Cluster) -> Seconds:
+def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     """The trainer's part."""
     updates, m = job.config.algorithm.updates_per_step, candidate.micro_batches(job)
     layout = candidate.train
-    waits = bubble(layout.pp, layout.vpp, m)
-    both = _pass(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
-    train = updates * (both * m / (1 - waits) + _gradients(job, candidate, cluster))
-    forward = _pass(job, candidate, cluster, products=1) * (updates * m + layout.pp - 1)
-    return Seconds(0, (2 if job.reference else 1) * forward, train, bubble=waits, colocated=candidate.colocated)
+    waits = bubble_fraction(layout.pp, layout.vpp, m)
+    both = _estimate_micro_batch(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
+    train = updates * (both * m / (1 - waits) + _estimate_gradient_all_reduce(job, candidate, cluster))
+    forward = _estimate_micro_batch(job, candidate, cluster, products=1) * (updates * m + layout.pp - 1)
+    return StepTime(0, (2 if job.has_reference else 1) * forward, train, bubble=waits, colocated=candidate.colocated)
 
 
-def _pass(job: Job, candidate: Candidate, cluster: Cluster, products: int) -> float:
+def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> float:
     """Seconds of one micro-batch in one stage; `products`: forward passes that the work is worth (backward: two)."""
     layout, model = candidate.train, job.model
-    linear, rest = flops_per_token(job)
+    linear, rest = count_flops_per_token(job)
     rate = cluster.gpu.fp8 if job.contract.train_fp8 and job.config.precision.backend != "emulated" else cluster.gpu.bf16
-    tokens = job.places(layout.cp)
-    compute = products * tokens / (layout.tp * layout.pp) * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_SHARE
+    tokens = job.tokens_per_rank(layout.cp)
+    compute = products * tokens / (layout.tp * layout.pp) * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
     layers = model.layers / layout.pp
     activation = tokens * model.hidden * job.high_bytes
     # two all-reduces, or pairs of all-gather and reduce-scatter, in every layer and direction; a recomputed pass does its own again
     directions = {1: 1, 3: 2, 4: 3}[products]
-    reduced = directions * layers * 2 * _ring(layout.tp) * activation / _bandwidth(layout.tp, cluster)
+    reduced = directions * layers * 2 * _all_reduce_factor(layout.tp) * activation / _bandwidth(layout.tp, cluster)
     sent = 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = activation / (layout.tp if layout.tp > 1 else 1) * job.top_k * (layout.ep - 1) / layout.ep
@@ -92,7 +92,7 @@ def _pass(job: Job, candidate: Candidate, cluster: Cluster, products: int) -> fl
 
 
 @lru_cache(maxsize=16)
-def flops_per_token(job: Job) -> tuple[float, float]:
+def count_flops_per_token(job: Workload) -> tuple[float, float]:
     """(of linear layers that the contract makes FP8, of attention and output layer) in one forward pass: 2 for each weight that a token
     meets, 4 s/2 d for each head and layer of causal attention over sequences of mean length s."""
     model, linear = job.model, 0.0
@@ -104,46 +104,46 @@ def flops_per_token(job: Job) -> tuple[float, float]:
     return linear, attention + 2 * model.vocab * model.hidden
 
 
-def _ring(ranks: int) -> float:
+def _all_reduce_factor(ranks: int) -> float:
     """What an all-reduce of one byte sends and receives on each rank."""
     return 2 * (ranks - 1) / ranks
 
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:
     """Between neighbours of a group of this many GPUs in a row."""
-    return LINK_SHARE * (cluster.gpu.nvlink if ranks <= cluster.gpus_per_node else NETWORK)
+    return LINK_EFFICIENCY * (cluster.gpu.nvlink if ranks <= cluster.gpus_per_node else NETWORK_BANDWIDTH)
 
 
-def _gradients(job: Job, candidate: Candidate, cluster: Cluster) -> float:
+def _estimate_gradient_all_reduce(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
     """FP32 gradients summed over the replicas, once per optimizer step."""
     layout = candidate.train
     if layout.dp * layout.cp == 1:
         return 0.0
-    held = max(memory.trainer_held(job, candidate, stage).gradients for stage in candidate.stages)
-    return held * _ring(layout.dp * layout.cp) / _bandwidth(layout.tp * layout.cp * layout.dp, cluster)
+    held = max(memory.count_trainer_memory(job, candidate, stage).gradients for stage in candidate.extreme_stages)
+    return held * _all_reduce_factor(layout.dp * layout.cp) / _bandwidth(layout.tp * layout.cp * layout.dp, cluster)
 
 
-def generation(job: Job, candidate: Candidate, cluster: Cluster) -> float:
+def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
     """Seconds until all completions of a step are sampled."""
     rollout, tp = job.config.rollout, candidate.rollout_tp
     share = -(-job.sequences // candidate.engines)
     in_cache = max(1, int(rollout.max_total_tokens / job.mean_sequence))
     at_once = min(share, rollout.max_running_requests, in_cache)
-    decode = _decode_step(job, candidate, cluster, at_once)
+    decode = _estimate_decode_step(job, candidate, cluster, at_once)
     tokens = max(share / at_once * job.mean_answer, rollout.max_new_tokens)
-    linear, rest = flops_per_token(job)
+    linear, rest = count_flops_per_token(job)
     prompts = share / rollout.group_size * job.config.data.max_prompt_tokens  # a group's prompt is read once at best
-    return tokens * decode + prompts * (linear + rest) / (tp * cluster.gpu.bf16 * COMPUTE_SHARE)
+    return tokens * decode + prompts * (linear + rest) / (tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
 
 
-def _decode_step(job: Job, candidate: Candidate, cluster: Cluster, at_once: int) -> float:
+def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster, at_once: int) -> float:
     """Seconds of one token for each of `at_once` sequences."""
-    weights: float = memory.engine_weights(job, candidate)
+    weights: float = memory.count_engine_weights(job, candidate)
     if job.model.experts is not None:  # experts that no token of the batch chose are not read
         chosen = 1 - (1 - job.top_k / job.model.experts.count) ** at_once
         weights *= chosen
-    cache = at_once * job.mean_sequence * memory.kv_bytes_per_token(job, candidate.rollout_tp)
-    linear, rest = flops_per_token(job)
-    compute = at_once * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_SHARE)
-    talk = 2 * job.model.layers * DECODE_LATENCY if candidate.rollout_tp > 1 else 0.0
-    return max((weights + cache) / (LINK_SHARE * cluster.gpu.hbm), compute) + talk
+    cache = at_once * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)
+    linear, rest = count_flops_per_token(job)
+    compute = at_once * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
+    talk = 2 * job.model.layers * DECODE_ALL_REDUCE_LATENCY if candidate.rollout_tp > 1 else 0.0
+    return max((weights + cache) / (LINK_EFFICIENCY * cluster.gpu.hbm), compute) + talk

@@ -11,12 +11,12 @@ from jinja2 import Environment, StrictUndefined
 from megatron_rl.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_rl.planner.plan import Plan, Request
+    from megatron_rl.planner.plan import Plan, PlanOptions
 
 TEMPLATE = Path(__file__).parents[2] / "launch" / "slurm" / "plan.sbatch.j2"
 
 
-def write_sbatch(plan: Plan, request: Request) -> str:
+def write_sbatch(plan: Plan, request: PlanOptions) -> str:
     """The text of the file: how many nodes, and the project's own launch/slurm/PLACEMENT.sbatch with the plan's layouts.
 
     Raises UserError where the template is missing, as in an installed wheel.
@@ -30,9 +30,9 @@ def write_sbatch(plan: Plan, request: Request) -> str:
         cluster=cluster,
         ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),
         placement=candidate.placement,
-        words=candidate.words(),
-        engines=candidate.engine_words(),
+        words=candidate.describe(),
+        engines=candidate.describe_engines(),
         engine_nodes=candidate.engine_nodes(cluster),
-        problem=candidate.not_started(cluster),
+        problem=candidate.find_launch_problem(cluster),
         arguments=shlex.join((str(request.path), *request.overrides, *candidate.overrides(plan.job.config))),
     )

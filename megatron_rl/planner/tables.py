@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.planner import block_alignment
-from megatron_rl.planner.candidate import MEAN_SHARE, Job
-from megatron_rl.planner.hardware import GIB, LINK_SHARE, NETWORK, Cluster
-from megatron_rl.planner.memory_by_phase import offloaded, usable
-from megatron_rl.planner.roofline import COMPUTE_SHARE
-from megatron_rl.planner.search import Found, Verdict, reason
+from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Workload
+from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
+from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
+from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
 
 if TYPE_CHECKING:
     from megatron_rl.planner.plan import Plan
@@ -29,51 +29,53 @@ def print_plan(plan: Plan) -> None:
     job, chosen = plan.job, plan.chosen
     console.print(_headline(job, plan.cluster), soft_wrap=True)
     what = "As configured" if plan.configured else "The best layout"
-    console.print(f"{what}: {chosen.candidate.placement}; train {chosen.candidate.words()}; engines {chosen.candidate.engine_words()}\n")
+    console.print(
+        f"{what}: {chosen.candidate.placement}; train {chosen.candidate.describe()}; engines {chosen.candidate.describe_engines()}\n"
+    )
     console.print(_memory(chosen, plan.cluster))
-    if host := offloaded(job, chosen.candidate):
+    if host := count_offloaded_bytes(job, chosen.candidate):
         console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
-    if problem := chosen.candidate.not_started(plan.cluster):
+    if problem := chosen.candidate.find_launch_problem(plan.cluster):
         console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
     console.print(_alignment(plan))
     console.print(_sync(chosen, plan.cluster))
-    console.print(_ranked(plan.found))
-    for number, verdict in enumerate(plan.found.ranked, 1):
-        console.print(f"{number}. {reason(verdict, plan.found.ranked[0])}")
+    console.print(_ranked(plan.search))
+    for number, verdict in enumerate(plan.search.ranked, 1):
+        console.print(f"{number}. {explain_rank(verdict, plan.search.ranked[0])}")
         console.print(f"   {' '.join(verdict.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
-    console.print(_left_out(plan.found))
+    console.print(_left_out(plan.search))
     console.print(
         "Memory is counted from the shards, activations by formula. Seconds are estimates, measured nowhere: "
-        f"{COMPUTE_SHARE:.0%} of peak compute, {LINK_SHARE:.0%} of bandwidths, sequences {MEAN_SHARE:.0%} of the longest."
+        f"{COMPUTE_EFFICIENCY:.0%} of peak compute, {LINK_EFFICIENCY:.0%} of bandwidths, sequences {MEAN_LENGTH_SHARE:.0%} of the longest."
     )
 
 
-def _headline(job: Job, cluster: Cluster) -> str:
+def _headline(job: Workload, cluster: Cluster) -> str:
     precision, rollout = job.config.precision, job.config.rollout
     size = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values()) / 1e9
     flow = precision.mode + (f" by {precision.backend}" if precision.mode == "fp8_unified" else "")
     return (
         f"{job.config.model.path.name}: {job.model.kind}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
-        f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.longest} tokens each"
+        f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.max_sequence} tokens each"
     )
 
 
-def _memory(verdict: Verdict, cluster: Cluster) -> Table:
+def _memory(verdict: CandidateEstimate, cluster: Cluster) -> Table:
     apart = "" if verdict.candidate.colocated else "\n{}"
     columns = [side.phase + apart.format(side.gpus) for side in verdict.memory]
-    table = _table(f"GiB on the fullest GPU, of {_gib(usable(cluster))} to be used", ["", *columns])
+    table = _table(f"GiB on the fullest GPU, of {_gib(usable_bytes(cluster))} to be used", ["", *columns])
     for part in dict.fromkeys(part for side in verdict.memory for part in side.parts):
         if any(side.parts.get(part) for side in verdict.memory):
             table.add_row(part, *(_gib(side.parts.get(part, 0)) for side in verdict.memory))
     table.add_section()
     table.add_row("total", *(_gib(side.total) for side in verdict.memory))
-    table.add_row("free", *(_gib(usable(cluster) - side.total) for side in verdict.memory))
+    table.add_row("free", *(_gib(usable_bytes(cluster) - side.total) for side in verdict.memory))
     return table
 
 
 def _alignment(plan: Plan) -> Table:
-    rows = block_alignment.rows(plan.job, plan.chosen.candidate)
+    rows = block_alignment.check_alignment(plan.job, plan.chosen.candidate)
     heads = ["side", "parameter, of each layer", "on one rank", "precision", "scales", "FP8 blocks"]
     table = _table("Every kind of parameter in both layouts", heads, text=True)
     for row in rows:
@@ -83,29 +85,29 @@ def _alignment(plan: Plan) -> Table:
     return table
 
 
-def _sync(verdict: Verdict, cluster: Cluster) -> Table:
+def _sync(verdict: CandidateEstimate, cluster: Cluster) -> Table:
     assert verdict.sync is not None
     title = f"One sync: {_bytes(sum(verdict.sync.total.values()))}, an estimated {verdict.sync.seconds:.2g} s without the proof"
     table = _table(title, ["link", "all GPUs", "busiest GPU", "bandwidth"])
-    rates = {"same": cluster.gpu.hbm, "node": cluster.gpu.nvlink, "network": NETWORK}
+    rates = {"same": cluster.gpu.hbm, "node": cluster.gpu.nvlink, "network": NETWORK_BANDWIDTH}
     names = {"same": "within a GPU", "node": "NVLink, within a node", "network": "between nodes"}
     for link, rate in rates.items():
         table.add_row(names[link], _bytes(verdict.sync.total[link]), _bytes(verdict.sync.busiest[link]), f"{_bytes(rate)}/s")
     return table
 
 
-def _ranked(found: Found) -> Table:
+def _ranked(found: SearchResult) -> Table:
     heads = ["", "placement", "train", "engines", "free GiB", "step s", "generate s", "train s", "sync s", "bubble"]
     table = _table("Layouts that fit, the fastest first", heads)
     for number, verdict in enumerate(found.ranked, 1):
         candidate, seconds = verdict.candidate, verdict.seconds
         times = [f"{value:.3g}" for value in (seconds.step, seconds.generate, seconds.trainer, seconds.sync)]
-        names = [candidate.placement, candidate.words(), candidate.engine_words()]
+        names = [candidate.placement, candidate.describe(), candidate.describe_engines()]
         table.add_row(str(number), *names, _gib(verdict.spare), *times, f"{seconds.bubble:.1%}")
     return table
 
 
-def _left_out(found: Found) -> str:
+def _left_out(found: SearchResult) -> str:
     reasons = ", ".join(f"{count} {why}" for why, count in found.dropped.most_common())
     return f"{found.tried} placements tried" + (f": {reasons}" if reasons else "") + "."
 

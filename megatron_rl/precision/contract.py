@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 from parallel.formats import BLOCK
 from parallel.model_geometry import ModelGeometry
@@ -30,7 +30,7 @@ E4M3_MAX = 448.0
 AMAX_EPSILON = 1e-10
 """Smallest block maximum, as SGLang clamps it; with it a pow2 block of zeros has scale 2^-42 on both sides."""
 
-FP8_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
+QUANTIZED_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 """Roles of weights (`parallel.model_geometry`) that are FP8 in the FP8 modes, INT8 in `int8_rollout`; all others stay in high precision."""
 
 
@@ -50,7 +50,7 @@ class PrecisionContract:
     """Who computes the trainer's FP8 products; every backend keeps the contract."""
 
     @classmethod
-    def of(cls, precision: Precision) -> PrecisionContract:
+    def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
         return cls(
             train_fp8=precision.mode == "fp8_unified",
             rollout_fp8=precision.mode in ("fp8_unified", "fp8_rollout"),
@@ -62,13 +62,13 @@ class PrecisionContract:
 
     def fp8_roles(self) -> frozenset[str]:
         """Roles that the engine holds as E4M3 blocks with scales."""
-        return FP8_ROLES if self.rollout_fp8 else frozenset()
+        return QUANTIZED_ROLES if self.rollout_fp8 else frozenset()
 
     def int8_roles(self) -> frozenset[str]:
         """Roles that the engine holds as INT8 with a scale per output channel."""
-        return FP8_ROLES if self.rollout_int8 else frozenset()
+        return QUANTIZED_ROLES if self.rollout_int8 else frozenset()
 
-    def engine_refusal(self, model: ModelGeometry) -> UserError | None:
+    def find_engine_error(self, model: ModelGeometry) -> UserError | None:
         """Why no engine serves the model in this precision; None where one does."""
         if self.rollout_int8 and model.latent is not None:
             rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"

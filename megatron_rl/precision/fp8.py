@@ -24,14 +24,14 @@ _EIGHT_BINADES = 8 << 23
 _SMALLEST_BINADE = (127 - 6) << 23  # exponent bits of 2^-6, E4M3's smallest normal number
 
 
-class Blocks(NamedTuple):
+class Fp8Weight(NamedTuple):
     """A quantised matrix. `data`: float8_e4m3fn [N, K]; `scale`: float32 [ceil(N/128), ceil(K/128)]; value = data * scale."""
 
     data: torch.Tensor
     scale: torch.Tensor
 
 
-def scales_of(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, 1/scale) in float32 for block maxima `amax` (float32, any shape)."""
     amax = amax.clamp_min(AMAX_EPSILON)
     if scale_format == "pow2":
@@ -42,7 +42,7 @@ def scales_of(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torc
     return multiplier.reciprocal(), multiplier
 
 
-def quantize_weight(weight: torch.Tensor, scale_format: str) -> Blocks:
+def quantize_weight(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
     """Quantises [N, K] in 128x128 blocks; edge blocks may be partial. Raises ValueError where a value is inf or NaN."""
     rows, cols = weight.shape
     padded = _padded(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
@@ -50,12 +50,12 @@ def quantize_weight(weight: torch.Tensor, scale_format: str) -> Blocks:
     amax = tiles.abs().amax(dim=(1, 3))
     if not torch.isfinite(amax).all():
         raise ValueError("weight holds inf or NaN")
-    scale, inverse = scales_of(amax, scale_format)
+    scale, inverse = compute_scales(amax, scale_format)
     data = (tiles * inverse[:, None, :, None]).view(padded.shape)[:rows, :cols].to(torch.float8_e4m3fn)
-    return Blocks(data.contiguous(), scale)
+    return Fp8Weight(data.contiguous(), scale)
 
 
-def dequantize_weight(blocks: Blocks) -> torch.Tensor:
+def dequantize_weight(blocks: Fp8Weight) -> torch.Tensor:
     """float32 [N, K]: data * scale of its block."""
     rows, cols = blocks.data.shape
     scale = blocks.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
@@ -65,7 +65,7 @@ def dequantize_weight(blocks: Blocks) -> torch.Tensor:
 def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Q_1x128(x) in bytes: (float8_e4m3fn [T, K], float32 scales [T, ceil(K/128)]) of x [T, K], any K."""
     groups = _padded(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    scale, inverse = scales_of(groups.abs().amax(2), scale_format)
+    scale, inverse = compute_scales(groups.abs().amax(2), scale_format)
     data = (groups * inverse[..., None]).flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn)
     return data.contiguous(), scale
 
@@ -102,7 +102,7 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def _round_trip(groups: torch.Tensor, dim: int, scale_format: str) -> torch.Tensor:
-    scale, inverse = scales_of(groups.abs().amax(dim, keepdim=True), scale_format)
+    scale, inverse = compute_scales(groups.abs().amax(dim, keepdim=True), scale_format)
     return round_to_e4m3(groups * inverse).mul_(scale)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.precision.fp8 import round_trip_1x128, round_trip_128x1
-from megatron_rl.precision.ops.batch_invariant import product
+from megatron_rl.precision.ops.batch_invariant import invariant_matmul
 
 
 def value_dtype(x: torch.Tensor, scale_format: str) -> torch.dtype:
@@ -22,7 +22,7 @@ def value_dtype(x: torch.Tensor, scale_format: str) -> torch.dtype:
 def fprop(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Q_1x128(x) . W^T. x [..., K] in any float dtype, weight [N, K] dequantised blocks in `value_dtype` (float32 will do as well);
     returns [..., N] in x's dtype."""
-    return product(round_trip_1x128(x, scale_format).to(weight.dtype), weight).to(x.dtype)
+    return invariant_matmul(round_trip_1x128(x, scale_format).to(weight.dtype), weight).to(x.dtype)
 
 
 def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:

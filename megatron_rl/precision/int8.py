@@ -20,7 +20,7 @@ _EXACT_COLUMNS = 1024
 """127 * 127 * 1024 < 2^24: FP32 sums of that many products of INT8 values are exact, whatever their order."""
 
 
-class Channels(NamedTuple):
+class Int8Weight(NamedTuple):
     """A quantised weight. `data`: int8 [N, K]; `scale`: float32 [N, 1]; value = data * scale."""
 
     data: torch.Tensor
@@ -32,7 +32,7 @@ def row_maxima(x: torch.Tensor) -> torch.Tensor:
     return x.float().abs().amax(-1, keepdim=True)
 
 
-def quantize_channels(weight: torch.Tensor, amax: torch.Tensor | None = None) -> Channels:
+def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None) -> Int8Weight:
     """Quantises [N, K] by rows. `amax` [N, 1]: maxima of the whole rows, where `weight` holds some of their columns only.
 
     Raises ValueError where a value is inf or NaN.
@@ -41,10 +41,10 @@ def quantize_channels(weight: torch.Tensor, amax: torch.Tensor | None = None) ->
     if not torch.isfinite(amax).all():
         raise ValueError("weight holds inf or NaN")
     values, scale = _quantize_rows(weight, amax)
-    return Channels(values.to(torch.int8), scale)
+    return Int8Weight(values.to(torch.int8), scale)
 
 
-def product(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def int8_matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Q(x) . W^T with exact sums, as INT32 accumulation has, each scaled once in FP32.
 
     x [..., K] in any float dtype, `values` float32 [N, K] (INT8 numbers), `scale` float32 [N, 1]; returns [..., N] in x's dtype.

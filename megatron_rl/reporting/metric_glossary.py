@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from megatron_rl.observability.console import Number
+from megatron_rl.observability.console import MetricValue
 
 _MEANING = {
     "policy_version": ("optimizer steps behind the policy", "count"),
@@ -71,7 +71,7 @@ _MEANING = {
     "time/recovery": ("from the loss of an engine to the next proved sync", "seconds"),
     "time/step": ("the whole step", "seconds"),
 }
-CAUSES = {
+CAUSE_LABELS = {
     "kernels": "other kernels",
     "activations": "quantised activations",
     "weights": "quantised weights",
@@ -98,11 +98,11 @@ _PATTERNS = (
     (re.compile(r"time/(\w+)"), "the phase “{}”", "seconds"),
 )
 _UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
-HIDDEN = ("step", "unix_time")
+HIDDEN_METRICS = ("step", "unix_time")
 """Keys of a row that are no measurement."""
 
 
-def meaning(key: str) -> tuple[str, str]:
+def describe_metric(key: str) -> tuple[str, str]:
     """What a metric is, and the name of its format; ("", "number") for a metric that this file does not know."""
     if key in _MEANING:
         return _MEANING[key]
@@ -112,7 +112,7 @@ def meaning(key: str) -> tuple[str, str]:
     return "", "number"
 
 
-def write(value: Number, form: str) -> str:
+def format_value(value: MetricValue, form: str) -> str:
     """A value as text. `form`: share (0.5 is "50.0 %"), count, bytes, seconds, small (scientific where needed) or number."""
     if value is None:
         return "not finite"
@@ -121,13 +121,13 @@ def write(value: Number, form: str) -> str:
     if form == "count":
         return f"{value:,.0f}"
     if form == "bytes":
-        return byte_text(value)
+        return format_bytes(value)
     if form == "seconds":
-        return f"{value:.2f} s" if value < 100 else duration(value)
+        return f"{value:.2f} s" if value < 100 else format_duration(value)
     return f"{value:.2e}" if value and abs(value) < (1e-2 if form == "small" else 1e-3) else f"{value:.4g}"
 
 
-def byte_text(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes with a decimal unit: 3_200_000 is "3.20 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
@@ -136,7 +136,7 @@ def byte_text(size: float) -> str:
     return f"{size:.3g} TB"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as "45 s", "7 min 12 s" or "3 h 05 min"."""
     whole = round(seconds)
     if whole < 60:
@@ -144,7 +144,7 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
-def toml_text(config: dict[str, object], prefix: str = "") -> str:
+def format_toml(config: dict[str, object], prefix: str = "") -> str:
     """A configuration as TOML sections; what was not set is a comment. For reading; values are written as JSON writes them."""
 
     def line(key: str, value: object) -> str:
@@ -153,7 +153,7 @@ def toml_text(config: dict[str, object], prefix: str = "") -> str:
     lines = [line(key, value) for key, value in config.items() if not isinstance(value, dict)]
     text = "\n".join(([f"[{prefix}]"] if prefix and lines else []) + lines)
     parts = [text] if text else []
-    parts += [toml_text(value, f"{prefix}.{key}" if prefix else key) for key, value in config.items() if isinstance(value, dict)]
+    parts += [format_toml(value, f"{prefix}.{key}" if prefix else key) for key, value in config.items() if isinstance(value, dict)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -18,10 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron_rl.observability.console import PHASES, Number
-from megatron_rl.reporting.metric_glossary import CAUSES
+from megatron_rl.observability.console import PHASES, MetricValue
+from megatron_rl.reporting.metric_glossary import CAUSE_LABELS
 
-Rows = Sequence[dict[str, Number]]
+Rows = Sequence[dict[str, MetricValue]]
 
 # Stand-in -> CSS colour. The page defines --s1.. for light and dark after Okabe and Ito's palette for colour-blind readers.
 _INK, _GRID, _PAPER = "#010101", "#020202", "#030303"
@@ -51,7 +51,7 @@ class Panel:
     legend: bool = False  # a legend even for one series
     draw: Callable[[Axes, Rows], None] | None = None
 
-    def found(self, rows: Rows) -> list[tuple[str, str]]:
+    def find_series(self, rows: Rows) -> list[tuple[str, str]]:
         """The series that these rows have at all."""
         present = {key for row in rows for key in row}
         found = [(match[1], key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key))]
@@ -70,9 +70,9 @@ class Plot:
     panels: tuple[Panel, ...]
 
 
-def svg(plot: Plot, rows: Rows) -> str:
+def render_svg(plot: Plot, rows: Rows) -> str:
     """The plot as an inline `<svg>` element; "" where the rows have nothing for it."""
-    panels = [panel for panel in plot.panels if panel.found(rows)]
+    panels = [panel for panel in plot.panels if panel.find_series(rows)]
     if not panels:
         return ""
     with matplotlib.rc_context(_STYLE):
@@ -92,7 +92,7 @@ def svg(plot: Plot, rows: Rows) -> str:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of `curves`: shares at `xs`, each in a band from `lows` to `highs`."""
+    """One line of `render_curves`: shares at `xs`, each in a band from `lows` to `highs`."""
 
     label: str
     xs: Sequence[float]
@@ -101,7 +101,7 @@ class Curve:
     highs: Sequence[float]
 
 
-def curves(title: str, xlabel: str, lines: Sequence[Curve]) -> str:
+def render_curves(title: str, xlabel: str, lines: Sequence[Curve]) -> str:
     """Shares over numbers that double, as an inline `<svg>` element."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6.4, 3.4), layout="constrained")
@@ -122,7 +122,7 @@ def curves(title: str, xlabel: str, lines: Sequence[Curve]) -> str:
 
 
 def _lines(ax: Axes, rows: Rows, panel: Panel) -> None:
-    series = panel.found(rows)
+    series = panel.find_series(rows)
     for number, (key, label) in enumerate(series):
         points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
         steps, values = [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
@@ -215,7 +215,7 @@ def _for_page(text: str, title: str) -> str:
     return text.replace("#000000", "var(--ink)")
 
 
-_CAUSES = [cause for cause in CAUSES if cause != "total"]
+_CAUSES = [cause for cause in CAUSE_LABELS if cause != "total"]
 _level = r"eval/(?:level|source)_(.+)"
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (

@@ -16,18 +16,27 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_rl.errors import UserError
-from megatron_rl.observability.console import PHASES, Number, proof_verdict
-from megatron_rl.observability.run_log import read_rows, read_run
+from megatron_rl.observability.console import PHASES, MetricValue, proof_verdict
+from megatron_rl.observability.run_log import read_jsonl, read_run
 from megatron_rl.reporting import plots as report_plots
-from megatron_rl.reporting.eval_text import summaries
-from megatron_rl.reporting.metric_glossary import CAUSES, HIDDEN, byte_text, duration, meaning, toml_text, visible, write
+from megatron_rl.reporting.eval_text import summarize_evaluations
+from megatron_rl.reporting.metric_glossary import (
+    CAUSE_LABELS,
+    HIDDEN_METRICS,
+    describe_metric,
+    format_bytes,
+    format_duration,
+    format_toml,
+    format_value,
+    visible,
+)
 
-Row = dict[str, Number]
+MetricRow = dict[str, MetricValue]
 _LOG_LINES = 20
 
 
 @dataclass(frozen=True)
-class Fact:
+class SummaryTile:
     """One tile at the top of the page. `good` False marks it as a problem."""
 
     name: str
@@ -39,10 +48,10 @@ class Fact:
 def write_report(run_dir: Path) -> Path:
     """Writes `run_dir/report.html` and returns its path. Raises UserError("RUN_DIR") where `run_dir` holds no readable run."""
     run = read_run(run_dir)
-    rows, torn = read_rows(run_dir / "metrics.jsonl")
-    samples, torn_samples = read_rows(run_dir / "samples.jsonl")
+    rows, torn = read_jsonl(run_dir / "metrics.jsonl")
+    samples, torn_samples = read_jsonl(run_dir / "samples.jsonl")
     _check_rows(rows, run_dir / "metrics.jsonl")
-    page = render(
+    page = render_page(
         "report.html.j2",
         run=run,
         name=run_dir.resolve().name,
@@ -52,11 +61,11 @@ def write_report(run_dir: Path) -> Path:
         remarks=[remark for remark in (torn, torn_samples, *_not_finite(rows)) if remark],
         **_plots(rows),
         causes=_causes(rows),
-        evaluations=summaries(run_dir),
+        evaluations=summarize_evaluations(run_dir),
         table=_table(rows),
         samples=_sample_columns(samples),
         graph=_graph(run_dir / "graph.svg"),
-        config=toml_text(run.get("config") or {}),
+        config=format_toml(run.get("config") or {}),
         log=_log_tail(run_dir / "run.log"),
     )
     try:
@@ -70,7 +79,7 @@ def _graph(drawing: Path) -> str:
     return drawing.read_text(encoding="utf-8", errors="replace") if drawing.is_file() else ""
 
 
-def headline(rows: list[Row]) -> str:
+def headline(rows: list[MetricRow]) -> str:
     """The run in one sentence, with its numbers."""
     scores = [(int(row["step"] or 0), score) for row in rows if (score := row.get("eval/accuracy")) is not None]
     if not rows:
@@ -79,13 +88,15 @@ def headline(rows: list[Row]) -> str:
         return f"No held-out accuracy was measured in {_steps(int(rows[-1]['step'] or 0))}."
     (first_step, first), (last_step, last) = scores[0], scores[-1]
     if last_step == first_step:
-        return f"Held-out accuracy was {write(last, 'share')} at step {last_step}; there is no later evaluation."
+        return f"Held-out accuracy was {format_value(last, 'share')} at step {last_step}; there is no later evaluation."
     verb = "rose" if last > first else "fell" if last < first else "stayed"
-    change = f"at {write(last, 'share')}" if verb == "stayed" else f"from {write(first, 'share')} to {write(last, 'share')}"
+    change = (
+        f"at {format_value(last, 'share')}" if verb == "stayed" else f"from {format_value(first, 'share')} to {format_value(last, 'share')}"
+    )
     return f"Held-out accuracy {verb} {change} over {_steps(last_step - first_step)}."
 
 
-def _state(run: dict[str, Any], rows: list[Row]) -> dict[str, str]:
+def _state(run: dict[str, Any], rows: list[MetricRow]) -> dict[str, str]:
     """How the run ended: `status` for the page's style, `word` for the mark, `prefix` of the headline, `sentence` for the reader."""
     planned, done = (run.get("config") or {}).get("train", {}).get("steps"), int(rows[-1]["step"] or 0) if rows else 0
     reached = f"step {done} of {planned}" if planned else f"step {done}"
@@ -103,65 +114,67 @@ def _state(run: dict[str, Any], rows: list[Row]) -> dict[str, str]:
     return {"status": "finished", "word": "✓ finished", "prefix": "", "sentence": f"The run finished at {reached}."}
 
 
-def _last_time(rows: list[Row]) -> float | None:
+def _last_time(rows: list[MetricRow]) -> float | None:
     """The second (Unix time) at which the last row was written."""
     return max((second for row in rows if (second := row.get("unix_time")) is not None), default=None)
 
 
-def _accuracy(rows: list[Row]) -> Fact:
+def _accuracy(rows: list[MetricRow]) -> SummaryTile:
     scores = [score for row in rows if (score := row.get("eval/accuracy")) is not None]
     if not scores:
-        return Fact("Held-out accuracy", "–", "not measured")
+        return SummaryTile("Held-out accuracy", "–", "not measured")
     if len(scores) == 1:
-        return Fact("Held-out accuracy", write(scores[0], "share"), "one evaluation")
-    first, last, best = (write(score, "share") for score in (scores[0], scores[-1], max(scores)))
-    return Fact("Held-out accuracy", last, f"{first} at first, best {best}")
+        return SummaryTile("Held-out accuracy", format_value(scores[0], "share"), "one evaluation")
+    first, last, best = (format_value(score, "share") for score in (scores[0], scores[-1], max(scores)))
+    return SummaryTile("Held-out accuracy", last, f"{first} at first, best {best}")
 
 
-def _proof(rows: list[Row]) -> Fact:
+def _proof(rows: list[MetricRow]) -> SummaryTile:
     """Whether every recorded sync was proved: as many equal hashes as tensors."""
     name, syncs = "Sync proof", [row for row in rows if row.get("sync/tensors") is not None]
     if not syncs:
-        return Fact(name, "–", "no sync was recorded")
+        return SummaryTile(name, "–", "no sync was recorded")
     tensors = sum(row["sync/tensors"] or 0 for row in syncs)
-    moved = byte_text(sum(row.get("sync/bytes") or 0 for row in syncs))
-    scope = f"{len(syncs)} sync{'s' * (len(syncs) != 1)}, {write(tensors, 'count')} tensors compared, {moved} moved"
+    moved = format_bytes(sum(row.get("sync/bytes") or 0 for row in syncs))
+    scope = f"{len(syncs)} sync{'s' * (len(syncs) != 1)}, {format_value(tensors, 'count')} tensors compared, {moved} moved"
     for row in syncs:
         verdict, good = proof_verdict(row)
         if not good:
-            return Fact(name, "✗ failed" if "sync/proved" in row else "✗ missing", f"step {row['step']}: {verdict}; {scope}", good=False)
-    return Fact(name, "✓ all equal", scope)
+            return SummaryTile(
+                name, "✗ failed" if "sync/proved" in row else "✗ missing", f"step {row['step']}: {verdict}; {scope}", good=False
+            )
+    return SummaryTile(name, "✓ all equal", scope)
 
 
-def _mismatch(rows: list[Row]) -> Fact:
+def _mismatch(rows: list[MetricRow]) -> SummaryTile:
     means = [value for row in rows if (value := row.get("mismatch/abs_mean")) is not None]
     largest = [value for row in rows if (value := row.get("mismatch/abs_max")) is not None]
     if not means:
-        return Fact("Mismatch |Δ log p|", "–", "not measured")
-    top = f", largest of any token {write(max(largest), 'small')}" if largest else ""
-    return Fact("Mismatch |Δ log p|", write(means[-1], "small"), f"mean of the last step, in nats{top}")
+        return SummaryTile("Mismatch |Δ log p|", "–", "not measured")
+    top = f", largest of any token {format_value(max(largest), 'small')}" if largest else ""
+    return SummaryTile("Mismatch |Δ log p|", format_value(means[-1], "small"), f"mean of the last step, in nats{top}")
 
 
-def _speed(rows: list[Row]) -> Fact:
+def _speed(rows: list[MetricRow]) -> SummaryTile:
     speeds = [value for row in rows if (value := row.get("tokens/per_second")) is not None]
     if not speeds:
-        return Fact("Generation speed", "–", "not measured")
+        return SummaryTile("Generation speed", "–", "not measured")
     total = sum(row.get("tokens/generated") or 0 for row in rows)
-    note = f"median of the steps, {write(total, 'count')} tokens in all"
-    return Fact("Generation speed", f"{write(median(speeds), 'count')} tokens/s", note)
+    note = f"median of the steps, {format_value(total, 'count')} tokens in all"
+    return SummaryTile("Generation speed", f"{format_value(median(speeds), 'count')} tokens/s", note)
 
 
-def _time(run: dict[str, Any], rows: list[Row]) -> Fact:
+def _time(run: dict[str, Any], rows: list[MetricRow]) -> SummaryTile:
     started = datetime.fromisoformat(run["started"]) if run.get("started") else None
     end = datetime.fromisoformat(run["ended"]).timestamp() if run.get("ended") else _last_time(rows)
     if started is None or end is None:
-        return Fact("Time", "–", "no step was recorded")
+        return SummaryTile("Time", "–", "no step was recorded")
     steps = [value for row in rows if (value := row.get("time/step")) is not None]
-    each = f", {write(median(steps), 'seconds')} per step (median)" if steps else ""
-    return Fact("Time", duration(end - started.timestamp()), f"from {_when(started.timestamp())}{each}")
+    each = f", {format_value(median(steps), 'seconds')} per step (median)" if steps else ""
+    return SummaryTile("Time", format_duration(end - started.timestamp()), f"from {_when(started.timestamp())}{each}")
 
 
-def _not_finite(rows: list[Row]) -> list[str]:
+def _not_finite(rows: list[MetricRow]) -> list[str]:
     """One remark for each metric that was NaN or infinite at some step."""
     lost: dict[str, list[str]] = {}
     for row in rows:
@@ -170,10 +183,10 @@ def _not_finite(rows: list[Row]) -> list[str]:
     return [f"{key} was not finite at step {', '.join(steps[:8])}{' and later' * (len(steps) > 8)}" for key, steps in lost.items()]
 
 
-def _plots(rows: list[Row]) -> dict[str, Any]:
+def _plots(rows: list[MetricRow]) -> dict[str, Any]:
     """`sections`: title -> [(plot, svg)]; `missing`: the titles of plots that the rows have nothing for."""
     drawable = [row | ({"sync/megabytes": size / 1e6} if (size := row.get("sync/bytes")) is not None else {}) for row in rows]
-    drawn = {title: [(plot, report_plots.svg(plot, drawable)) for plot in plots] for title, plots in report_plots.SECTIONS.items()}
+    drawn = {title: [(plot, report_plots.render_svg(plot, drawable)) for plot in plots] for title, plots in report_plots.SECTIONS.items()}
     shares = _phase_shares(rows)
     return {
         "sections": {title: shown for title, plots in drawn.items() if (shown := [pair for pair in plots if pair[1]])},
@@ -182,7 +195,7 @@ def _plots(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _phase_shares(rows: list[Row]) -> str:
+def _phase_shares(rows: list[MetricRow]) -> str:
     """Where the time went, in words: "generate 52 %, train 30 %"."""
     spent = {phase: sum(row.get(f"time/{phase}") or 0.0 for row in rows) for phase in PHASES}
     total = sum(spent.values())
@@ -190,21 +203,28 @@ def _phase_shares(rows: list[Row]) -> str:
     return ", ".join(f"{phase} {100 * spent[phase] / total:.0f} %" for phase in order)
 
 
-def _table(rows: list[Row]) -> list[dict[str, str]]:
+def _table(rows: list[MetricRow]) -> list[dict[str, str]]:
     """One line per metric: its last value, the step of it, its first value and its range."""
     lines = []
-    for key in sorted({key for row in rows for key in row if key not in HIDDEN}):
-        words, form = meaning(key)
+    for key in sorted({key for row in rows for key in row if key not in HIDDEN_METRICS}):
+        words, form = describe_metric(key)
         points = [(row["step"], row[key]) for row in rows if key in row]
         finite = [value for _, value in points if value is not None]
-        extremes = f"{write(min(finite), form)} … {write(max(finite), form)}" if finite else "–"
+        extremes = f"{format_value(min(finite), form)} … {format_value(max(finite), form)}" if finite else "–"
         first, (step, last) = points[0][1], points[-1]
-        line = {"key": key, "meaning": words, "first": write(first, form), "last": write(last, form), "step": str(step), "range": extremes}
+        line = {
+            "key": key,
+            "meaning": words,
+            "first": format_value(first, form),
+            "last": format_value(last, form),
+            "step": str(step),
+            "range": extremes,
+        }
         lines.append(line)
     return lines
 
 
-def _causes(rows: list[Row]) -> dict[str, Any]:
+def _causes(rows: list[MetricRow]) -> dict[str, Any]:
     """The last attribution of the mismatch: its step, and for each cause and the whole four numbers; {} where there is none."""
     measured = [row for row in rows if "mismatch/cause/total/mean" in row]
     if not measured:
@@ -213,7 +233,8 @@ def _causes(rows: list[Row]) -> dict[str, Any]:
     return {
         "step": row["step"],
         "lines": [
-            (words, [write(row.get(f"mismatch/cause/{cause}/{what}"), "small") for what in columns]) for cause, words in CAUSES.items()
+            (words, [format_value(row.get(f"mismatch/cause/{cause}/{what}"), "small") for what in columns])
+            for cause, words in CAUSE_LABELS.items()
         ],
     }
 
@@ -225,7 +246,7 @@ def _sample_columns(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[
     return [(step, sorted((row for row in samples if row.get("step") == step), key=lambda row: row.get("level") or 0)) for step in chosen]
 
 
-def _check_rows(rows: list[Row], path: Path) -> None:
+def _check_rows(rows: list[MetricRow], path: Path) -> None:
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int) or any(not isinstance(value, (int, float, type(None))) for value in row.values()):
             rule = f"row {number} has no whole number as step, or a value that is no number"
@@ -246,13 +267,13 @@ def _when(unix_time: float) -> str:
     return datetime.fromtimestamp(unix_time).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
-def render(template: str, **values: Any) -> str:
+def render_page(template: str, **values: Any) -> str:
     """Fills a page's template. Everything is escaped but the plots, which hold no text of the run."""
     folder = FileSystemLoader(Path(__file__).parent)
     pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     pages.filters.update(
         visible=lambda text: visible(str(text)),
-        number=lambda value: write(value, "number") if isinstance(value, (int, float)) else "–",
+        number=lambda value: format_value(value, "number") if isinstance(value, (int, float)) else "–",
         signed=lambda value: f"{value:+.2f}" if isinstance(value, (int, float)) else "–",
     )
     return pages.get_template(template).render(**values)

@@ -15,8 +15,8 @@ from megatron_rl.types import Problem, RewardFunction
 FUNCTIONS = {
     "arithmetic": "megatron_rl.rewards.arithmetic:reward",
     "math": "megatron_rl.rewards.math:reward",
-    "exact": "megatron_rl.rewards.match:exact",
-    "format": "megatron_rl.rewards.match:whole",
+    "exact": "megatron_rl.rewards.match:match_answer",
+    "format": "megatron_rl.rewards.match:match_format",
 }
 """The built-in functions that run in the workers, and where they live. Any other is named as `module:attribute`."""
 

@@ -18,7 +18,7 @@ from dataclasses import asdict
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron_rl.config.reward import RewardPart
+from megatron_rl.config.reward import RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem, Reward
 
@@ -36,10 +36,10 @@ class _Answer(BaseModel):
     correct: list[bool] | None = None
 
 
-class RewardServer:
+class HttpRewardClient:
     """One server. Raises UserError where its token is missing."""
 
-    def __init__(self, part: RewardPart) -> None:
+    def __init__(self, part: RewardFunctionConfig) -> None:
         self._part, self._tls = part, httpx.create_ssl_context()  # loading certificates takes 0.1 s
         self._headers = {"Content-Type": "application/json"}
         if part.token_env:

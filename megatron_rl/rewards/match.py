@@ -7,7 +7,7 @@ import re
 from megatron_rl.types import Problem, Reward
 
 
-def exact(text: str, problem: Problem, *, pattern: str = "") -> Reward:
+def match_answer(text: str, problem: Problem, *, pattern: str = "") -> Reward:
     """1.0 when the answer in `text` equals `problem.answer`, white space at the ends aside, else 0.0.
 
     The answer is the whole text, or with `pattern` its last match: the first group where there is one. Without a match: 0.0.
@@ -22,7 +22,7 @@ def exact(text: str, problem: Problem, *, pattern: str = "") -> Reward:
     return Reward(float(correct), correct)
 
 
-def whole(text: str, problem: Problem, *, pattern: str) -> Reward:
+def match_format(text: str, problem: Problem, *, pattern: str) -> Reward:
     """1.0 when `pattern` matches all of `text`, white space at the ends aside, else 0.0."""
     matches = re.fullmatch(pattern, text.strip(), re.DOTALL) is not None
     return Reward(float(matches), matches)

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 
-from megatron_rl.config.reward import RewardConfig, RewardPart
+from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.rewards.http import RewardServer
-from megatron_rl.rewards.worker_pool import Function, RewardPool
+from megatron_rl.rewards.http import HttpRewardClient
+from megatron_rl.rewards.worker_pool import RewardFunctionSpec, RewardPool
 from megatron_rl.types import Problem, Reward
 
 _REASONS_TOLD = 3
@@ -31,11 +31,11 @@ class Scorer:
     """
 
     def __init__(self, config: RewardConfig, say: Callable[[str], None]) -> None:
-        self._config, self._say, self._parts, self._judge = config, say, config.parts, config.judge
+        self._config, self._say, self._parts, self._correctness_label = config, say, config.parts, config.correctness_label
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
         self._one_at_a_time = threading.Lock()
-        self._servers = {label: RewardServer(part) for label, part in self._parts.items() if part.name == "http"}
+        self._servers = {label: HttpRewardClient(part) for label, part in self._parts.items() if part.name == "http"}
 
     def __enter__(self) -> Scorer:
         if self._local:
@@ -77,9 +77,11 @@ class Scorer:
             error = next(iter(failed.values()))
             labels = [label for label, told in failed.items() if told == error]
             return Reward(0.0, False, error=error if len(self._parts) == 1 else f"{', '.join(labels)}: {error}")
-        correct = verdicts[self._judge].correct
+        correct = verdicts[self._correctness_label].correct
         values = {
-            label: correct * length_value(tokens, part.full_tokens, part.zero_tokens) if part.name == "length" else verdicts[label].value
+            label: correct * compute_length_reward(tokens, part.full_tokens, part.zero_tokens)
+            if part.name == "length"
+            else verdicts[label].value
             for label, part in self._parts.items()
         }
         total = sum(part.weight * values[label] for label, part in self._parts.items())
@@ -101,7 +103,7 @@ class Scorer:
         return [replace(reward, excluded=exclude) if reward.error else reward for reward in rewards]
 
 
-def length_value(tokens: int, full: int, zero: int) -> float:
+def compute_length_reward(tokens: int, full: int, zero: int) -> float:
     """1 at `full` tokens, 0 at `zero` tokens, linear in between and constant outside: clip((zero - n) / (zero - full), 0, 1).
 
     LCPO-Max (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha.
@@ -116,8 +118,8 @@ def check_rewards(config: RewardConfig) -> None:
     """
     for part in config.parts.values():
         if part.name == "http":
-            RewardServer(part).check()
-        elif part.own:
+            HttpRewardClient(part).check()
+        elif part.is_custom:
             try:
                 with RewardPool([_function(part)], 1, config.timeout, config.memory_mb) as pool:
                     pool.wait_until_ready()
@@ -126,5 +128,5 @@ def check_rewards(config: RewardConfig) -> None:
                 raise UserError("reward.functions" if config.functions else "reward.function", part.name, str(error), fix) from None
 
 
-def _function(part: RewardPart) -> Function:
+def _function(part: RewardFunctionConfig) -> RewardFunctionSpec:
     return part.name, {"pattern": part.pattern} if part.pattern else {}

@@ -24,14 +24,14 @@ from megatron_rl.types import Problem, Reward, RewardFunction
 _PR_SET_PDEATHSIG = 1
 
 
-Judge = Callable[[str, Any], object]
+SampleHandler = Callable[[str, Any], object]
 
 
 def main(fd: int, functions_json: str, memory_mb: int, parent_pid: int) -> None:
     serve(lambda: _load(functions_json), fd, memory_mb, parent_pid)
 
 
-def serve(load: Callable[[], Judge], fd: int, memory_mb: int, parent_pid: int) -> None:
+def serve(load: Callable[[], SampleHandler], fd: int, memory_mb: int, parent_pid: int) -> None:
     """Answers each (text, problem) of the pool at the other end of the pipe `fd` by what `load` returns, until it closes."""
     _die_with(parent_pid)
     for name in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a cluster's warning are the parent's business
@@ -41,7 +41,7 @@ def serve(load: Callable[[], Judge], fd: int, memory_mb: int, parent_pid: int) -
     try:
         function = load()
     except BaseException as error:
-        channel.send(("failed", describe(error)))
+        channel.send(("failed", describe_error(error)))
         return
     channel.send(("ready", ""))
     try:
@@ -52,12 +52,12 @@ def serve(load: Callable[[], Judge], fd: int, memory_mb: int, parent_pid: int) -
         return
 
 
-def _load(functions_json: str) -> Judge:
+def _load(functions_json: str) -> SampleHandler:
     functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
-    return lambda text, problem: [judge(function, text, problem) for function in functions]
+    return lambda text, problem: [call_reward_function(function, text, problem) for function in functions]
 
 
-def judge(function: RewardFunction, text: str, problem: Problem) -> Reward:
+def call_reward_function(function: RewardFunction, text: str, problem: Problem) -> Reward:
     """Call the reward function; whatever it raises or wrongly returns becomes a Reward of 0 that names the error."""
     try:
         verdict = function(text, problem)
@@ -67,10 +67,10 @@ def judge(function: RewardFunction, text: str, problem: Problem) -> Reward:
             raise ValueError(f"the reward function returned {verdict.value}")
         return Reward(float(verdict.value), bool(verdict.correct), str(verdict.error))  # plain types: the parent unpickles them
     except BaseException as error:  # libraries raise SystemExit and BaseExceptions of their own; none may end the worker
-        return Reward(0.0, False, error=describe(error))
+        return Reward(0.0, False, error=describe_error(error))
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:500]
 
 

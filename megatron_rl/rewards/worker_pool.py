@@ -28,13 +28,13 @@ START_TIMEOUT = 120.0
 MOST_FAILED_STARTS = 3
 """This many losses in a row for each worker, none of which became ready, break the run."""
 
-Function = tuple[str, Mapping[str, str]]
+RewardFunctionSpec = tuple[str, Mapping[str, str]]
 """Name and settings, as `megatron_rl.rewards.load_function` takes them."""
-Job = Sequence[tuple[str, Problem]]
-Verdict = TypeVar("Verdict")
+ScoringJob = Sequence[tuple[str, Problem]]
+VerdictT = TypeVar("VerdictT")
 
 
-class WorkerPool(Generic[Verdict]):
+class WorkerPool(Generic[VerdictT]):
     """Gives samples to `workers` processes; use it as a context manager. Not to be shared between threads.
 
     A subclass names its section of the configuration and the module that a worker runs (with `megatron_rl.rewards.worker.serve`), and
@@ -45,7 +45,7 @@ class WorkerPool(Generic[Verdict]):
     section: str
     module: str
 
-    def failed(self, reason: str) -> Verdict:
+    def make_failure(self, reason: str) -> VerdictT:
         raise NotImplementedError
 
     def __init__(self, runs: str, workers: int, timeout: float, memory_mb: int) -> None:
@@ -70,19 +70,19 @@ class WorkerPool(Generic[Verdict]):
             self._collect({}, deque())
             self._start_missing()
 
-    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Verdict]:
+    def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[VerdictT]:
         """The verdicts on the texts, in their order.
 
         A sample without one gets what `failed` says: "timeout after 5 s", "worker died (signal 9)" or the function's
         own error such as "ValueError: ...". Raises RunError when workers cannot be started at all.
         """
-        job: Job = list(zip(texts_B, problems_B, strict=True))
-        verdicts: dict[int, Verdict] = {}
+        job: ScoringJob = list(zip(texts_B, problems_B, strict=True))
+        verdicts: dict[int, VerdictT] = {}
         waiting = deque(range(len(job)))
         try:
             while len(verdicts) < len(job):
                 self._start_missing()
-                self._hand_out(job, waiting)
+                self._dispatch(job, waiting)
                 self._collect(verdicts, waiting)
         finally:
             self._discard([worker for worker in self._workers if worker.outstanding])  # after an error: answers nobody awaits
@@ -97,7 +97,7 @@ class WorkerPool(Generic[Verdict]):
             self._workers.remove(worker)
             worker.end()
 
-    def _hand_out(self, job: Job, waiting: deque[int]) -> None:
+    def _dispatch(self, job: ScoringJob, waiting: deque[int]) -> None:
         """Give every idle worker a chunk, smaller ones towards the end so that all finish together."""
         for worker in [worker for worker in self._workers if worker.ready and not worker.outstanding]:
             size = min(LARGEST_CHUNK, -(-len(waiting) // (2 * self._count)))
@@ -105,7 +105,7 @@ class WorkerPool(Generic[Verdict]):
             if chunk and not worker.send(chunk, job, time.monotonic() + self._timeout):
                 self._replace(worker, "", {}, waiting)  # it died while idle: that is no sample's fault
 
-    def _collect(self, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
+    def _collect(self, verdicts: dict[int, VerdictT], waiting: deque[int]) -> None:
         """Wait for the next answer or deadline, then take all answers that are there and give up on workers that are late."""
         engaged = [worker for worker in self._workers if worker.outstanding or not worker.ready]
         if not engaged:
@@ -119,7 +119,7 @@ class WorkerPool(Generic[Verdict]):
                 late = f"timeout after {self._timeout:g} s" if worker.ready else f"not ready after {START_TIMEOUT:g} s"
                 self._replace(worker, late, verdicts, waiting)
 
-    def _receive(self, worker: _Worker, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
+    def _receive(self, worker: _Worker, verdicts: dict[int, VerdictT], waiting: deque[int]) -> None:
         try:
             message = worker.channel.recv()
         except (EOFError, OSError):
@@ -132,10 +132,10 @@ class WorkerPool(Generic[Verdict]):
         verdicts[worker.outstanding.popleft()] = message
         worker.deadline = time.monotonic() + self._timeout
 
-    def _replace(self, worker: _Worker, reason: str, verdicts: dict[int, Verdict], waiting: deque[int]) -> None:
+    def _replace(self, worker: _Worker, reason: str, verdicts: dict[int, VerdictT], waiting: deque[int]) -> None:
         """Drop a worker; the sample it worked on takes the blame, those behind it go back to the queue's front."""
         if worker.outstanding and reason:
-            verdicts[worker.outstanding.popleft()] = self.failed(reason)
+            verdicts[worker.outstanding.popleft()] = self.make_failure(reason)
         self._failed_starts += not worker.ready
         waiting.extendleft(reversed(worker.outstanding))
         self._discard([worker])
@@ -151,11 +151,11 @@ class RewardPool(WorkerPool[list[Reward]]):
 
     section, module = "reward", "megatron_rl.rewards.worker"
 
-    def __init__(self, functions: Sequence[Function], workers: int, timeout: float, memory_mb: int) -> None:
+    def __init__(self, functions: Sequence[RewardFunctionSpec], workers: int, timeout: float, memory_mb: int) -> None:
         self._functions = functions
         super().__init__(json.dumps(functions), workers, timeout, memory_mb)
 
-    def failed(self, reason: str) -> list[Reward]:
+    def make_failure(self, reason: str) -> list[Reward]:
         return [Reward(0.0, False, error=reason)] * len(self._functions)
 
 
@@ -177,7 +177,7 @@ class _Worker:
         self.outstanding: deque[int] = deque()
         self.deadline = time.monotonic() + START_TIMEOUT
 
-    def send(self, chunk: list[int], job: Job, deadline: float) -> bool:
+    def send(self, chunk: list[int], job: ScoringJob, deadline: float) -> bool:
         """Send an idle worker samples; False when it is gone."""
         self.outstanding.extend(chunk)
         self.deadline = deadline

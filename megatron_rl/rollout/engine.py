@@ -11,15 +11,15 @@ from typing import Protocol
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import UserError
-from megatron_rl.precision.graph.graph import Graph
-from megatron_rl.types import Generation, Sampling
+from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import Rect
 from parallel.transport.base import Link
 
 
 @dataclass(frozen=True)
-class LiveTensor:
+class EngineTensorSpec:
     """A parameter as the running engine holds it. `dtype` is torch's name, such as float8_e4m3fn."""
 
     dtype: str
@@ -27,23 +27,24 @@ class LiveTensor:
 
 
 class Engine(Protocol):
-    """An engine. Every call is bounded in time and raises RunError, with the engine's log tail, when the engine fails: LostError where
+    """An engine. Every call is bounded in time and raises RunError, with the engine's log tail, when the engine fails: EngineLostError
+    where
     another one can take its place."""
 
     def wait_until_ready(self) -> None:
         """Returns when the engine serves the weights it was started with, as version 0. Raises RunError where it does not come up, and
         has ended it then."""
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: Sampling | Sequence[Sampling]) -> list[Generation]:
+    def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """One completion per prompt (token ids), in order; one sampling for all, or one for each."""
 
-    def live_tensors(self) -> list[dict[str, LiveTensor]]:
+    def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Per engine rank, every weight it serves from."""
 
-    def activation_scale_formats(self) -> dict[str, str]:
+    def read_activation_scale_formats(self) -> dict[str, str]:
         """For every FP8 linear layer that is live, the format ("pow2" or "fp32") of the scales it quantises activations with."""
 
-    def graph(self) -> list[Graph]:
+    def read_graph(self) -> list[PrecisionGraph]:
         """Per engine rank, the precision graph read from its live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
@@ -65,11 +66,11 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Requests are served again."""
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Gives back memory, of the KV cache at least and of the weights where it can. Nothing is served until the next sync, which takes
         it again and fills the weights."""
 
-    def memory_mb(self) -> float:
+    def get_memory_mb(self) -> float:
         """MiB of host memory that its processes hold."""
 
     def begin_sync(self) -> None:
@@ -84,20 +85,20 @@ class Engine(Protocol):
     def end_sync(self, version: int) -> None:
         """Closes the change: from now on completions carry this policy version."""
 
-    def digests(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
+    def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
         """Per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order asked."""
 
-    def stop(self, at_once: bool = False) -> None:
+    def stop(self, force: bool = False) -> None:
         """Ends the engine's processes, politely first or at once; safe to call twice."""
 
 
-class Launcher(Protocol):
+class EngineLauncher(Protocol):
     """The entry point's callable: starts engine `number` of a run, without waiting for it."""
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine: ...
 
 
-def find_launcher(name: str) -> Launcher:
+def find_engine_launcher(name: str) -> EngineLauncher:
     """The launcher registered as `name`. Raises UserError when there is none."""
     found = entry_points(group="megatron_rl.rollout")
     for entry in found:

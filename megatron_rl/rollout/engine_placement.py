@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from megatron_rl.config import Config, Rollout
+from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
@@ -18,7 +18,7 @@ environment, and see the folders that this machine sees."""
 
 
 @dataclass(frozen=True)
-class Slot:
+class EnginePlacement:
     """The place of one engine."""
 
     host: str = "127.0.0.1"
@@ -27,18 +27,18 @@ class Slot:
     """Words before its command; none on this machine."""
     index: int = 0
     """Its number among the engines of its node, which take the node's devices in this order."""
-    neighbours: int = 1
+    engines_on_node: int = 1
     """Engines of its node, itself included."""
 
 
-def slot_of(rollout: Rollout, number: int) -> Slot:
+def place_engine(rollout: RolloutConfig, number: int) -> EnginePlacement:
     """The slot of engine `number` of a run, the same whenever one is started there."""
     node, index = divmod(number, rollout.engines_per_node)
     launchers = _launchers()
-    return Slot(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index, rollout.engines_per_node)
+    return EnginePlacement(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index, rollout.engines_per_node)
 
 
-def first_device(config: Config, slot: Slot) -> int:
+def get_base_gpu_id(config: Config, slot: EnginePlacement) -> int:
     """The first of the `rollout.tp` devices of its node that an engine has: after those of the engines before it, and of the trainer's
     ranks where these are on this machine and keep their devices to themselves."""
     alone = config.placement.kind == "disaggregated" and not slot.launcher
@@ -46,7 +46,7 @@ def first_device(config: Config, slot: Slot) -> int:
     return (ranks if alone else 0) + slot.index * config.rollout.tp
 
 
-def check_slots(config: Config) -> None:
+def check_engine_placement(config: Config) -> None:
     """Raises UserError where engines would share devices, because nobody starts them on the other nodes, or where the weights cannot
     get there."""
     hosts = config.rollout.hosts

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.rewards.worker_pool import WorkerPool
-from megatron_rl.rollout.environments.base import Episode, Reply, load_environment, stop_strings
+from megatron_rl.rollout.environments.base import Episode, StepResult, load_environment, stop_strings
 
 _log = logging.getLogger(__name__)
 
 
-class EnvironmentPool(WorkerPool[Reply]):
+class EnvironmentPool(WorkerPool[StepResult]):
     """The environments of all answers that are being sampled, in worker processes. Raises UserError for a bad name."""
 
     section, module = "environment", "megatron_rl.rollout.environments.worker"
@@ -21,15 +21,15 @@ class EnvironmentPool(WorkerPool[Reply]):
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
         self.stop = stop_strings(config.name, load_environment(config.name))
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
         super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
 
-    def failed(self, reason: str) -> Reply:
-        return Reply(error=reason)
+    def make_failure(self, reason: str) -> StepResult:
+        return StepResult(error=reason)
 
-    def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[Reply]:
+    def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[StepResult]:
         """One reply to each turn. Threads take turns."""
-        with self._one_at_a_time:
+        with self._lock:
             found = self.score(texts_B, episodes_B)
         broken = [reply.error for reply in found if reply.error]
         if broken:

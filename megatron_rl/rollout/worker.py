@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_rl.algorithm.length_penalty import overlong_reward
+from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
-from megatron_rl.errors import LostError
+from megatron_rl.errors import EngineLostError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.rollout.generation import Turns
-from megatron_rl.types import Completion, Problem, Sampling
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.types import Completion, Problem, SamplingParams
 
 
 @dataclass
-class Rollout:
+class RolloutBatch:
     """One step's completions, the group of each prompt side by side, and the seconds of each phase."""
 
     completions_B: list[Completion]
@@ -46,16 +46,17 @@ class RolloutWorker:
         environments: EnvironmentPool | None = None,
     ) -> None:
         self._config, self._stream, self._rewards = config, stream, rewards
-        self._turns = Turns(engine, tokenizer, environments)
+        self._sampler = MultiTurnSampler(engine, tokenizer, environments)
         self._held_out = held_out
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the problems stand; see `ProblemStream`. The draws need no state: see `draw_seed`."""
+        """Where the problems stand; see `ProblemStream`. The draws need no state: see `derive_seed`."""
         return self._stream.state_dict()
 
-    def collect(self, version: int) -> Rollout:
+    def collect(self, version: int) -> RolloutBatch:
         """Samples and scores the groups that the trainer trains on at `version`. Raises RunError where a token was sampled by another
-        policy version than this and the `placement.max_staleness` before it, LostError where the engine was lost: the problems then stand
+        policy version than this and the `placement.max_staleness` before it, EngineLostError where the engine was lost: the problems then
+        stand
         where they stood.
 
         Dynamic sampling (DAPO, arXiv 2503.14476): a group whose members all earn the same teaches nothing, and is drawn anew from the
@@ -64,39 +65,41 @@ class RolloutWorker:
         before = self._stream.state_dict()
         try:
             return self._collect(version)
-        except LostError:
+        except EngineLostError:
             self._stream.load_state_dict(before)
             raise
 
-    def _collect(self, version: int) -> Rollout:
+    def _collect(self, version: int) -> RolloutBatch:
         wanted, rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
-        rollout = self._groups(wanted, version, 0)
+        rollout = self._sample_groups(wanted, version, 0)
         if not rounds:
             return rollout
         seconds, drawn = dict(rollout.seconds), 1
-        kept, dull = _by_signal(rollout, self._config.rollout.group_size)
+        kept, dull = _split_by_reward_spread(rollout, self._config.rollout.group_size)
         while len(kept) < wanted and drawn < rounds:
-            more, drawn = self._groups(wanted - len(kept), version, drawn), drawn + 1
+            more, drawn = self._sample_groups(wanted - len(kept), version, drawn), drawn + 1
             seconds = {name: spent + more.seconds[name] for name, spent in seconds.items()}
-            for groups, found in zip((kept, dull), _by_signal(more, self._config.rollout.group_size), strict=True):
+            for groups, found in zip((kept, dull), _split_by_reward_spread(more, self._config.rollout.group_size), strict=True):
                 groups += found
         missing = wanted - len(kept)
         counts = {"rounds": drawn, "discarded": len(dull) - missing, "without_signal": missing}
-        return Rollout(
+        return RolloutBatch(
             [member for group in [*kept, *dull[:missing]] for member in group],
             seconds,
             [member for group in dull[missing:] for member in group],
             {f"sampling/{name}": float(count) for name, count in counts.items()},
         )
 
-    def _groups(self, prompts: int, version: int, drawn: int) -> Rollout:
+    def _sample_groups(self, prompts: int, version: int, drawn: int) -> RolloutBatch:
         """The groups of the next `prompts` problems, with the penalty for length where it is on; `drawn`: rounds before in this step."""
         problems_P = self._stream.next_batch(prompts)
         problems_B = [problem for problem in problems_P for _ in range(self._config.rollout.group_size)]
-        rollout = self._sample(problems_B, version, f"train/{drawn}", self._config.placement.max_staleness)
+        rollout = self._generate_and_score(problems_B, version, f"train/{drawn}", self._config.placement.max_staleness)
         algorithm, longest = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
-            completion.overlong = overlong_reward(completion.sampled_count, longest, algorithm.overlong_share, algorithm.overlong_penalty)
+            completion.length_penalty = compute_overlong_penalty(
+                completion.sampled_count, longest, algorithm.overlong_share, algorithm.overlong_penalty
+            )
         return rollout
 
     def evaluate(self, version: int) -> dict[str, float]:
@@ -104,28 +107,28 @@ class RolloutWorker:
         if not self._held_out:
             return {}
         start = time.perf_counter()
-        completions = self._sample(self._held_out, version, "eval").completions_B
-        return {**accuracies(completions, "eval/accuracy", "eval/level_", "eval/source_"), "time/eval": time.perf_counter() - start}
+        completions = self._generate_and_score(self._held_out, version, "eval").completions_B
+        return {**compute_accuracies(completions, "eval/accuracy", "eval/level_", "eval/source_"), "time/eval": time.perf_counter() - start}
 
-    def _sample(self, problems_B: Sequence[Problem], version: int, purpose: str, staleness: int = 0) -> Rollout:
+    def _generate_and_score(self, problems_B: Sequence[Problem], version: int, purpose: str, staleness: int = 0) -> RolloutBatch:
         config, seed = self._config.rollout, self._config.train.seed
         start = time.perf_counter()
-        seeds = [draw_seed(seed, version, purpose, index) for index in range(len(problems_B))]
-        samplings = [Sampling(config.temperature, config.max_new_tokens, one) for one in seeds]
-        completions = self._turns.answer(problems_B, samplings, version, staleness)
+        seeds = [derive_seed(seed, version, purpose, index) for index in range(len(problems_B))]
+        samplings = [SamplingParams(config.temperature, config.max_new_tokens, one) for one in seeds]
+        completions = self._sampler.sample(problems_B, samplings, version, staleness)
         generated = time.perf_counter()
-        hang_watchdog.enter("reward")
-        give_rewards(completions, self._rewards)
-        return Rollout(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
+        hang_watchdog.enter_phase("reward")
+        assign_rewards(completions, self._rewards)
+        return RolloutBatch(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
 
 
-def draw_seed(run: int, version: int, purpose: str, index: int) -> int:
+def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
     """The seed (63 bits) of one completion's draws: a function of the run's seed, the policy version and which completion it is, so that
     a run that goes on from a checkpoint draws what it would have drawn."""
     return int.from_bytes(hashlib.sha256(f"{run}/{version}/{purpose}/{index}".encode()).digest()[:8], "big") >> 1
 
 
-def give_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
+def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
     """Sets each completion's reward; one whose environment failed has no verdict."""
     rewards_B = rewards.score(
         [completion.text for completion in completions_B],
@@ -137,14 +140,14 @@ def give_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None:
         completion.reward = reward
 
 
-def _by_signal(rollout: Rollout, group_size: int) -> tuple[list[list[Completion]], list[list[Completion]]]:
+def _split_by_reward_spread(rollout: RolloutBatch, group_size: int) -> tuple[list[list[Completion]], list[list[Completion]]]:
     """(groups whose members' rewards differ, the others). Length penalties do not count: they would keep groups that are all wrong."""
     groups = [rollout.completions_B[start : start + group_size] for start in range(0, len(rollout.completions_B), group_size)]
     differ = [len({member.reward.value for member in group if not member.reward.excluded}) > 1 for group in groups]
     return [g for g, yes in zip(groups, differ, strict=True) if yes], [g for g, yes in zip(groups, differ, strict=True) if not yes]
 
 
-def accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:
+def compute_accuracies(completions: Sequence[Completion], overall: str, by_level: str, by_source: str) -> dict[str, float]:
     """Share of correct completions, overall and for each difficulty level; of several sets for each set, as their levels do not compare."""
     verdicts: dict[Any, list[bool]] = {}
     several = len({completion.problem.source for completion in completions}) > 1
@@ -157,7 +160,7 @@ def accuracies(completions: Sequence[Completion], overall: str, by_level: str, b
     return found
 
 
-def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
     """Rewards, accuracy, lengths and throughput of all that was sampled in one step."""
     completions = [*rollout.completions_B, *rollout.discarded_B]
     count = len(completions)
@@ -169,8 +172,8 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
         "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
         **_reward_parts(completions),
         "reward/errors": float(sum(bool(completion.reward.error) for completion in completions)),
-        "reward/overlong": sum(completion.overlong for completion in completions) / count,
-        **accuracies(completions, "accuracy/train", "accuracy/level_", "accuracy/source_"),
+        "reward/overlong": sum(completion.length_penalty for completion in completions) / count,
+        **compute_accuracies(completions, "accuracy/train", "accuracy/level_", "accuracy/source_"),
         "length/mean": sum(lengths) / count,
         "length/max": float(max(lengths)),
         "length/truncated": sum(completion.finish_reason == "length" for completion in completions) / count,
@@ -195,14 +198,14 @@ def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         return {}
     said = sum(len(completion.output_ids_T) - completion.sampled_count for completion in heard)
     return {
-        "environment/turns": sum(completion.turns for completion in heard) / len(heard),
+        "environment/turns": sum(completion.num_turns for completion in heard) / len(heard),
         "environment/token_share": said / max(sum(len(completion.output_ids_T) for completion in heard), 1),
         "environment/tool_errors": float(sum(completion.tool_errors for completion in heard)),
         "environment/errors": float(sum(bool(completion.environment_error) for completion in heard)),
     }
 
 
-def sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
+def build_sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
     """Rows for the report: `count` completions spread evenly over the step's."""
     count = min(count, len(completions))
     chosen = [completions[index * len(completions) // count] for index in range(count)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.errors import RunError
-from megatron_rl.rollout.engine import Engine, LiveTensor
+from megatron_rl.rollout.engine import Engine, EngineTensorSpec
 from megatron_rl.sync.plan import SyncPlan
 from parallel.formats import SCHEMES
 from parallel.reshard import kind_of, scale_name
@@ -13,10 +13,10 @@ _TORCH_NAME = {"bf16": "bfloat16", "fp32": "float32"}
 
 def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
     """Refuses, by RunError, an engine that does not follow the precision contract: its weights, or how it quantises activations."""
-    check_live_tensors(plan, engine.live_tensors())
+    check_live_tensors(plan, engine.describe_tensors())
     wanted = plan.contract.activation_format
     if wanted is not None:
-        formats = engine.activation_scale_formats()
+        formats = engine.read_activation_scale_formats()
         wrong = [name for name, used in formats.items() if used != wanted]
         if wrong or not formats:
             kind = "INT8" if plan.contract.rollout_int8 else "FP8"
@@ -25,7 +25,7 @@ def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
             raise RunError(f"the engine breaks the precision contract: {what}; {rule}")
 
 
-def check_live_tensors(plan: SyncPlan, live: list[dict[str, LiveTensor]]) -> None:
+def check_live_tensors(plan: SyncPlan, live: list[dict[str, EngineTensorSpec]]) -> None:
     """Compares what the engine really holds with what the plan will write: names, shapes and dtypes. Raises RunError by name."""
     roles, int8_roles = plan.contract.fp8_roles(), plan.contract.int8_roles()
     if len(live) != len(plan.targets):

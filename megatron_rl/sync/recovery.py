@@ -12,47 +12,47 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from megatron_rl.distributed import on_rank0
-from megatron_rl.errors import LostError
+from megatron_rl.distributed import run_on_rank0
+from megatron_rl.errors import EngineLostError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
-from megatron_rl.rollout.engine_pool import Engines
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.weight_sync import SyncReport, WeightSync
 
 T = TypeVar("T")
 
 
-class SteadySync:
+class RecoveringWeightSync:
     """A `WeightSync` that is repeated. Every trainer rank makes one, only rank 0 has the engines; all methods are collective."""
 
-    def __init__(self, sync: WeightSync, engines: Engines | None, say: Callable[[str], None]) -> None:
-        self._sync, self._engines, self._say = sync, cast(Engines, engines), say  # the engines are used inside on_rank0 only
+    def __init__(self, sync: WeightSync, engines: EnginePool | None, say: Callable[[str], None]) -> None:
+        self._sync, self._engines, self._say = sync, cast(EnginePool, engines), say  # the engines are used inside run_on_rank0 only
         self._restarts, self._seconds = 0, 0.0
         self._since: float | None = None
 
     def run(self, version: int) -> SyncReport:
         """See `WeightSync.run`; the report counts the losses since the report before. Raises RunError where no restart is left."""
-        report = self._bring_to(version)
+        report = self._sync_with_recovery(version)
         report = replace(report, restarts=self._restarts, recovery_seconds=self._seconds)
         self._restarts, self._seconds = 0, 0.0
         return report
 
-    def serving(self, version: int, work: Callable[[], T]) -> T:
+    def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
         """The result of rank 0's `work` on all ranks, begun anew as often as engines, which hold `version`, were lost meanwhile."""
         while True:
             try:
-                return on_rank0(work)
-            except LostError as error:
-                self._bring_to(version, error)
+                return run_on_rank0(work)
+            except EngineLostError as error:
+                self._sync_with_recovery(version, error)
 
-    def _bring_to(self, version: int, loss: LostError | None = None) -> SyncReport:
+    def _sync_with_recovery(self, version: int, loss: EngineLostError | None = None) -> SyncReport:
         while True:
             try:
                 if loss is not None:
                     self._replace_lost(loss)
                 report = self._sync.run(version)
-            except LostError as error:
+            except EngineLostError as error:
                 loss = error
                 continue
             if self._since is not None:
@@ -61,10 +61,10 @@ class SteadySync:
                 self._say(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
             return report
 
-    def _replace_lost(self, loss: LostError) -> None:
+    def _replace_lost(self, loss: EngineLostError) -> None:
         check_stop()  # a cluster's signal goes to engines as well
-        hang_watchdog.enter("restarting engines")
+        hang_watchdog.enter_phase("restarting engines")
         self._since = self._since or time.perf_counter()
         self._sync.close()
-        self._restarts += on_rank0(lambda: self._engines.revive(loss))
-        on_rank0(lambda: check_live_engine(self._sync.plan, self._engines))
+        self._restarts += run_on_rank0(lambda: self._engines.wait_for_successors(loss))
+        run_on_rank0(lambda: check_live_engine(self._sync.plan, self._engines))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.config.sync import Sync
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 
 
-def check_transport(settings: Sync, shared: bool = False) -> None:
+def check_transport(settings: SyncConfig, shared: bool = False) -> None:
     """Raises UserError for a transport that cannot work on this machine. `shared`: trainer and engines have the same devices."""
     if settings.transport == "process_group" and shared and torch.cuda.is_available():
         rule = "is NCCL's, which takes no GPU twice, and trainer and engines share theirs (placement.kind)"
@@ -24,7 +24,7 @@ def check_transport(settings: Sync, shared: bool = False) -> None:
         raise UserError("sync.dir", None, "must be set for sync.transport = disk", "name a folder that trainer and engine both see")
 
 
-def check_hosts(settings: Sync, hosts: Sequence[str]) -> None:
+def check_hosts(settings: SyncConfig, hosts: Sequence[str]) -> None:
     """Raises UserError where trainer ranks on these hosts, and an engine on the first of them, cannot use the transport."""
     if settings.transport in ("shared_memory", "cuda_ipc") and len(set(hosts)) > 1:
         rule = f"needs trainer and engine on one host; the trainer's ranks are on {len(set(hosts))}"

@@ -19,19 +19,19 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.config.sync import Sync
-from megatron_rl.distributed import gathered, on_rank0
-from megatron_rl.errors import LostError, RunError
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.distributed import gather_from_ranks, run_on_rank0
+from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_hosts
-from parallel.chunking import chunks_of
-from parallel.digest import byte_flat, digest, digests
+from parallel.chunking import make_chunks
+from parallel.digest import as_byte_matrix, digest, digest_all
 from parallel.formats import BLOCK
-from parallel.reshard import Move
+from parallel.reshard import Transfer
 from parallel.shards import Rect
 from parallel.transport.base import GROUPS, Link, Outbox, make_outbox
-from parallel.transport.pack import source_memory
+from parallel.transport.pack import make_source_packer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
@@ -73,22 +73,23 @@ class WeightSync:
         self,
         plan: SyncPlan,
         engine: Engine | None,
-        read_planes: Callable[[], dict[str, torch.Tensor]],
-        settings: Sync | None = None,
+        read_named_tensors: Callable[[], dict[str, torch.Tensor]],
+        settings: SyncConfig | None = None,
     ) -> None:
-        """`read_planes` gives this rank's live tensors (`mcore.weights.planes`), as the last optimizer step left them.
+        """`read_named_tensors` gives this rank's live tensors (`mcore.weights.collect_named_tensors`), as the last optimizer step left
+        them.
 
         Raises UserError for a transport that cannot work on these machines.
         """
-        self.plan, self._read_planes, self._settings = plan, read_planes, settings or Sync()
-        self._engine = cast(Engine, engine)  # used inside on_rank0 only
+        self.plan, self._read_named_tensors, self._settings = plan, read_named_tensors, settings or SyncConfig()
+        self._engine = cast(Engine, engine)  # used inside run_on_rank0 only
         self._rank = dist.get_rank()
-        self.chunks = chunks_of(plan.moves, plan.buckets)
-        check_hosts(self._settings, gathered(_BOOT_ID.read_text()))
+        self.chunks = make_chunks(plan.transfers, plan.buckets)
+        check_hosts(self._settings, gather_from_ranks(_BOOT_ID.read_text()))
         self._counts = {
-            "bytes": sum(map(plan.bytes_of, plan.moves)),
-            "blocks": sum(move.target_rect.rows * move.target_rect.cols for move in plan.moves if move.kind == "scale"),
-            "tensors": len({(move.target_rank, move.target) for move in plan.moves}),
+            "bytes": sum(map(plan.count_bytes, plan.transfers)),
+            "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.kind == "scale"),
+            "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
         }
         self._outbox: Outbox | None = None
         self._seen_once = False
@@ -106,23 +107,23 @@ class WeightSync:
         """Moves the trainer's weights into the engine as policy version `version`, and proves it before the engine serves them.
 
         `hashing` is turned off to measure what the proof costs, only. Raises RunError naming parameter, rank and first block when a
-        byte differs, or when the engine fails; the engine then serves nothing any more. LostError where an engine or the
+        byte differs, or when the engine fails; the engine then serves nothing any more. EngineLostError where an engine or the
         connection was lost; after `close` the same sync may be run again.
         """
         start = time.perf_counter()
-        planes = self._read_planes()
+        named_tensors = self._read_named_tensors()
         outbox = self._outbox or self._connect()
-        on_rank0(lambda: self._begin(hashing))
-        sent, hash_seconds = self._send(outbox, planes, hashing)
-        arrived = on_rank0(lambda: self._finish(version, hashing))
+        run_on_rank0(lambda: self._begin(hashing))
+        sent, hash_seconds = self._send(outbox, named_tensors, hashing)
+        arrived = run_on_rank0(lambda: self._finish(version, hashing))
         proof_start = time.perf_counter()
         if hashing:
-            self._compare(planes, sent, arrived)
+            self._compare_digests(named_tensors, sent, arrived)
             if self._settings.proof == "reread" or not self._seen_once:  # once at least: what end_sync does to weights is always the same
-                self.prove(planes)
+                self.prove(named_tensors)
                 self._seen_once = True
         proof_seconds = time.perf_counter() - proof_start + hash_seconds
-        on_rank0(lambda: self._engine.resume())
+        run_on_rank0(lambda: self._engine.resume())
         counts = self._counts
         return SyncReport(
             **counts, proved=counts["tensors"] if hashing else 0, seconds=time.perf_counter() - start, proof_seconds=proof_seconds
@@ -131,7 +132,7 @@ class WeightSync:
     def _connect(self) -> Outbox:
         """Opens this rank's outbox while the engine ranks open their inboxes."""
         outbox = self._outbox = make_outbox(self._settings, self._rank, self.chunks)
-        addresses = dict(enumerate(gathered(outbox.address)))
+        addresses = dict(enumerate(gather_from_ranks(outbox.address)))
         link = Link(
             self._settings.transport,
             {str(rank): address for rank, address in addresses.items()},
@@ -140,8 +141,8 @@ class WeightSync:
             max(chunk.nbytes for chunk in self.chunks),
             self._settings.timeout,
         )
-        on_rank0(lambda: self._engine.connect(link, self.chunks, self._settings.staged))
-        self._together(lambda: outbox.open(addresses))
+        run_on_rank0(lambda: self._engine.connect(link, self.chunks, self._settings.staged))
+        self._run_on_all_ranks(lambda: outbox.open(addresses))
         return outbox
 
     def _stop_serving(self) -> None:
@@ -162,23 +163,23 @@ class WeightSync:
         self._engine.end_sync(version)
         return arrived
 
-    def _send(self, outbox: Outbox, planes: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
+    def _send(self, outbox: Outbox, named_tensors: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
         """Sends this rank's chunks; returns the digests of all chunks, by number, and the longest time a rank took to make them."""
 
         def send() -> tuple[dict[int, str], float]:
             mine: dict[int, str] = {}
-            memory = source_memory(planes, self.chunks, self._rank)
+            memory = make_source_packer(named_tensors, self.chunks, self._rank)
             for number, chunk in enumerate(self.chunks):
                 if chunk.source == self._rank:
-                    mine[number] = memory.pack(chunk.sources, byte_flat(outbox.buffer(chunk)), hashing)
+                    mine[number] = memory.pack(chunk.sources, as_byte_matrix(outbox.buffer(chunk)), hashing)
                     outbox.send(chunk)
             outbox.finish()
             return mine, memory.hash_seconds
 
-        parts = self._together(send)
+        parts = self._run_on_all_ranks(send)
         return {number: value for part, _ in parts for number, value in part.items()}, max(seconds for _, seconds in parts)
 
-    def _together(self, part: Callable[[], T]) -> list[T]:
+    def _run_on_all_ranks(self, part: Callable[[], T]) -> list[T]:
         """Every rank does its part and is told all results; where one fails, all raise RunError, with the engine's side of it."""
         result, failure, lost = None, "", False
         try:
@@ -188,11 +189,11 @@ class WeightSync:
             lost = isinstance(error, OSError) or self._settings.transport in GROUPS  # whose errors are all RuntimeErrors
             if self._outbox is not None:
                 self._outbox.close()  # the engine's ranks that wait for this one are told
-        told = gathered((result, failure, lost))
+        told = gather_from_ranks((result, failure, lost))
         failures = [text for _, text, _ in told if text]
         if failures:
-            reason, gone = on_rank0(self._engine_failure)
-            kind = LostError if gone or any(lost for *_, lost in told) else RunError
+            reason, gone = run_on_rank0(self._engine_failure)
+            kind = EngineLostError if gone or any(lost for *_, lost in told) else RunError
             raise kind(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, value) for value, *_ in told]
 
@@ -201,69 +202,71 @@ class WeightSync:
         try:
             self._engine.finish_receiving(False)
         except RunError as error:
-            return str(error), isinstance(error, LostError)
+            return str(error), isinstance(error, EngineLostError)
         return "", False
 
-    def _compare(self, planes: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
+    def _compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
         """Raises RunError where a chunk's digests differ."""
         found = {rank: iter(values) for rank, values in arrived.items()}
         for number, chunk in enumerate(self.chunks):
             if next(found[chunk.target]) != sent[number]:
-                self.prove(planes)  # finds the block and raises
+                self.prove(named_tensors)  # finds the block and raises
                 raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed when it was written")
 
-    def prove(self, planes: dict[str, torch.Tensor] | None = None) -> int:
-        """Compares the digests of every move at its source and at its target, both sides at once; returns the engine tensors proved.
+    def prove(self, named_tensors: dict[str, torch.Tensor] | None = None) -> int:
+        """Compares the digests of every transfer at its source and at its target, both sides at once; returns the engine tensors proved.
 
         Raises RunError at the first difference, naming parameter, rank and first block.
         """
-        planes = planes or self._read_planes()
-        moves = self.plan.moves
+        named_tensors = named_tensors or self._read_named_tensors()
+        transfers = self.plan.transfers
         with ThreadPoolExecutor(1) as pool:
-            theirs = pool.submit(_engine_digests, self._engine, moves) if self._rank == 0 else None
-            own = [index for index, move in enumerate(moves) if move.source_rank == self._rank]
-            mine = dict(zip(own, digests(planes, [(moves[index].source, moves[index].source_rect) for index in own]), strict=True))
-            sent = {index: value for part in gathered(mine) for index, value in part.items()}
-            arrived = on_rank0(lambda: theirs.result() if theirs else [])
-        for index, move in enumerate(moves):
+            theirs = pool.submit(_engine_digests, self._engine, transfers) if self._rank == 0 else None
+            own = [index for index, transfer in enumerate(transfers) if transfer.source_rank == self._rank]
+            mine = dict(
+                zip(own, digest_all(named_tensors, [(transfers[index].source, transfers[index].source_rect) for index in own]), strict=True)
+            )
+            sent = {index: value for part in gather_from_ranks(mine) for index, value in part.items()}
+            arrived = run_on_rank0(lambda: theirs.result() if theirs else [])
+        for index, transfer in enumerate(transfers):
             if sent[index] != arrived[index]:
-                self._raise_difference(planes, move)
-        return len({(move.target_rank, move.target) for move in moves})
+                self._raise_difference(named_tensors, transfer)
+        return len({(transfer.target_rank, transfer.target) for transfer in transfers})
 
-    def _raise_difference(self, planes: dict[str, torch.Tensor], move: Move) -> None:
-        """Finds the first block of a move that differs, by hashing its blocks one by one on both sides."""
-        offsets = list(_tiles(move))
+    def _raise_difference(self, named_tensors: dict[str, torch.Tensor], transfer: Transfer) -> None:
+        """Finds the first block of a transfer that differs, by hashing its blocks one by one on both sides."""
+        offsets = list(_split_into_blocks(transfer))
         mine: list[list[str]] = [[]]
-        if self._rank == move.source_rank:
-            mine = [[digest(planes[move.source], _shift(tile, move.source_rect)) for tile in offsets]]
-        dist.broadcast_object_list(mine, src=move.source_rank)
+        if self._rank == transfer.source_rank:
+            mine = [[digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in offsets]]
+        dist.broadcast_object_list(mine, src=transfer.source_rank)
 
         def first_difference() -> Rect:
-            wanted = [(move.target, _shift(tile, move.target_rect)) for tile in offsets]
-            theirs = self._engine.digests({move.target_rank: wanted})[move.target_rank]
-            return next((tile for tile, a, b in zip(offsets, mine[0], theirs, strict=True) if a != b), offsets[0])
+            wanted = [(transfer.target, _offset_rect(block, transfer.target_rect)) for block in offsets]
+            theirs = self._engine.digest_rects({transfer.target_rank: wanted})[transfer.target_rank]
+            return next((block for block, a, b in zip(offsets, mine[0], theirs, strict=True) if a != b), offsets[0])
 
-        tile = _shift(on_rank0(first_difference), move.target_rect)
+        block = _offset_rect(run_on_rank0(first_difference), transfer.target_rect)
         raise RunError(
-            f"the sync is not proved: {move.target} of engine rank {move.target_rank} differs from {move.source} of trainer rank "
-            f"{move.source_rank}; first in rows {tile.row}..{tile.row + tile.rows - 1}, "
-            f"columns {tile.col}..{tile.col + tile.cols - 1} ({move.kind})"
+            f"the sync is not proved: {transfer.target} of engine rank {transfer.target_rank} differs from {transfer.source} "
+            f"of trainer rank {transfer.source_rank}; first in rows {block.row}..{block.row + block.rows - 1}, "
+            f"columns {block.col}..{block.col + block.cols - 1} ({transfer.kind})"
         )
 
 
-def _engine_digests(engine: Engine, all_moves: Sequence[Move]) -> list[str]:
-    """The engine's digest of every move's target rectangle, in the order of the moves."""
+def _engine_digests(engine: Engine, transfers: Sequence[Transfer]) -> list[str]:
+    """The engine's digest of every transfer's target rectangle, in the order of the transfers."""
     wanted: dict[int, list[tuple[str, Rect]]] = defaultdict(list)
-    for move in all_moves:
-        wanted[move.target_rank].append((move.target, move.target_rect))
-    found = {rank: iter(values) for rank, values in engine.digests(wanted).items()}
-    return [next(found[move.target_rank]) for move in all_moves]
+    for transfer in transfers:
+        wanted[transfer.target_rank].append((transfer.target, transfer.target_rect))
+    found = {rank: iter(values) for rank, values in engine.digest_rects(wanted).items()}
+    return [next(found[transfer.target_rank]) for transfer in transfers]
 
 
-def _tiles(move: Move) -> list[Rect]:
-    """A move cut into FP8 blocks (or, for scales, single values), told from the move's own corner."""
-    step = 1 if move.kind == "scale" else BLOCK
-    rect = move.target_rect
+def _split_into_blocks(transfer: Transfer) -> list[Rect]:
+    """A transfer cut into FP8 blocks (or, for scales, single values), told from the transfer's own corner."""
+    step = 1 if transfer.kind == "scale" else BLOCK
+    rect = transfer.target_rect
     return [
         Rect(row, col, min(step, rect.rows - row), min(step, rect.cols - col))
         for row in range(0, rect.rows, step)
@@ -271,5 +274,5 @@ def _tiles(move: Move) -> list[Rect]:
     ]
 
 
-def _shift(tile: Rect, corner: Rect) -> Rect:
-    return Rect(corner.row + tile.row, corner.col + tile.col, tile.rows, tile.cols)
+def _offset_rect(block: Rect, corner: Rect) -> Rect:
+    return Rect(corner.row + block.row, corner.col + block.col, block.rows, block.cols)

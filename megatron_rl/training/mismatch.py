@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algorithm.kl import k3
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 
 
-def mismatch(sequences: list[Sequence]) -> dict[str, float]:
+def measure_mismatch(sequences: list[TrainingSample]) -> dict[str, float]:
     """|d| and the k3 estimate of KL(engine || trainer) over the tokens that the trainer's own version sampled; {} where there are none."""
     difference, ages = _tokens(sequences)
     same = difference[ages == 0]
@@ -25,7 +25,7 @@ def mismatch(sequences: list[Sequence]) -> dict[str, float]:
     }
 
 
-def staleness(sequences: list[Sequence]) -> dict[str, float]:
+def measure_staleness(sequences: list[TrainingSample]) -> dict[str, float]:
     """Ages of the tokens in policy versions; of the stale ones their share, |d| and k3; the share of completions of several versions."""
     difference, ages = _tokens(sequences)
     stale = difference[ages > 0]
@@ -33,13 +33,13 @@ def staleness(sequences: list[Sequence]) -> dict[str, float]:
         "staleness/mean": float(ages.double().mean()) if len(ages) else 0.0,
         "staleness/max": float(ages.max()) if len(ages) else 0.0,
         "staleness/share": len(stale) / max(len(ages), 1),
-        "staleness/mixed": sum(len(sequence.ages.unique()) > 1 for sequence in sequences) / max(len(sequences), 1),
+        "staleness/mixed": sum(len(sequence.version_lags.unique()) > 1 for sequence in sequences) / max(len(sequences), 1),
     }
     return found | ({"staleness/abs_mean": float(stale.abs().mean()), "staleness/k3_kl": float(k3(stale).mean())} if len(stale) else {})
 
 
-def _tokens(sequences: list[Sequence]) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(sequences: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
     """(d float32, ages) of all sampled tokens, one after the other."""
     difference = torch.cat([sequence.old_logprobs - sequence.rollout_logprobs for sequence in sequences])
-    ages = [sequence.ages if len(sequence.ages) else torch.zeros(len(sequence.old_logprobs)) for sequence in sequences]
+    ages = [sequence.version_lags if len(sequence.version_lags) else torch.zeros(len(sequence.old_logprobs)) for sequence in sequences]
     return difference, torch.cat(ages)

@@ -18,44 +18,45 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megatron_rl.algorithm.kl import k3
-from megatron_rl.batch.training_sample import Sequence as Answer
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.engine_emulation import with_engine_weights
+from megatron_rl.mcore.engine_emulation import emulate_engine
 
 CAUSES = ("kernels", "activations", "weights", "version")
 """Each names the change between two neighbouring rungs, from the engine upwards."""
 
 
-class MismatchCauses:
+class MismatchAttribution:
     """Climbs the ladder for one policy. Call `measure` before its weights change, then `finish` when they have. Collective."""
 
-    def __init__(self, policy: Policy, read_planes: Callable[[], Mapping[str, torch.Tensor]], activations: str | None) -> None:
-        """`read_planes` gives what the engine was given of the weights (`mcore.weights.planes`), `activations` is the format of the
+    def __init__(self, policy: Policy, read_named_tensors: Callable[[], Mapping[str, torch.Tensor]], activations: str | None) -> None:
+        """`read_named_tensors` gives what the engine was given of the weights (`mcore.weights.collect_named_tensors`), `activations` is
+        the format of the
         engine's inputs (`PrecisionContract.activation_format`)."""
-        self._policy, self._read_planes, self._activations = policy, read_planes, activations
-        self._answers: list[Answer] = []
+        self._policy, self._read_named_tensors, self._activations = policy, read_named_tensors, activations
+        self._answers: list[TrainingSample] = []
         self._rungs: list[torch.Tensor] = []
 
-    def measure(self, answers: list[Answer]) -> None:
+    def measure(self, answers: list[TrainingSample]) -> None:
         """All rungs of the version that sampled; two forward passes. `rollout_logprobs` and `old_logprobs`, by the engine and by the
         trainer, must be known."""
-        planes = self._read_planes()
+        named_tensors = self._read_named_tensors()
         self._answers = answers
         self._rungs = [torch.cat([answer.rollout_logprobs for answer in answers])]
         for activations in (self._activations, None):
-            with with_engine_weights(self._policy.model, planes, activations):
+            with emulate_engine(self._policy.model, named_tensors, activations):
                 self._rungs.append(self._logprobs())
         self._rungs.append(torch.cat([answer.old_logprobs for answer in answers]))
 
     def finish(self) -> dict[str, float]:
         """The last rung, one forward pass, and the metrics of all; see `attribute`."""
-        return attribute([*self._rungs, self._logprobs()])
+        return attribute_mismatch([*self._rungs, self._logprobs()])
 
     def _logprobs(self) -> torch.Tensor:
-        return torch.cat(self._policy.logprobs(self._answers)[0])
+        return torch.cat(self._policy.compute_logprobs(self._answers)[0])
 
 
-def attribute(rungs: Sequence[torch.Tensor]) -> dict[str, float]:
+def attribute_mismatch(rungs: Sequence[torch.Tensor]) -> dict[str, float]:
     """Metrics `mismatch/cause/CAUSE/WHAT` of the rungs, float32 [tokens] each: one more than there are causes.
 
     WHAT: `abs_mean` and `abs_max` of |d|; `mean` of d; `k3`, by how much the estimate of KL(engine || rung) rises. The CAUSE `total`

@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.config.cross_checks import check_layout_of, check_lengths, check_placement
+from megatron_rl.config.cross_checks import check_lengths, check_placement, check_trainer_layout
 from megatron_rl.data import check_data
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
-from megatron_rl.hf.config import rope_theta, traits_of
-from megatron_rl.hf.read import Checkpoint
+from megatron_rl.hf.config import parse_forward_config, rope_theta
+from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.backends import requirements
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rewards.scorer import check_rewards
-from megatron_rl.rollout.engine_placement import check_slots
+from megatron_rl.rollout.engine_placement import check_engine_placement
 from megatron_rl.rollout.engine_pool import check_devices
 from megatron_rl.rollout.environments.base import load_environment
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_transport
-from megatron_rl.training.resume import run_to_resume
+from megatron_rl.training.resume import find_run_to_resume
 from parallel.layout import Layout
 from parallel.model_geometry import GeometryError, ModelGeometry
 
@@ -32,7 +32,7 @@ def run_training(config: Config) -> Path:
     Raises UserError before anything heavy starts, RunError when the run breaks; a broken run keeps its log and a last checkpoint.
     """
     layout = preflight(config)
-    resumed = run_to_resume(config)
+    resumed = find_run_to_resume(config)
     from megatron_rl.training.session import run_session
 
     return run_session(config, layout, resumed)
@@ -54,7 +54,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
         raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
     check_placement(config)
     check_transport(config.sync, shared=config.placement.kind == "colocated")
-    check_slots(config)
+    check_engine_placement(config)
     check_devices(config)
     _check_waits(config)
     check_environment(config)
@@ -98,13 +98,13 @@ def _check_model(config: Config, layout: Layout) -> None:
     else:
         if folder.exists():
             raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
-        hf_config = write.new_config(config.model.create, 0, config.precision.high)
-    traits_of(hf_config)
+        hf_config = write.make_hf_config(config.model.create, 0, config.precision.high)
+    parse_forward_config(hf_config)
     try:
         geometry = ModelGeometry.from_hf_config(hf_config)
-        check_layout_of(geometry, layout, config.train.layout)
+        check_trainer_layout(geometry, layout, config.train.layout)
         _check_experts(config, geometry)
-        SyncPlan.of_config(geometry, layout, config)
+        SyncPlan.from_config(geometry, layout, config)
         requirements.check_model(config.precision, geometry, layout)
     except GeometryError as error:
         raise UserError(error.field, error.value, error.rule, error.fix) from None
@@ -130,7 +130,7 @@ def _check_experts(config: Config, geometry: ModelGeometry) -> None:
 
 def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeometry) -> None:
     """Names, shapes and dtypes from the files' headers, and an FP8 checkpoint's scales; the weights themselves are read at loading."""
-    checkpoint, contract = Checkpoint(config.model.path, hf_config), PrecisionContract.of(config.precision)
+    checkpoint, contract = HFCheckpoint(config.model.path, hf_config), PrecisionContract.from_config(config.precision)
     checkpoint.check(geometry)
     checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.config import Config, Train
+from megatron_rl.config import Config, TrainConfig
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import read_run
-from megatron_rl.versions import versions
+from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 
-_FREE = (
+_CHANGEABLE_FIELDS = (
     "train.steps", "train.layout", "train.distributed_optimizer", "train.recompute", "rollout.engines", "rollout.tp", "rollout.ep",
     "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout", "rollout.request_timeout",
     "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
@@ -25,7 +25,7 @@ _FREE = (
 """What may differ: it decides no number, or is said to (a layout changes the order of sums)."""
 
 
-def arrangement(layout: Layout, train: Train) -> dict[str, int]:
+def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
     """How ranks share the work, as a checkpoint tells it: all that decides in which order sums are added."""
     return {
         **asdict(layout),
@@ -34,7 +34,7 @@ def arrangement(layout: Layout, train: Train) -> dict[str, int]:
     }
 
 
-def run_to_resume(config: Config) -> Path | None:
+def find_run_to_resume(config: Config) -> Path | None:
     """The folder of the run that this one continues, None for a new one; see `checkpoint.resume`.
 
     Raises UserError, naming the field, where that run's numbers were decided by another configuration.
@@ -44,15 +44,15 @@ def run_to_resume(config: Config) -> Path | None:
         return None
     if wanted == "auto":
         folder = config.log.dir / "latest"
-        if not (folder / "run.json").is_file() or not checkpoints.newest_first(folder) or read_run(folder)["status"] == "finished":
+        if not (folder / "run.json").is_file() or not checkpoints.list_newest_first(folder) or read_run(folder)["status"] == "finished":
             return None
     else:
         folder = Path(wanted)
-        if not checkpoints.newest_first(folder):
+        if not checkpoints.list_newest_first(folder):
             fix = "give the folder of a run that wrote a checkpoint, or set it to auto"
             raise UserError("checkpoint.resume", wanted, "holds no checkpoints/step_NNNNN", fix)
     folder = folder.resolve()
-    _check_same_numbers(config, _saved_config(folder), folder)
+    _check_same_settings(config, _saved_config(folder), folder)
     return folder
 
 
@@ -65,55 +65,55 @@ def _saved_config(run: Path) -> Config:
         raise UserError("checkpoint.resume", str(run), rule, "go on with the version that wrote it, or start a new run") from None
 
 
-def _check_same_numbers(config: Config, saved: Config, run: Path) -> None:
-    before = _flat(saved.model_dump(mode="json"))
-    for name, now in _flat(config.model_dump(mode="json")).items():
-        if now != before.get(name) and not any(name == free or name.startswith(f"{free}.") for free in _FREE):
+def _check_same_settings(config: Config, saved: Config, run: Path) -> None:
+    before = _flatten(saved.model_dump(mode="json"))
+    for name, now in _flatten(config.model_dump(mode="json")).items():
+        if now != before.get(name) and not any(name == free or name.startswith(f"{free}.") for free in _CHANGEABLE_FIELDS):
             fix = "set it back, or start a new run with checkpoint.resume=never"
             raise UserError(name, now, f"the run that goes on, {run}, has {before.get(name)!r}", fix)
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """ "section.key" -> value."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """The checkpoint that a run goes on from."""
 
     folder: Path
     state: dict[str, Any]
-    torn: dict[Path, str]
+    damaged: dict[Path, str]
     """Newer ones, and what is wrong with them."""
 
-    def remarks(self, layout: dict[str, int]) -> list[str]:
+    def describe(self, layout: dict[str, int]) -> list[str]:
         """What the person who watches must know, one line each."""
-        lines = [f"{torn.name} is not whole: {reason}; the checkpoint before it is used" for torn, reason in self.torn.items()]
+        lines = [f"{damaged.name} is not whole: {reason}; the checkpoint before it is used" for damaged, reason in self.damaged.items()]
         lines.append(f"going on from {self.folder}, step {self.state['step']}")
-        if not self.same_layout(layout):
+        if not self.matches_layout(layout):
             lines.append("another train.layout wrote it: sums are added in another order, so the numbers differ in rounding")
         before = self.state.get("versions", {})
-        changed = [f"{name} {before.get(name)} -> {now}" for name, now in versions().items() if before.get(name) != now]
+        changed = [f"{name} {before.get(name)} -> {now}" for name, now in collect_versions().items() if before.get(name) != now]
         if changed:
             lines.append(f"other versions wrote it, so numbers may differ: {', '.join(changed)}")
         return lines
 
-    def same_layout(self, layout: dict[str, int]) -> bool:
+    def matches_layout(self, layout: dict[str, int]) -> bool:
         return self.state.get("layout") == layout
 
 
-def choose(run: Path, steps: int) -> Start:
+def choose_checkpoint(run: Path, steps: int) -> ResumePoint:
     """The newest whole checkpoint of a run; reads every byte of it.
 
     Raises UserError where none is whole, or where it leaves none of `steps` to do.
     """
-    folder, torn = checkpoints.newest_whole(run)
+    folder, damaged = checkpoints.find_newest_whole(run)
     if folder is None:
-        found = "; ".join(f"{name.name}: {reason}" for name, reason in torn.items())
+        found = "; ".join(f"{name.name}: {reason}" for name, reason in damaged.items())
         raise UserError(
             "checkpoint.resume", str(run), f"holds no whole checkpoint ({found})", "start a new run with checkpoint.resume=never"
         )
@@ -122,4 +122,4 @@ def choose(run: Path, steps: int) -> Start:
         raise UserError("train.steps", steps, f"{folder} is at step {state['step']} already", "raise it, or start a new run")
     if "adam_step" not in state:
         raise UserError("checkpoint.resume", str(run), f"{folder.name} holds weights alone", "start a new run from its export")
-    return Start(folder, state, torn)
+    return ResumePoint(folder, state, damaged)

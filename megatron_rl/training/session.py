@@ -15,44 +15,44 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
-from megatron_rl.distributed import is_rank0, lost_rank, on_rank0, raise_together
+from megatron_rl.distributed import is_rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf import write
-from megatron_rl.hf.read import is_fp8
+from megatron_rl.hf.read import is_fp8_checkpoint
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
-from megatron_rl.mcore.checkpoint.write import load
+from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import load_checkpoint, planes, this_rank_shards
-from megatron_rl.mcore.model import build_model, frozen, start_megatron, stop_megatron
+from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
-from megatron_rl.observability.signals import listen, stop_or
+from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.async_worker import Ahead
-from megatron_rl.rollout.engine_pool import Engines, start_engines
+from megatron_rl.rollout.async_worker import AsyncRolloutWorker
+from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.worker import RolloutWorker
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.training.checkpoint_manager import Checkpoints
-from megatron_rl.training.colocation import DeviceTurns
+from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.colocation import ColocationManager
 from megatron_rl.training.graph_check import check_graph
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.mismatch_attribution import MismatchCauses
-from megatron_rl.training.resume import Start, arrangement, choose
-from megatron_rl.training.sft_warmup import make_checkpoint
-from megatron_rl.training.train_state import Mark
-from megatron_rl.versions import versions
+from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.resume import ResumePoint, choose_checkpoint, describe_layout
+from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
+from megatron_rl.training.train_state import TrainState
+from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
-_WATCHED_MINUTES = 24 * 60
+_COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 """After which a collective breaks off in a run that is watched, which ends long before where it stands still."""
 
 
@@ -62,33 +62,35 @@ class Session:
 
     def __init__(self, config: Config, layout: Layout, resources: ExitStack, resumed: Path | None = None) -> None:
         self.config, self.layout, self._resources = config, layout, resources
-        self.contract = PrecisionContract.of(config.precision)
-        listen(alone=layout.world_size == 1)
-        start_megatron(layout, config.train.seed, _WATCHED_MINUTES if config.log.stuck_after else 30)
+        self.contract = PrecisionContract.from_config(config.precision)
+        install_signal_handlers(alone=layout.world_size == 1)
+        start_megatron(layout, config.train.seed, _COLLECTIVE_TIMEOUT_MINUTES if config.log.stuck_after else 30)
         resources.callback(stop_megatron)
         if not torch.cuda.is_available():
             torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
         self.log: RunLog | None = None
-        self.start: Start | None = None if resumed is None else on_rank0(lambda: choose(resumed, config.train.steps))
-        self.folder = Path(on_rank0(self._open_log))
+        self.resume_point: ResumePoint | None = (
+            None if resumed is None else run_on_rank0(lambda: choose_checkpoint(resumed, config.train.steps))
+        )
+        self.folder = Path(run_on_rank0(self._open_log))
         rank, size = dist.get_rank(), layout.world_size
         unseen = UserError(
             "log.dir", str(config.log.dir), f"rank {rank} does not see the run's folder", "name a folder that all nodes share"
         )
-        raise_together(None if self.folder.is_dir() else unseen)
+        raise_on_all_ranks(None if self.folder.is_dir() else unseen)
         log = resources.enter_context(rank_log(self.folder, rank, size))
-        resources.enter_context(hang_watchdog.watched(self.folder, rank, size, config.log.stuck_after, log, self._last_words))
+        resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, config.log.stuck_after, log, self._report_hang))
 
     def run(self) -> Path:
         """Trains and writes checkpoints and report; a run that breaks is marked so and keeps what it had. Returns its folder."""
         loop = None
         try:
-            loop = self._bring_up()
+            loop = self._build_loop()
             loop.run()
         except BaseException as broken:
-            error = lost_rank(broken) or broken
+            error = to_lost_rank_error(broken) or broken
             if loop is not None and isinstance(broken, RunError):  # every rank is here: the loop raises RunErrors on all of them
-                error = stop_or(broken)
+                error = prefer_stop_error(broken)
             if loop is not None and (isinstance(broken, RunError) or self.layout.world_size == 1):
                 self._try_checkpoint(loop)
             self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
@@ -102,71 +104,71 @@ class Session:
 
     def _open_log(self) -> str:
         config = self.config.model_dump(mode="json")
-        if self.start is None:
-            self.log = RunLog.create(self.config.log.dir, config, versions())
+        if self.resume_point is None:
+            self.log = RunLog.create(self.config.log.dir, config, collect_versions())
             return str(self.log.dir)
-        folder = self.start.folder.parents[1]
-        self.log = RunLog.reopen(folder, config, versions(), self.start.state["step"])
-        for remark in self.start.remarks(arrangement(self.layout, self.config.train)):
+        folder = self.resume_point.folder.parents[1]
+        self.log = RunLog.reopen(folder, config, collect_versions(), self.resume_point.state["step"])
+        for remark in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             self.say(remark)
-        for torn in self.start.torn:
-            set_aside(torn)
+        for damaged in self.resume_point.damaged:
+            set_aside(damaged)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
-        hang_watchdog.clear(folder)
+        hang_watchdog.clear_rank_files(folder)
         return str(folder)
 
     def say(self, text: str) -> None:
         """One line for the person who watches; silent on other ranks than 0."""
         if self.log is not None:
-            self.log.event(text)
+            self.log.write_event(text)
 
-    def _bring_up(self) -> Loop:
+    def _build_loop(self) -> Loop:
         model_path = self.config.model.path
         if not (model_path / "config.json").is_file():
-            hang_watchdog.enter("the warm start")
-            make_checkpoint(self.config, self.layout, self.say)
+            hang_watchdog.enter_phase("the warm start")
+            make_warm_start_checkpoint(self.config, self.layout, self.say)
             self.say(f"warm start saved to {model_path}")
-        hang_watchdog.enter("loading the model")
+        hang_watchdog.enter_phase("loading the model")
         hf_config = write.read_config(model_path)
-        plan = SyncPlan.of_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
-        shards = this_rank_shards(hf_config, self.layout)
+        plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
+        shards = build_own_shards(hf_config, self.layout)
         model = build_model(hf_config, self.layout, self.contract, self.config.train)
         load_checkpoint(model, model_path, shards)
-        if is_fp8(hf_config) and not self.contract.train_fp8:
+        if is_fp8_checkpoint(hf_config) and not self.contract.train_fp8:
             self.say("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
-        mark = self._go_on(actor)
+        mark = self._load_checkpoint(actor)
 
         def live() -> dict[str, torch.Tensor]:
-            return planes(model, shards, self.contract)
+            return collect_named_tensors(model, shards, self.contract)
 
         save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
-        engines, worker = self._on_rank0_only(mark)
-        hang_watchdog.enter("the first proof")
+        engines, worker = self._start_rollout(mark)
+        hang_watchdog.enter_phase("the first proof")
         sync = WeightSync(plan, engines, live, self.config.sync)
         self._resources.callback(sync.close)
-        on_rank0(lambda: check_live_engine(plan, cast(Engines, engines)))
+        run_on_rank0(lambda: check_live_engine(plan, cast(EnginePool, engines)))
         check_graph(model, engines, self.contract, self.folder)
         sync.prove()
         self.say(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
         saved = -1 if mark is None else mark.version
-        checkpoints = Checkpoints(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
-        turns = DeviceTurns(self.config.placement, actor, engines)
-        causes = MismatchCauses(actor, live, self.contract.activation_format)
-        steady = SteadySync(sync, engines, self.say)
-        return Loop(self.config, actor, self._reference(hf_config), steady, worker, self.log, checkpoints, causes, mark, turns)
+        checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
+        turns = ColocationManager(self.config.placement, actor, engines)
+        causes = MismatchAttribution(actor, live, self.contract.activation_format)
+        recovering_sync = RecoveringWeightSync(sync, engines, self.say)
+        return Loop(self.config, actor, self._reference(hf_config), recovering_sync, worker, self.log, checkpoints, causes, mark, turns)
 
-    def _go_on(self, actor: Actor) -> Mark | None:
+    def _load_checkpoint(self, actor: Actor) -> TrainState | None:
         """Loads the checkpoint that the run goes on from; None in a new run."""
-        if self.start is None:
+        if self.resume_point is None:
             return None
-        mark = Mark.of_state(self.start.state)
-        same = self.start.same_layout(arrangement(self.layout, self.config.train))
-        load(self.start.folder, actor.model, actor.optimizer, self.start.state, same)
+        mark = TrainState.from_dict(self.resume_point.state)
+        same = self.resume_point.matches_layout(describe_layout(self.layout, self.config.train))
+        load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same)
         actor.steps_done = mark.optimizer_steps
         return mark
 
-    def _on_rank0_only(self, mark: Mark | None) -> tuple[Engines | None, RolloutWorker | Ahead | None]:
+    def _start_rollout(self, mark: TrainState | None) -> tuple[EnginePool | None, RolloutWorker | AsyncRolloutWorker | None]:
         """Engines, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
         found: list[Any] = [None, None]
 
@@ -180,33 +182,33 @@ class Session:
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
             self.say(f"starting the engines: {config.rollout.engines}")
-            hang_watchdog.enter("starting the engines", limit=config.rollout.start_timeout)
+            hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
             found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.say)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
             if config.placement.max_staleness:
-                found[1] = Ahead(found[1], config.placement.max_staleness, config.train.steps, found[0].stop)
+                found[1] = AsyncRolloutWorker(found[1], config.placement.max_staleness, config.train.steps, found[0].stop)
                 self._resources.callback(found[1].close)
 
-        on_rank0(start)
+        run_on_rank0(start)
         return found[0], found[1]
 
     def _reference(self, hf_config: dict[str, Any]) -> Policy | None:
         """The frozen starting policy, in the same precision flow; None where no KL term asks for it."""
         if not self.config.algorithm.kl_coef:
             return None
-        model = frozen(build_model(hf_config, self.layout, self.contract, self.config.train))
-        load_checkpoint(model, self.config.model.path, this_rank_shards(hf_config, self.layout))
+        model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
+        load_checkpoint(model, self.config.model.path, build_own_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def _try_checkpoint(self, loop: Loop) -> None:
-        hang_watchdog.enter("checkpoint")
+        hang_watchdog.enter_phase("checkpoint")
         try:
             loop.save(last=True)
         except Exception as error:  # the run's own error is the one to report
             self.say(f"no last checkpoint: {error}")
 
-    def _last_words(self, line: str) -> None:
+    def _report_hang(self, line: str) -> None:
         """Of a rank that stands still, in the watch's thread."""
         print(f"megatron-rl [rank {dist.get_rank()}]: {line}", file=sys.stderr, flush=True)
         self._close_log("broken", line)
@@ -223,6 +225,6 @@ class Session:
 
 
 def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:
-    """One whole run with everything ended afterwards; see `run.run_training` and `resume.run_to_resume`."""
+    """One whole run with everything ended afterwards; see `run.run_training` and `resume.find_run_to_resume`."""
     with ExitStack() as resources:
         return Session(config, layout, resources, resumed).run()

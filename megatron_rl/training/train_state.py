@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megatron_rl.mcore.checkpoint.rng import random_state
+from megatron_rl.mcore.checkpoint.rng import capture_rng_state
 
 
 @dataclass(frozen=True)
-class Mark:
+class TrainState:
     """`data` is known on rank 0 only."""
 
     version: int
@@ -24,16 +24,16 @@ class Mark:
     """`ProblemStream.state_dict()`."""
     unrecorded: dict[str, float] | None = None
     """What the log's row of this version is to say beside what its sync and its evaluation say; None once the row is written."""
-    random: dict[str, Any] = field(default_factory=random_state)
+    rng_state: dict[str, Any] = field(default_factory=capture_rng_state)
     """This rank's random numbers."""
 
-    def state(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All but the random numbers, for state.json."""
-        kept = {name: value for name, value in asdict(self).items() if name != "random"}
+        kept = {name: value for name, value in asdict(self).items() if name != "rng_state"}
         return {"step": self.version, "policy_version": kept.pop("version"), **kept}
 
     @classmethod
-    def of_state(cls, state: dict[str, Any]) -> Mark:
+    def from_dict(cls, state: dict[str, Any]) -> TrainState:
         """The mark that state.json tells. Raises KeyError, TypeError or ValueError where it tells none."""
         low, high = state["clip_bounds"]
         version, steps = int(state["policy_version"]), int(state["optimizer_steps"])

@@ -7,7 +7,7 @@
     disk            any hosts that share a folder
 
 A trainer rank holds an `Outbox`, an engine rank an `Inbox`. Neither knows tensors; they hand out flat buffers of bytes, never more
-than `IN_FLIGHT` chunks at a time, and what goes into them is `chunks.pack`'s and `chunks.unpack`'s affair.
+than `CHUNKS_IN_FLIGHT` chunks at a time, and what goes into them is `chunks.pack`'s and `chunks.unpack`'s affair.
 """
 
 from __future__ import annotations

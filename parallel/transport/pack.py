@@ -1,4 +1,4 @@
-"""Copy and hash the rectangles of chunks: `Memory` packs them into flat buffers, unpacks them, and hashes them on the way."""
+"""Copy and hash the rectangles of chunks: `ChunkPacker` packs them into flat buffers, unpacks them, and hashes them on the way."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import torch
 
 from parallel.chunking import Chunk
-from parallel.digest import ByteMatrix, Hash, byte_matrix
-from parallel.shards import Place
+from parallel.digest import ByteMatrix, Hash, view_bytes
+from parallel.shards import NamedRect
 
 _TILE = 256 << 10
 """Bytes. On the machine this was measured on, hashing 256 KiB just before they are copied costs 5 % of the copy; later, 100 %."""
 
 
-class Clock:
+class Stopwatch:
     """Adds up the seconds of something that is done in pieces. On a GPU, which works on while Python goes on, by events."""
 
     def __init__(self) -> None:
@@ -45,18 +45,18 @@ class Clock:
         return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
 
 
-class Memory:
+class ChunkPacker:
     """Named tensors as byte matrices, made once per sync: what chunks are copied from, copied to, and hashed in."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
         """Raises ValueError, by name, for a tensor that is missing or whose rows are no runs of bytes."""
-        self._clock = Clock()
+        self._clock = Stopwatch()
         self._matrices: dict[str, tuple[ByteMatrix, int]] = {}
         for name in names:
             if name not in tensors:
                 raise ValueError(f"there is no tensor {name}")
             try:
-                self._matrices[name] = byte_matrix(tensors[name]), tensors[name].element_size()
+                self._matrices[name] = view_bytes(tensors[name]), tensors[name].element_size()
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
 
@@ -65,19 +65,19 @@ class Memory:
         """Spent on hashing so far; on a GPU, waits until that is done."""
         return self._clock.seconds
 
-    def part(self, place: Place) -> ByteMatrix:
+    def view_named_rect(self, named_rect: NamedRect) -> ByteMatrix:
         """The bytes of a rectangle, a view."""
-        name, rect = place
+        name, rect = named_rect
         matrix, size = self._matrices[name]
         return matrix[rect.row : rect.row + rect.rows, rect.col * size : (rect.col + rect.cols) * size]
 
-    def pack(self, places: Iterable[Place], flat: ByteMatrix, hashing: bool) -> str:
+    def pack(self, named_rects: Iterable[NamedRect], flat: ByteMatrix, hashing: bool) -> str:
         """Copies rectangles into `flat`, uint8 [bytes], one after the other.
 
         Where `hashing`, returns `Hash` of the rectangles' bytes in that order, as 32 hex digits; else an empty text.
         """
         state, at = Hash() if hashing else None, 0
-        for tile in self._tiles(places):
+        for tile in self._iter_tiles(named_rects):
             rows, cols = tile.shape
             self._hash(state, tile)
             flat[at : at + rows * cols].reshape(rows, cols)[...] = tile
@@ -85,10 +85,10 @@ class Memory:
         _check_filled(at, flat)
         return state.hexdigest() if state else ""
 
-    def unpack(self, places: Iterable[Place], flat: ByteMatrix, hashing: bool) -> str:
+    def unpack(self, named_rects: Iterable[NamedRect], flat: ByteMatrix, hashing: bool) -> str:
         """The inverse of `pack`; hashes what the rectangles hold after they were written."""
         state, at = Hash() if hashing else None, 0
-        for tile in self._tiles(places):
+        for tile in self._iter_tiles(named_rects):
             rows, cols = tile.shape
             tile[...] = flat[at : at + rows * cols].reshape(rows, cols)
             at += rows * cols
@@ -96,10 +96,10 @@ class Memory:
         _check_filled(at, flat)
         return state.hexdigest() if state else ""
 
-    def copy(self, places: Sequence[Place], other: Memory, hashing: bool) -> str:
+    def copy(self, named_rects: Sequence[NamedRect], other: ChunkPacker, hashing: bool) -> str:
         """Copies the same rectangles of `other` here; else as `unpack`."""
         state = Hash() if hashing else None
-        for tile, theirs in zip(self._tiles(places), other._tiles(places), strict=True):
+        for tile, theirs in zip(self._iter_tiles(named_rects), other._iter_tiles(named_rects), strict=True):
             tile[...] = theirs
             self._hash(state, tile)
         return state.hexdigest() if state else ""
@@ -109,10 +109,10 @@ class Memory:
             with self._clock.running(on_gpu=not isinstance(tile, np.ndarray)):
                 state.update(tile)
 
-    def _tiles(self, places: Iterable[Place]) -> Iterator[ByteMatrix]:
+    def _iter_tiles(self, named_rects: Iterable[NamedRect]) -> Iterator[ByteMatrix]:
         """The rectangles in runs of rows that are hashed while a core's cache still holds them; on a GPU, uncut."""
-        for place in places:
-            view = self.part(place)
+        for named_rect in named_rects:
+            view = self.view_named_rect(named_rect)
             rows, cols = view.shape
             step = max(_TILE // cols, 1) if isinstance(view, np.ndarray) else rows
             for row in range(0, rows, step):
@@ -125,23 +125,23 @@ def _check_filled(at: int, flat: ByteMatrix) -> None:
         raise ValueError(f"a chunk's rectangles are {at} bytes here, {len(flat)} on the other side")
 
 
-def source_memory(planes: Mapping[str, torch.Tensor], chunks: Sequence[Chunk], rank: int) -> Memory:
-    """Trainer rank `rank`'s planes, as far as its chunks need them."""
-    return Memory(planes, {name for chunk in chunks if chunk.source == rank for name, _ in chunk.sources})
+def make_source_packer(named_tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk], rank: int) -> ChunkPacker:
+    """Trainer rank `rank`'s named_tensors, as far as its chunks need them."""
+    return ChunkPacker(named_tensors, {name for chunk in chunks if chunk.source == rank for name, _ in chunk.sources})
 
 
-def target_memory(tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> Memory:
+def make_target_packer(tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk]) -> ChunkPacker:
     """An engine rank's tensors, as far as its chunks need them."""
-    return Memory(tensors, {name for chunk in chunks for name, _ in chunk.targets})
+    return ChunkPacker(tensors, {name for chunk in chunks for name, _ in chunk.targets})
 
 
-def check_targets(memory: Memory, chunks: Sequence[Chunk]) -> None:
+def check_targets(memory: ChunkPacker, chunks: Sequence[Chunk]) -> None:
     """Raises ValueError, by name, where chunks do not fit an engine rank's tensors. Nothing is touched."""
     for chunk in chunks:
         total = 0
         for name, rect in chunk.targets:
-            if min(rect.row, rect.col, rect.rows, rect.cols) < 0 or memory.part((name, rect)).shape[0] != rect.rows:
+            if min(rect.row, rect.col, rect.rows, rect.cols) < 0 or memory.view_named_rect((name, rect)).shape[0] != rect.rows:
                 raise ValueError(f"{name}: rows {rect.row}..{rect.row + rect.rows - 1} lie outside")
-            total += memory.part((name, rect)).shape[1] * rect.rows
+            total += memory.view_named_rect((name, rect)).shape[1] * rect.rows
         if total != chunk.nbytes:
             raise ValueError(f"{chunk.targets[0][0]} and its neighbours are {total} bytes in the engine, {chunk.nbytes} are coming")

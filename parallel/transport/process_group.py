@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.chunking import IN_FLIGHT, Chunk
+from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import gloo_backend
 from parallel.transport.base import Link, TransportSettings
 from parallel.transport.store import listening_store
@@ -50,7 +50,7 @@ class Outbox:
         self._buffers = _buffers(self._size, device)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
-        if len(self._sending) == IN_FLIGHT:
+        if len(self._sending) == CHUNKS_IN_FLIGHT:
             self._wait_for_oldest()
         return self._next(chunk)
 
@@ -72,7 +72,7 @@ class Outbox:
         self._buffers = []
 
     def _next(self, chunk: Chunk) -> torch.Tensor:
-        return self._buffers[self._sent % IN_FLIGHT][: chunk.nbytes]
+        return self._buffers[self._sent % CHUNKS_IN_FLIGHT][: chunk.nbytes]
 
     def _wait_for_oldest(self) -> None:
         self._sending[0][0].wait()
@@ -95,7 +95,7 @@ class Inbox:
         self._coming: deque[tuple[Any, torch.Tensor]] = deque()
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
-        while self._asked < len(self._chunks) and len(self._coming) + self._lent < IN_FLIGHT:
+        while self._asked < len(self._chunks) and len(self._coming) + self._lent < CHUNKS_IN_FLIGHT:
             self._ask(self._chunks[self._asked])
         work, flat = self._coming.popleft()
         self._lent = 1
@@ -113,7 +113,7 @@ class Inbox:
         self._coming.clear()
 
     def _ask(self, chunk: Chunk) -> None:
-        flat = self._buffers[self._asked % IN_FLIGHT][: chunk.nbytes]
+        flat = self._buffers[self._asked % CHUNKS_IN_FLIGHT][: chunk.nbytes]
         self._coming.append((self._group.recv([flat], self._place[chunk.source], 0), flat))
         self._asked += 1
 
@@ -140,4 +140,4 @@ def _group(store: Any, rank: int, size: int, host: str, timeout: float, device: 
 
 
 def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
-    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(IN_FLIGHT)]
+    return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(CHUNKS_IN_FLIGHT)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from parallel.chunking import IN_FLIGHT, Chunk
+from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport.base import Link, TransportSettings
 
 _NUMBER = struct.Struct("<q")
@@ -53,7 +53,7 @@ class RingOutbox:
     def open(self, addresses: Mapping[int, Any]) -> None:
         if not self._targets:
             return
-        self._ring, descriptors, description = self.make_ring(IN_FLIGHT * self._size)
+        self._ring, descriptors, description = self.make_ring(CHUNKS_IN_FLIGHT * self._size)
         while len(self._peers) < len(self._targets):
             peer, _ = self._listener.accept()
             peer.settimeout(self._timeout)
@@ -65,13 +65,13 @@ class RingOutbox:
             os.close(descriptor)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
-        if len(self._readers) == IN_FLIGHT:
+        if len(self._readers) == CHUNKS_IN_FLIGHT:
             self._wait_for_oldest()
         return self._slot()[: chunk.nbytes]
 
     def send(self, chunk: Chunk) -> None:
         self.settle()
-        self._peers[chunk.target].sendall(bytes([self._sent % IN_FLIGHT]))
+        self._peers[chunk.target].sendall(bytes([self._sent % CHUNKS_IN_FLIGHT]))
         self._readers.append(chunk.target)
         self._sent += 1
 
@@ -86,7 +86,7 @@ class RingOutbox:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _slot(self) -> torch.Tensor:
-        start = self._sent % IN_FLIGHT * self._size
+        start = self._sent % CHUNKS_IN_FLIGHT * self._size
         return self._ring[start : start + self._size]
 
     def _wait_for_oldest(self) -> None:
@@ -146,7 +146,7 @@ class RingInbox:
         try:
             header += _read(peer, _NUMBER.size - len(header))
             description = _read(peer, _NUMBER.unpack(header)[0])
-            self._rings[source] = self.open_ring(descriptors, description, IN_FLIGHT * self._size)
+            self._rings[source] = self.open_ring(descriptors, description, CHUNKS_IN_FLIGHT * self._size)
         finally:
             for descriptor in descriptors:
                 with contextlib.suppress(OSError):

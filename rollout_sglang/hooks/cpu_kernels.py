@@ -15,7 +15,7 @@ import torch
 from megatron_rl.precision.fp8_products import fprop, value_dtype
 from megatron_rl.precision.ops import batch_invariant
 from parallel.formats import BLOCK
-from rollout_sglang.hooks.dequant_cache import values_of
+from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
@@ -38,18 +38,18 @@ def block_fp8_linear(
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
     form = "pow2" if act_scale_ue8m0 else "fp32"
-    y = fprop(input, values_of(weight, weight_scale, value_dtype(input, form)), form)
+    y = fprop(input, get_float_weight(weight, weight_scale, value_dtype(input, form)), form)
     return y if bias is None else y + bias
 
 
 def plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """Around `UnquantizedLinearMethod.apply`: routers, and every linear layer where nothing is quantised."""
-    return batch_invariant.with_enough_rows(lambda rows: original(self, layer, rows, bias), x)
+    return batch_invariant.apply_with_min_rows(lambda rows: original(self, layer, rows, bias), x)
 
 
 def lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Around `LogitsProcessor._compute_lm_head`."""
-    return batch_invariant.with_enough_rows(lambda rows: original(self, rows, *args, **kwargs), hidden)
+    return batch_invariant.apply_with_min_rows(lambda rows: original(self, rows, *args, **kwargs), hidden)
 
 
 def rms_norm(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.formats import BLOCK
 
 
@@ -32,9 +32,9 @@ def rotary_embedding(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return original(*args, **{**kwargs, "device": None})
 
 
-def dequantized_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> tuple[torch.Tensor, float]:
+def dequantize_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> tuple[torch.Tensor, float]:
     """Stands in for `block_quant_to_tensor_quant` where w_kc and w_vc are made: the blocks' own values, in the model's dtype, and a scale
     of one. SGLang's CPU branch would quantise kv_b_proj again, with one scale for all of it; its GPU branch dequantises as well."""
     if block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"block size {block_size} is outside the precision contract")
-    return dequantize_weight(Blocks(data, scale)).to(torch.get_default_dtype()), 1.0
+    return dequantize_weight(Fp8Weight(data, scale)).to(torch.get_default_dtype()), 1.0

@@ -19,16 +19,16 @@ import torch.nn.functional as F
 
 from megatron_rl.precision import int8
 from megatron_rl.precision.fp8_products import fprop, value_dtype
-from megatron_rl.precision.ops.batch_invariant import product
+from megatron_rl.precision.ops.batch_invariant import invariant_matmul
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import gpu_activation_quant
-from rollout_sglang.hooks.dequant_cache import values_of
+from rollout_sglang.hooks.dequant_cache import get_float_weight
 
-Linear = Callable[[torch.Tensor, int], torch.Tensor]
+ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
 """An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
 
 
-def mixture(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: Linear, down: Linear) -> torch.Tensor:
+def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: ExpertLinear, down: ExpertLinear) -> torch.Tensor:
     """x [T, H]; `weights` float32 [T, k] and `experts` [T, k] of the router, by this rank's numbers, -1 for another rank's expert.
 
     Returns [T, H] in x's dtype: this rank's part of the sum.
@@ -44,7 +44,7 @@ def mixture(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_
     return summed.to(x.dtype)
 
 
-def route(
+def route_tokens(
     original: Callable[..., Any], hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Around `fused_topk_native`: (weights float32 [T, k], experts [T, k]). Weights that add up to one are the softmax over the chosen
@@ -59,12 +59,12 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Stands in for `Fp8MoEMethod.apply`."""
     if not self.block_quant or self.weight_block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"experts in FP8 blocks of {self.weight_block_size} are outside the precision contract")
-    form = gpu_activation_quant.of_experts(self, layer)
+    form = gpu_activation_quant.read_expert_scale_format(self, layer)
 
-    def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
-        return lambda x, expert: fprop(x, values_of(weight[expert], scale[expert], value_dtype(x, form)), form)
+    def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
+        return lambda x, expert: fprop(x, get_float_weight(weight[expert], scale[expert], value_dtype(x, form)), form)
 
-    return _apply(
+    return _apply_experts(
         self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
     )
 
@@ -72,30 +72,32 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
 def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Stands in for `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
 
-    def linear(weight: torch.Tensor, scale: torch.Tensor) -> Linear:
-        return lambda x, expert: int8.product(x, values_of(weight[expert], scale[expert]), scale[expert])
+    def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
+        return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], scale[expert]), scale[expert])
 
-    return _apply(self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale))
+    return _apply_experts(
+        self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale)
+    )
 
 
 def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Stands in for `UnquantizedFusedMoEMethod.apply`."""
-    return _apply(
+    return _apply_experts(
         self,
         dispatch_output,
-        lambda x, expert: product(x, layer.w13_weight[expert]),
-        lambda x, expert: product(x, layer.w2_weight[expert]),
+        lambda x, expert: invariant_matmul(x, layer.w13_weight[expert]),
+        lambda x, expert: invariant_matmul(x, layer.w2_weight[expert]),
     )
 
 
-def _apply(method: Any, dispatch_output: Any, gate_up: Linear, down: Linear) -> Any:
+def _apply_experts(method: Any, dispatch_output: Any, gate_up: ExpertLinear, down: ExpertLinear) -> Any:
     config = method.moe_runner_config
     plain = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
     with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method knows none
     if not plain or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
     chosen = dispatch_output.topk_output
-    return _combine_input(mixture(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
+    return _combine_input(run_experts(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
 
 
 def _combine_input(y: torch.Tensor) -> Any:

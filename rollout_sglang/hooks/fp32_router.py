@@ -10,29 +10,29 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.ops.batch_invariant import product
+from megatron_rl.precision.ops.batch_invariant import invariant_matmul
 
 
-def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def compute_router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H], weight [experts, H] in any float dtype; returns float32 [T, experts]."""
-    return product(x.float(), weight.float())
+    return invariant_matmul(x.float(), weight.float())
 
 
-def with_fp32_gate(original: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> None:
-    """Around `Qwen3MoeSparseMoeBlock.__init__`: its gate gets a method that computes `logits`."""
+def use_fp32_gate(original: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> None:
+    """Around `Qwen3MoeSparseMoeBlock.__init__`: its gate gets a method that computes `compute_router_logits`."""
     original(block, *args, **kwargs)
     if type(block.gate.quant_method).__name__ != "UnquantizedLinearMethod":
         raise NotImplementedError(f"a router in {type(block.gate.quant_method).__name__} is outside the precision contract")
-    block.gate.quant_method = _method()()
+    block.gate.quant_method = _make_router_method()()
 
 
-def gate(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def compute_gate_logits(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Stands in for DeepSeek-V3's `MoEGate.forward`."""
-    return logits(hidden_states, self.weight)
+    return compute_router_logits(hidden_states, self.weight)
 
 
 @functools.cache
-def _method() -> type:
+def _make_router_method() -> type:
     """Made late: SGLang is imported after its plug-ins are found."""
     from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
@@ -40,6 +40,6 @@ def _method() -> type:
         def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             if bias is not None:
                 raise NotImplementedError("a router with a bias is outside the precision contract")
-            return logits(x, layer.weight)
+            return compute_router_logits(x, layer.weight)
 
     return Fp32RouterMethod

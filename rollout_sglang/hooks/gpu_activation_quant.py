@@ -8,7 +8,8 @@ block-FP8 layers of a release listed in `plugin.KNOWN_VERSIONS` come to one of t
     per_token_group_quant.per_token_group_quant         experts in Triton, where their second layer loads its input by TMA
 
 What reaches them with another meaning (packed scales, SwiGLU in the same kernel, other groups) is refused. So is, before a run
-samples, every layer that does not come to them: `of_linear` and `of_experts` read it from what the live layer runs.
+samples, every layer that does not come to them: `read_linear_scale_format` and `read_expert_scale_format` read it from what the live
+layer runs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
-VARIABLE = "MEGATRON_RL_SCALE_FORMAT"
+SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"
 """`precision.scale_format`, set by `rollout_sglang.engine` for the engine's processes."""
 
 _DENSE = (
@@ -35,19 +36,19 @@ _DENSE_MODULE = "sglang.srt.layers.quantization.fp8_utils"
 
 
 @functools.cache
-def scale_format() -> str:
+def get_scale_format() -> str:
     """What this process's quantiser makes, "pow2" or "fp32". Raises RuntimeError where the engine was started without it."""
-    told = os.environ.get(VARIABLE)
+    told = os.environ.get(SCALE_FORMAT_VARIABLE)
     if told not in ("pow2", "fp32"):
-        raise RuntimeError(f"{VARIABLE} is {told!r}: an engine that quantises activations needs pow2 or fp32")
+        raise RuntimeError(f"{SCALE_FORMAT_VARIABLE} is {told!r}: an engine that quantises activations needs pow2 or fp32")
     return told
 
 
 @torch.library.custom_op("megatron_rl::quantize_activation", mutates_args=("data", "scale"))
 def quantize(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """Q_1x128(x) in `scale_format()`, into `data` and `scale`. x [T, K] in bf16, fp16 or float32, data E4M3 [T, K], scale float32
+    """Q_1x128(x) in `get_scale_format()`, into `data` and `scale`. x [T, K] in bf16, fp16 or float32, data E4M3 [T, K], scale float32
     [T, K/128] with any strides. An operator of its own, so that torch.compile does not look inside."""
-    wanted = scale_format()
+    wanted = get_scale_format()
     from megatron_rl.precision.backends.triton_quantize import quantize_into
 
     quantize_into(x, data, scale, wanted)
@@ -126,11 +127,11 @@ def _check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int,
         raise NotImplementedError(f"{list(x.shape)} in {data.dtype} groups of {group} is outside the precision contract")
     if fused or scale.dtype != torch.float32:
         raise NotImplementedError("SwiGLU and quantising in one kernel, and packed scales, are outside the precision contract")
-    if ue8m0 and scale_format() != "pow2":
-        raise NotImplementedError(f"the checkpoint asks for power-of-two scales, precision.scale_format is {scale_format()}")
+    if ue8m0 and get_scale_format() != "pow2":
+        raise NotImplementedError(f"the checkpoint asks for power-of-two scales, precision.scale_format is {get_scale_format()}")
 
 
-def of_linear(method: Any, layer: Any) -> str:
+def read_linear_scale_format(method: Any, layer: Any) -> str:
     """The format of the scales that a live layer quantises its input with; `method` is its `Fp8LinearMethod`.
 
     "pow2" or "fp32" where the quantiser is the contract's; else words that equal neither and name what runs instead.
@@ -146,8 +147,8 @@ def of_linear(method: Any, layer: Any) -> str:
     return _unless_requantised(layer.weight_scale_inv)
 
 
-def of_experts(method: Any, layer: Any) -> str:
-    """As `of_linear`, for a live layer of experts with an `Fp8MoEMethod`."""
+def read_expert_scale_format(method: Any, layer: Any) -> str:
+    """As `read_linear_scale_format`, for a live layer of experts with an `Fp8MoEMethod`."""
     if not torch.cuda.is_available():
         return "pow2" if method.quant_config.scale_fmt == "ue8m0" else "fp32"  # moe.apply_block_fp8
     backend = method.get_moe_runner_backend(layer)
@@ -162,4 +163,4 @@ def _unless_requantised(*scales: torch.Tensor) -> str:
         return "an AMD GPU's"
     if any(scale.dtype != torch.float32 or getattr(scale, "format_ue8m0", False) for scale in scales):
         return "packed ue8m0 (its weights were quantised again)"
-    return scale_format()
+    return get_scale_format()

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.int8 import product
-from rollout_sglang.hooks.dequant_cache import values_of
+from megatron_rl.precision.int8 import int8_matmul
+from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
 def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Stands in for SGLang's `apply`, same arguments: x [..., K]; returns [..., N]."""
-    y = product(x, values_of(layer.weight, layer.weight_scale), layer.weight_scale)
+    y = int8_matmul(x, get_float_weight(layer.weight, layer.weight_scale), layer.weight_scale)
     return y if bias is None else y + bias
 
 

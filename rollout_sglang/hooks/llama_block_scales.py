@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-Named = tuple[str, torch.Tensor]
+NamedTensor = tuple[str, torch.Tensor]
 _SCALE = ".weight_scale_inv"
 
 
-def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterable[Named]) -> Any:
+def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
     """Around `LlamaForCausalLM.load_weights`: everything but the block scales goes there, these are loaded here, by SGLang's own table.
 
     Raises KeyError for the scale of a weight that is not FP8 in the engine.
     """
     from sglang.srt.model_loader.auto_loader import LLAMA_STACKED_MAPPING
 
-    scales: list[Named] = []
+    scales: list[NamedTensor] = []
 
-    def others() -> Iterator[Named]:
+    def others() -> Iterator[NamedTensor]:
         for name, value in weights:
             if name.endswith(_SCALE):
                 scales.append((name, value))

@@ -52,7 +52,7 @@ def check_version() -> None:
         raise RuntimeError(f"sglang {version} is not known to work here; known: {', '.join(KNOWN_VERSIONS)}")
 
 
-def _hooks() -> list[Hook]:
+def _list_hooks() -> list[Hook]:
     """All hooks for this machine."""
     from rollout_sglang import precision_graph, rank_handler
     from rollout_sglang.hooks import fp32_router, int8_linear, llama_block_scales
@@ -60,14 +60,14 @@ def _hooks() -> list[Hook]:
     hooks: list[Hook] = [
         (_LIVE, rank_handler.handle, "AROUND"),
         (_RUNNER, precision_graph.check_weights, "AROUND"),
-        (_GATE, fp32_router.with_fp32_gate, "AROUND"),
+        (_GATE, fp32_router.use_fp32_gate, "AROUND"),
         (_LLAMA, llama_block_scales.load_block_scales, "AROUND"),
         (_INT8 + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
     ]
-    return hooks + (gpu_hooks() if torch.cuda.is_available() else cpu_hooks())
+    return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 
 
-def gpu_hooks() -> list[Hook]:
+def list_gpu_hooks() -> list[Hook]:
     """What SGLang computes otherwise than the contract says on a GPU."""
     from rollout_sglang.hooks import gpu_activation_quant
 
@@ -78,7 +78,7 @@ def gpu_hooks() -> list[Hook]:
     ]
 
 
-def cpu_hooks() -> list[Hook]:
+def list_cpu_hooks() -> list[Hook]:
     """What SGLang cannot compute on a CPU, or with other bits than the trainer."""
     from rollout_sglang.hooks import cpu_kernels, cpu_mla, cpu_moe, fp32_router, int8_linear, seeded_sampling
 
@@ -92,15 +92,15 @@ def cpu_hooks() -> list[Hook]:
         (_CPU_LM_HEAD, cpu_kernels.lm_head, "AROUND"),
         (_CPU_NORM, cpu_kernels.rms_norm, "AROUND"),
         (_CPU_SAMPLER, cpu_kernels.sample, "AROUND"),
-        (_CPU_SEEDS, seeded_sampling.with_seeds, "AROUND"),
-        (_CPU_DRAW, seeded_sampling.draw, "REPLACE"),
-        (_CPU_ROUTE, cpu_moe.route, "AROUND"),
-        (_CPU_GATE, fp32_router.gate, "REPLACE"),
+        (_CPU_SEEDS, seeded_sampling.attach_seeds, "AROUND"),
+        (_CPU_DRAW, seeded_sampling.sample_tokens, "REPLACE"),
+        (_CPU_ROUTE, cpu_moe.route_tokens, "AROUND"),
+        (_CPU_GATE, fp32_router.compute_gate_logits, "REPLACE"),
         (_CPU_EXTEND, cpu_kernels.extend_attention, "REPLACE"),
         (_CPU_DECODE, cpu_kernels.decode_attention, "REPLACE"),
         (_CPU_MLA_FORM, cpu_mla.attention_handler, "AROUND"),
         (_CPU_MLA_ROPE, cpu_mla.rotary_embedding, "AROUND"),
-        (_CPU_MLA_KV_B, cpu_mla.dequantized_kv_b, "REPLACE"),
+        (_CPU_MLA_KV_B, cpu_mla.dequantize_kv_b, "REPLACE"),
         (_CPU_PINNING, lambda *_, **__: None, "REPLACE"),
     ]
 
@@ -110,7 +110,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     check_version()
-    for target, function, kind in _hooks():
+    for target, function, kind in _list_hooks():
         HookRegistry.register(target, function, HookType[kind])
 
 
@@ -121,6 +121,6 @@ def verify() -> None:
 
     check_version()
     load_plugins()
-    missing = [target for target, _, _ in _hooks() if target not in HookRegistry._patched]
+    missing = [target for target, _, _ in _list_hooks() if target not in HookRegistry._patched]
     if missing:
         raise RuntimeError(f"SGLang did not apply the hooks on {', '.join(missing)}")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 
-def with_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **named: Any) -> Any:
+def attach_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **named: Any) -> Any:
     """Around `SamplingBatchInfo.from_schedule_batch`: int64 [requests] of seeds, which SGLang keeps in step with its batches."""
     info = original(cls, batch, *args, **named)
     own = [request.sampling_params.sampling_seed for request in batch.reqs]
@@ -22,14 +22,14 @@ def with_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, 
     return info
 
 
-def draw(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def sample_tokens(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Stands in for SGLang's `sampling_from_probs_torch`: probs [n, vocabulary], seeds and positions [n]; returns tokens int32 [n]."""
     cumulated = probs.double().cumsum(-1)
-    passed = torch.from_numpy(uniform(sampling_seed.numpy(), positions.numpy()))[:, None] * cumulated[:, -1:]
+    passed = torch.from_numpy(hash_to_uniform(sampling_seed.numpy(), positions.numpy()))[:, None] * cumulated[:, -1:]
     return torch.searchsorted(cumulated, passed, right=True).clamp_(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
 
 
-def uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def hash_to_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """float64 [n] in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of the seed, `positions` + 1 steps on."""
     with np.errstate(over="ignore"):
         x = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

@@ -30,7 +30,7 @@ class _Base(metaclass=_ClassMeta):
         super().__init_subclass__()
 
 
-class _StandIn(types.ModuleType):
+class _StubModule(types.ModuleType):
     """A module whose every attribute is a stand-in too: names in capitals are classes, others modules."""
 
     def __init__(self, name: str) -> None:
@@ -52,7 +52,7 @@ class _StandIn(types.ModuleType):
         if name[:1].isupper():
             value = _ClassMeta(name, (_Base,), {"__module__": self.__name__})
         else:
-            value = sys.modules[full] = _StandIn(full)
+            value = sys.modules[full] = _StubModule(full)
         setattr(self, name, value)
         return value
 
@@ -82,7 +82,7 @@ class _StandIn(types.ModuleType):
 
 class _Loader:
     def create_module(self, spec: Any) -> types.ModuleType:
-        return _StandIn(spec.name)
+        return _StubModule(spec.name)
 
     def exec_module(self, _: types.ModuleType) -> None: ...
 

@@ -53,7 +53,7 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name, layout, precision", CASES, ids=[f"{name}-{layout}-{how['mode']}" for name, layout, how in CASES])
 def test_planes_are_the_checkpoints_blocks(four, folder_of, name, layout, precision):
-    for rank, found in enumerate(four.call("support.built:compare_planes", folder_of(name), layout, precision)):
+    for rank, found in enumerate(four.call("support.built:compare_with_checkpoint", folder_of(name), layout, precision)):
         assert found["missing"] == found["surplus"] == found["different"] == [], rank
         assert found["fp8_layers"] == (found["scales"] if precision["mode"] == "fp8_unified" else 0), rank
         assert (found["scales"] > 0) == (precision["mode"] != "bf16"), rank

@@ -9,7 +9,7 @@ import pytest
 from support.processes import alive_after, family
 from support.world import World
 
-from megatron_rl.errors import LostError, RunError
+from megatron_rl.errors import EngineLostError, RunError
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,7 @@ def test_more_losses_than_allowed_end_the_run_with_one_line(world):
     world.call("support.light:change", 6)
     with pytest.raises(RunError, match=r"no more restarts in this step \(rollout.max_restarts = 3\)$") as error:
         world.call("support.light:always_lose", 6, seconds=START)
-    assert not isinstance(error.value, LostError)
+    assert not isinstance(error.value, EngineLostError)
 
 
 def test_engines_end_with_rank_0_also_those_that_hang(world):

@@ -8,18 +8,18 @@ import pytest
 import torch
 from support.models import FP8, FP32, random_sequences
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 
 pytestmark = pytest.mark.slow
 
 
-def dialogues(count: int, seed: int) -> list[Sequence]:
+def dialogues(count: int, seed: int) -> list[TrainingSample]:
     """Random answers of which an environment wrote some stretches."""
     source, found = random.Random(seed), random_sequences(count, seed)
     for sequence in found:
-        sequence.sampled = [source.random() < 0.7 for _ in sequence.answer_ids]
-        sequence.sampled[source.randrange(len(sequence.sampled))] = True  # a list without one is no answer
-        known = torch.tensor(sequence.sampled)
+        sequence.response_mask = [source.random() < 0.7 for _ in sequence.response_ids]
+        sequence.response_mask[source.randrange(len(sequence.response_mask))] = True  # a list without one is no answer
+        known = torch.tensor(sequence.response_mask)
         sequence.old_logprobs, sequence.reference_logprobs = sequence.old_logprobs[known], sequence.reference_logprobs[known]
     return found
 
@@ -27,7 +27,7 @@ def dialogues(count: int, seed: int) -> list[Sequence]:
 def test_one_step_is_that_of_the_sampled_tokens_alone(one, plain, checkpoint):
     """Loss, entropy and gradient by transformers' model, token by token; sums in another order differ by 1e-6."""
     batch = dialogues(6, seed=5)
-    assert 0.5 < sum(sequence.sampled_count for sequence in batch) / sum(len(sequence.answer_ids) for sequence in batch) < 0.9
+    assert 0.5 < sum(sequence.sampled_count for sequence in batch) / sum(len(sequence.response_ids) for sequence in batch) < 0.9
     found = one.call("support.trainer:train_grpo", checkpoint, FP32, {}, [batch])[0]
     expected = plain.call("support.transformers_side:grpo", checkpoint, [vars(sequence) for sequence in batch], 0.1)[0]
     torch.testing.assert_close(found["before"], expected.pop("logprobs"), atol=2e-5, rtol=0)

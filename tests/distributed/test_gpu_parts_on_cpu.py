@@ -19,18 +19,18 @@ from pathlib import Path
 import torch.distributed as dist
 from gpu_parts import layer, speed_layer, speed_sync
 from gpu_parts.rows import Rows
-from megatron_rl.config import Architecture
-from megatron_rl.config.sync import Sync
+from megatron_rl.config import ArchitectureConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
 
-rows, tiny = Rows(Path(sys.argv[1])), Architecture(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
+rows, tiny = Rows(Path(sys.argv[1])), ArchitectureConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
 start_megatron(Layout(), seed=0)
 layer.check(rows, ["emulated"], tiny, tokens=64)
 speed_layer.measure(rows, "tiny layer", tiny, ["emulated"], tokens=64, repeat=1)
 stop_megatron()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-speed_sync.measure(rows, "tiny", [Sync(transport="shared_memory", proof="streamed", timeout=60.0)], "cpu", repeat=1)
+speed_sync.measure(rows, "tiny", [SyncConfig(transport="shared_memory", proof="streamed", timeout=60.0)], "cpu", repeat=1)
 dist.destroy_process_group()
 """
 

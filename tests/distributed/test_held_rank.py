@@ -12,7 +12,7 @@ from support.models import FP8
 from support.processes import alive_after, until
 from support.world import World
 
-from megatron_rl.observability.hang_watchdog import read_stand
+from megatron_rl.observability.hang_watchdog import read_rank_status
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):
     run = tmp_path / "run"
     with World(2, tmp_path / "world") as world:
-        world.send("support.standing:train_watched", checkpoint, run, FP8, 8.0)
-        until(lambda: (stand := read_stand(run / "ranks", 1)) is not None and stand.step >= 2, 240, "rank 1 trains")
+        world.send("support.standing:train_with_watchdog", checkpoint, run, FP8, 8.0)
+        until(lambda: (stand := read_rank_status(run / "ranks", 1)) is not None and stand.step >= 2, 240, "rank 1 trains")
         os.kill(world.pid(1), signal.SIGSTOP)
         assert alive_after([psutil.Process(world.pid(0))], 120) == []
     said = (run / "said").read_text()

@@ -14,7 +14,7 @@ from support.models import ARCHITECTURES, make_checkpoint, make_model, random_se
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
 from tests.unit.golden import slow_fp8
@@ -122,7 +122,7 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(fp8, one
     assert different(folder, tmp_path / "out") != []
     for name, values in expected.items():
         if scale_name(name) in served:
-            assert torch.equal(dequantize_weight(Blocks(served[name], served[scale_name(name)])), values), name
+            assert torch.equal(dequantize_weight(Fp8Weight(served[name], served[scale_name(name)])), values), name
 
 
 @pytest.mark.parametrize("world", WORLDS)

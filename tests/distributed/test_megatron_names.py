@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from parallel.layout import Layout
-from parallel.megatron_shards import megatron_shards
+from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
 
 WORLD = 4
@@ -203,7 +203,7 @@ def work(rank: int, folder: str) -> None:
         model_parallel_cuda_manual_seed(0)
         place = layout.coordinates(rank)
         model = ModelGeometry.from_hf_config(MODELS[name])
-        shards = megatron_shards(model, layout, place, split_latent=True)
+        shards = build_megatron_shards(model, layout, place, split_latent=True)
         real_place = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "cp": parallel_state.get_context_parallel_rank(),

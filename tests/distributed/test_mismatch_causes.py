@@ -15,7 +15,7 @@ ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int
 
 def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
     """|d| by cause. Every rank is told the same, and the causes add up to the total: float64 sums of a few hundred tokens."""
-    found, *others = world.call("support.caused:attributed", checkpoint, precision, random_sequences(8, 3), fault)
+    found, *others = world.call("support.caused:run_attribution", checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == found for other in others)
     for what in SUMMED:
         total = found[f"mismatch/cause/total/{what}"]

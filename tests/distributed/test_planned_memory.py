@@ -10,7 +10,7 @@ from support.models import ARCHITECTURES, make_model
 
 from megatron_rl.config import Config
 from megatron_rl.planner import activation_memory, memory
-from megatron_rl.planner.candidate import Candidate, Job
+from megatron_rl.planner.candidate import Candidate, Workload
 from parallel.layout import Layout
 
 pytestmark = pytest.mark.slow
@@ -26,9 +26,9 @@ HELD = [
 ]
 
 
-def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Job:
+def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Workload:
     config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": precision}))
-    return replace(Job.of(config, ARCHITECTURES[name]), sharded_optimizer=sharded)
+    return replace(Workload.from_config(config, ARCHITECTURES[name]), sharded_optimizer=sharded)
 
 
 @pytest.mark.parametrize("name, layout, precision, sharded", HELD, ids=[f"{name}-{layout}-{sharded}" for name, layout, _, sharded in HELD])
@@ -37,14 +37,14 @@ def test_what_every_rank_holds(four, tmp_path, name, layout, precision, sharded)
     found = four.call("support.measured:held", folder, precision, layout, sharded, seconds=300)
     job, candidate = job_of(name, precision, sharded), Candidate(layout)
     for rank, measured in enumerate(found):
-        expected = memory.trainer_held(job, candidate, layout.coordinates(rank).pp)._asdict()
+        expected = memory.count_trainer_memory(job, candidate, layout.coordinates(rank).pp)._asdict()
         if sharded:  # Megatron pads buffers, and cuts them anywhere
             assert measured == pytest.approx(expected, rel=1e-3), rank
         else:
             assert measured == expected, rank
     if sharded:
         totals = {part: sum(measured[part] for measured in found) for part in ("masters", "moments")}
-        planned = [memory.trainer_held(job, candidate, 0)._asdict() for _ in found]
+        planned = [memory.count_trainer_memory(job, candidate, 0)._asdict() for _ in found]
         assert totals == {part: sum(one[part] for one in planned) for part in totals}
 
 
@@ -65,7 +65,7 @@ def test_what_a_layer_keeps_for_the_backward_pass(two, tmp_path, name, layout, p
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
     ranks = two.call("support.measured:saved", folder, precision, layout, lengths, seconds=300)
     job = job_of(name, precision)
-    widths = activation_memory.widths(job, layout, sum(lengths), cpu=True)
+    widths = activation_memory.formula_inputs(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):
-        expected = activation_memory.layer_bytes(job, layout, widths, job.model.has_experts(layer))
+        expected = activation_memory.count_layer_activations(job, layout, widths, job.model.has_experts(layer))
         assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer

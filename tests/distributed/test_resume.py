@@ -8,8 +8,8 @@ from support.fp8_checkpoints import make_fp8_checkpoint
 from support.models import ARCHITECTURES, FP8, make_model, random_sequences
 
 from megatron_rl.errors import UserError
-from megatron_rl.mcore.checkpoint.folder import newest_first, newest_whole
-from megatron_rl.training.resume import choose
+from megatron_rl.mcore.checkpoint.folder import find_newest_whole, list_newest_first
+from megatron_rl.training.resume import choose_checkpoint
 from parallel.layout import Layout
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
     assert rows == without_times(straight[0]["rows"])
     for whole, part in zip(straight, second, strict=True):
         assert [name for name in whole["bytes"] if whole["bytes"][name] != part["bytes"][name]] == []
-    assert [folder.name for folder in newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
+    assert [folder.name for folder in list_newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
 
 
 def assert_same_state(held: dict, found: dict) -> None:
@@ -123,14 +123,14 @@ def test_experts_load_into_another_layout(two, four, qwen3_moe, tmp_path):
 
 def test_a_torn_checkpoint_is_refused_and_the_one_before_used(one, checkpoint, tmp_path):
     straight = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8)[0]
-    torn = newest_first(tmp_path)[0]
+    torn = list_newest_first(tmp_path)[0]
     data = max((torn / "mcore").glob("*.distcp"), key=lambda file: file.stat().st_size)
     with data.open("rb+") as file:
         file.truncate(data.stat().st_size // 2)
     again = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8, True)[0]
     assert [line for line in again["said"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
     assert again["rows"][-1]["step"] == 3 and again["bytes"] == straight["bytes"]
-    assert newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
+    assert find_newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
 
 
 def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(one, checkpoint, tmp_path):
@@ -147,7 +147,7 @@ def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_p
     found = one.call("support.resumed:train_to", checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
     assert "stopped in an optimizer step" in found["said"]
     assert found["said"][-1] == "the weights are between policy versions 1 and 2"
-    newest, torn = newest_whole(tmp_path)
+    newest, torn = find_newest_whole(tmp_path)
     assert (newest.name, torn) == ("step_00001", {})
 
 
@@ -155,7 +155,7 @@ def test_a_disk_that_is_full_costs_the_new_checkpoint_only(one, checkpoint, tmp_
     one.call("support.resumed:train_to", checkpoint, tmp_path, 1, FP8)
     (line,) = one.call("support.resumed:save_without_room", checkpoint, tmp_path, FP8, 2)[0]
     assert line.startswith("no checkpoint step_00002: rank 0: ") and "File too large" in line and line.endswith("; the run goes on")
-    assert newest_whole(tmp_path) == (tmp_path / "checkpoints" / "step_00001", {})
+    assert find_newest_whole(tmp_path) == (tmp_path / "checkpoints" / "step_00001", {})
 
 
 @pytest.mark.parametrize("trained", [False, True])
@@ -170,4 +170,4 @@ def test_a_checkpoint_of_weights_alone_is_exported_but_no_run_goes_on_from_it(on
     folder.parent.mkdir()
     one.call("support.trainer:save_checkpoint", checkpoint, FP8, random_sequences(4, seed=1), folder)
     with pytest.raises(UserError, match="step_00001 holds weights alone"):
-        choose(tmp_path, 4)
+        choose_checkpoint(tmp_path, 4)

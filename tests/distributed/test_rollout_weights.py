@@ -8,7 +8,7 @@ from support.models import make_checkpoint, read_weights
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.int8 import quantize_channels
+from megatron_rl.precision.int8 import quantize_int8_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
 
@@ -32,7 +32,7 @@ def assert_the_checkpoints_own_bytes(
     assert len(quantised) == count
     for name in quantised:
         held = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
-        data, scale = quantize_channels(held) if kind == "int8" else quantize_weight(held, "pow2")
+        data, scale = quantize_int8_weight(held) if kind == "int8" else quantize_weight(held, "pow2")
         assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name
         assert torch.equal(tensors[scale_name(name, kind)], scale), name
 

@@ -42,7 +42,7 @@ def told(experts: int, top_k: int) -> list:
     def record(tokens: int) -> torch.Tensor:
         return torch.rand(tokens - 1, 2, experts, generator=generator).topk(top_k).indices.byte()
 
-    return [replace(sequence, experts=record(sequence.length)) for sequence in BATCH]
+    return [replace(sequence, routed_experts=record(sequence.length)) for sequence in BATCH]
 
 
 TOLD = {"qwen3_moe": told(4, 2), "deepseek_v3": told(8, 4)}
@@ -57,7 +57,7 @@ def alone(one, folders):
 def test_replay_takes_the_recorded_experts_and_nothing_else_changes(one, folders, alone, name):
     found, layers = alone[name], slice(0 if name == "qwen3_moe" else 1, 2)
     for sequence, record in zip(TOLD[name], found["records"], strict=True):
-        assert torch.equal(record[:, layers], sequence.experts[:, layers])
+        assert torch.equal(record[:, layers], sequence.routed_experts[:, layers])
     assert (found["logprobs"] - found["free"]).abs().mean() > 1e-2
     assert 0.5 < found["free_metrics"]["router/differs"] <= 1
     both = one.call("support.routed:own_routing", folders[name], BATCH)[0]

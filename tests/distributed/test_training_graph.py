@@ -6,7 +6,7 @@ import pytest
 from support.models import FP8, FP32
 
 from megatron_rl.errors import RunError
-from megatron_rl.precision.graph.graph import Format, differences, folded, parts
+from megatron_rl.precision.graph.graph import TensorFormat, describe_differences, fold_layers, split_by_layer
 
 pytestmark = pytest.mark.slow
 
@@ -14,17 +14,17 @@ LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
 
 
-def formats(graph, phase: str, tensor: str) -> dict[str, Format]:
+def formats(graph, phase: str, tensor: str) -> dict[str, TensorFormat]:
     """Target -> precision of that tensor, in the one kind of layer that the model has."""
-    _, (layers, part) = folded(parts(graph))
+    _, (layers, part) = fold_layers(split_by_layer(graph))
     assert layers == (0, 1)
     return {edge.target: edge.format for edge in part.edges if edge.phase == phase and edge.tensor == tensor}
 
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 def test_unified_fp8_as_the_contract_says(one, checkpoint, scale):
-    graph = one.call("support.graphs:of_trainer", checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
-    high, x, weight = Format("bf16"), Format("e4m3", "1x128", scale), Format("e4m3", "128x128", scale)
+    graph = one.call("support.graphs:read_trainer_graph", checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
+    high, x, weight = TensorFormat("bf16"), TensorFormat("e4m3", "1x128", scale), TensorFormat("e4m3", "128x128", scale)
     norms = {"input_norm", "post_attention_norm", "attention.q_norm", "attention.k_norm"}
     assert formats(graph, "forward", "weight") == dict.fromkeys(LINEARS, weight) | dict.fromkeys(norms, high)
     read = formats(graph, "forward", "x")
@@ -33,7 +33,7 @@ def test_unified_fp8_as_the_contract_says(one, checkpoint, scale):
     assert {"q": high, "k": high, "v": high} == {
         edge.tensor: edge.format for edge in graph.edges if edge.target == "layers.1.attention.core" and edge.phase == "forward"
     }
-    outside = [edge for edge in parts(graph)[None].edges if edge.phase == "forward"]
+    outside = [edge for edge in split_by_layer(graph)[None].edges if edge.phase == "forward"]
     assert {edge.format for edge in outside} == {high} and {edge.target for edge in outside} == {"embedding", "norm", "lm_head", "logprobs"}
 
     dgrad = {f"{name}.backward" for name in LINEARS}
@@ -41,23 +41,25 @@ def test_unified_fp8_as_the_contract_says(one, checkpoint, scale):
     assert formats(graph, "dgrad", "dy") == dict.fromkeys(dgrad, x)
     wgrad = {f"{name}.wgrad" for name in LINEARS}
     assert formats(graph, "wgrad", "dy") == dict.fromkeys(wgrad, x)
-    assert formats(graph, "wgrad", "x") == dict.fromkeys(wgrad, Format("e4m3", "128x1", scale))
-    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {Format("fp32")}
+    assert formats(graph, "wgrad", "x") == dict.fromkeys(wgrad, TensorFormat("e4m3", "128x1", scale))
+    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorFormat("fp32")}
 
 
 def test_in_bf16_no_tensor_is_quantised(one, checkpoint):
-    graph = one.call("support.graphs:of_trainer", checkpoint, BF16)[0]
-    assert {edge.format for edge in graph.forward().edges} == {Format("bf16")}
-    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {Format("fp32")}
+    graph = one.call("support.graphs:read_trainer_graph", checkpoint, BF16)[0]
+    assert {edge.format for edge in graph.select_forward().edges} == {TensorFormat("bf16")}
+    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorFormat("fp32")}
 
 
 def test_two_ranks_tell_the_graph_of_one(one, two, checkpoint):
-    alone = one.call("support.graphs:of_trainer", checkpoint, FP8)[0]
-    assert two.call("support.graphs:of_trainer", checkpoint, FP8) == [alone, None]
+    alone = one.call("support.graphs:read_trainer_graph", checkpoint, FP8)[0]
+    assert two.call("support.graphs:read_trainer_graph", checkpoint, FP8) == [alone, None]
 
 
 def test_tied_embeddings_have_the_same_operators(one, checkpoint, tied_checkpoint):
-    tied, untied = (one.call("support.graphs:of_trainer", folder, FP32)[0].forward() for folder in (tied_checkpoint, checkpoint))
+    tied, untied = (
+        one.call("support.graphs:read_trainer_graph", folder, FP32)[0].select_forward() for folder in (tied_checkpoint, checkpoint)
+    )
     names = {node.name for node in untied.nodes if not node.name.startswith("layers.1.")}
     assert {node.name for node in tied.nodes} == names
 
@@ -80,16 +82,16 @@ def test_tied_embeddings_have_the_same_operators(one, checkpoint, tied_checkpoin
     ],
 )
 def test_what_is_planted_in_a_live_model_shows_in_its_graph(one, checkpoint, plant, line):
-    clean, other = (one.call("support.graphs:of_trainer", checkpoint, FP8, how)[0] for how in ("", plant))
-    assert differences(clean.forward(), clean) == []
-    assert line in differences(clean.forward(), other)
+    clean, other = (one.call("support.graphs:read_trainer_graph", checkpoint, FP8, how)[0] for how in ("", plant))
+    assert describe_differences(clean.select_forward(), clean) == []
+    assert line in describe_differences(clean.select_forward(), other)
 
 
 def test_ranks_that_differ_are_an_error_on_all_of_them(two, checkpoint):
     with pytest.raises(RunError, match=r"ranks disagree about layers.1.input_norm.weight -> layers.1.input_norm \(weight\): fp32 and fp16"):
-        two.call("support.graphs:of_trainer", checkpoint, FP8, "dtype", 1)
+        two.call("support.graphs:read_trainer_graph", checkpoint, FP8, "dtype", 1)
 
 
 def test_a_parameter_that_no_known_operator_uses_is_refused(one, checkpoint):
     with pytest.raises(RunError, match="knows no operator of the trainer that uses decoder.layers.1.mlp.extra"):
-        one.call("support.graphs:of_trainer", checkpoint, FP8, "unknown parameter")
+        one.call("support.graphs:read_trainer_graph", checkpoint, FP8, "unknown parameter")

@@ -39,7 +39,7 @@ def test_an_engine_with_other_activation_scales_is_refused(other_scales):
 
 
 def test_its_live_graph_says_where_it_differs(other_scales):
-    lines, *_ = other_scales.call("support.graphs:of_served")[0]
+    lines, *_ = other_scales.call("support.graphs:compare_served_graphs")[0]
     readers = ["input_norm -> attention.qkv", "attention.core -> attention.output", "post_attention_norm -> mlp.gate_up"]
     readers += ["mlp.swiglu -> mlp.down"]
     assert lines == [f"layer 0: {name} (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training" for name in readers]

@@ -20,18 +20,18 @@ from pathlib import Path
 from gpu_parts import speed_decode, speed_step
 from gpu_parts.rows import Rows
 from gpu_parts.side_by_side import started, those_up
-from megatron_rl.config import Architecture, Precision
-from megatron_rl.config.sync import Sync
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
 
 rows, folder = Rows(Path(sys.argv[1], "rows")), Path(sys.argv[1])
-tiny = Architecture(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+tiny = ArchitectureConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
 rollout = {"max_running_requests": 8, "max_total_tokens": 2048, "start_timeout": 300.0, "request_timeout": 100.0}
-precisions = {"fp8": Precision()}
+precisions = {"fp8": PrecisionConfig()}
 start_megatron(Layout(), seed=0)
 with started(folder, tiny, precisions, rollout, (4,)) as engines:
-    settings = Sync(transport="shared_memory", proof="streamed", timeout=60.0)
+    settings = SyncConfig(transport="shared_memory", proof="streamed", timeout=60.0)
     runs = {name: speed_step.OneRun(tiny, precisions[name], engine, settings) for name, engine in engines.items()}
     up = those_up(rows, engines)
     speed_decode.measure(rows, "tiny", up, (1, 4), tokens=12, repeat=1)

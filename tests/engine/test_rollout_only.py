@@ -43,7 +43,7 @@ def served(mode, engines):
 
 
 def assert_the_engine_computes_as_emulated(served):
-    found = served.call("support.emulated:generate", PROMPTS)[0]
+    found = served.call("support.emulated:generate_and_emulate", PROMPTS)[0]
     error = (found["engine"] - found["emulated"]).abs()
     mismatch = (found["engine"] - found["trainer"]).abs()
     assert len(error) >= 50
@@ -54,8 +54,8 @@ def assert_the_engine_computes_as_emulated(served):
 def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emulated(served, mode):
     served.call("support.served:check_live")
     assert served.call("support.served:prove") == [TENSORS[mode]]
-    _, _, rollout = served.call("support.graphs:of_served")[0]
-    quantised = [str(edge.format) for edge in rollout.edges if edge.format.quantised]
+    _, _, rollout = served.call("support.graphs:compare_served_graphs")[0]
+    quantised = [str(edge.format) for edge in rollout.edges if edge.format.quantized]
     assert len(quantised) == 8 and set(quantised) == FORMATS[mode]  # qkv, output, gate_up, down
     assert_the_engine_computes_as_emulated(served)
 

@@ -36,9 +36,12 @@ def test_the_record_is_that_of_every_token(answered):
     """The trainer's model with the engine's products computes the engine's bits, so by itself it sends every token where the engine did:
     those of prompts, of answers, of an environment, and those that the second turn took from the prefix cache."""
     sequences, same, cached, found = answered
-    assert all(sequence.experts.shape == (sequence.length - 1, 2, 2) and sequence.experts.dtype == torch.uint8 for sequence in sequences)
+    assert all(
+        sequence.routed_experts.shape == (sequence.length - 1, 2, 2) and sequence.routed_experts.dtype == torch.uint8
+        for sequence in sequences
+    )
     assert same and cached > 0
-    assert len(torch.cat([sequence.experts for sequence in sequences]).unique()) == 8
+    assert len(torch.cat([sequence.routed_experts for sequence in sequences]).unique()) == 8
     assert found["emulated differs"] == 0 and apart(found, "emulated").max() == 0
 
 

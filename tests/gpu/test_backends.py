@@ -7,16 +7,16 @@ import torch
 from support.activations import check_columns, check_kernel, check_rows, uneven
 
 from megatron_rl.precision.backends import make_backend, requirements
-from megatron_rl.precision.backends.base import Backend
-from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
-from megatron_rl.precision.fp8 import Blocks, quantize_1x128, quantize_128x1, quantize_weight
+from megatron_rl.precision.backends.base import Fp8Backend
+from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, pad_groups
+from megatron_rl.precision.fp8 import Fp8Weight, quantize_1x128, quantize_128x1, quantize_weight
 
 FORMATS = ("pow2", "fp32")
 SHAPES = ((256, 512, 384), (1, 256, 512), (1000, 1536, 2048))  # tokens, N, K
 
 
 def _lacks(name: str) -> str:
-    return ", ".join(what for what, _ in requirements.missing(name))
+    return ", ".join(what for what, _ in requirements.find_missing(name))
 
 
 BACKENDS = [
@@ -90,7 +90,7 @@ def test_weight_gradients_are_added_in_place(name):
 def test_grouped_products_are_those_of_each_expert(name, scale_format):
     """The same sums within an expert, though tiles may differ: bf16 results may be neighbours, 2^-7 apart at most."""
     counts, n, k = [130, 0, 3, 700], 512, 256
-    groups, places = padded_groups(counts, "cuda")
+    groups, places = pad_groups(counts, "cuda")
     grouped, single = DeepGemmExperts(scale_format), make_backend(name, scale_format)
     blocks = [quantize_weight(uneven(n + 128 * e, k, torch.float32, "cuda")[:n], scale_format) for e in range(len(counts))]
     x, dy = (uneven(sum(counts), width, torch.bfloat16, "cuda") for width in (k, n))
@@ -107,7 +107,7 @@ def test_grouped_products_are_those_of_each_expert(name, scale_format):
         assert torch.allclose(dw[expert], one["wgrad"], rtol=1e-5, atol=1e-6 * float(one["wgrad"].norm()))
 
 
-def products(backend: Backend, blocks: Blocks, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def products(backend: Fp8Backend, blocks: Fp8Weight, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     weight = backend.prepare(blocks, None)
     forward, gradient = (backend.quantize(v, rows=True, columns=True) for v in (x, dy))
     found = {"fprop": backend.fprop(forward, weight), "dgrad": backend.dgrad(gradient, weight)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import device_sums
 
-from parallel.digest import digest, digests
+from parallel.digest import digest, digest_all
 from parallel.shards import Rect
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +27,6 @@ def test_digests_of_rectangles():
     rect = Rect(17, 128, 200, 256)
     cut = values.view(torch.uint8)[17:217, 128:384].clone().view(torch.float8_e4m3fn)
     whole = Rect(0, 0, 200, 256)
-    assert digest(values, rect) == digest(cut, whole) == digests({"w": values}, [("w", whole), ("w", rect)])[1]
+    assert digest(values, rect) == digest(cut, whole) == digest_all({"w": values}, [("w", whole), ("w", rect)])[1]
     cut.view(torch.uint8)[199, 255] ^= 1
     assert digest(values, rect) != digest(cut, whole)

@@ -18,10 +18,10 @@ SIZES = ((1, 128), (3, 384), (130, 128), (1000, 2048))
 
 @pytest.fixture(params=["pow2", "fp32"])
 def scale_format(request, monkeypatch):
-    monkeypatch.setenv(gpu_activation_quant.VARIABLE, request.param)
-    gpu_activation_quant.scale_format.cache_clear()
+    monkeypatch.setenv(gpu_activation_quant.SCALE_FORMAT_VARIABLE, request.param)
+    gpu_activation_quant.get_scale_format.cache_clear()
     yield request.param
-    gpu_activation_quant.scale_format.cache_clear()
+    gpu_activation_quant.get_scale_format.cache_clear()
 
 
 def same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:

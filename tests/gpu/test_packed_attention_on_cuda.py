@@ -18,8 +18,8 @@ def test_flash_is_one_by_one(heads, groups, width, values):
     shapes = ((heads, width), (groups, width), (groups, values))
     inputs = [torch.randn(sum(LENGTHS), *shape, generator=generator, device="cuda").bfloat16().requires_grad_() for shape in shapes]
     starts = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    found = packed_attention.flash(*inputs, starts, max(LENGTHS), None)
-    wanted = packed_attention.one_by_one(*(x.float() for x in inputs), LENGTHS, None)
+    found = packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None)
+    wanted = packed_attention.sdpa_per_sequence(*(x.float() for x in inputs), LENGTHS, None)
     torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2)
     gradient = torch.randn(found.shape, generator=generator, device="cuda")
     ours = torch.autograd.grad(found, inputs, gradient.bfloat16())

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.hf import write
 from megatron_rl.precision.contract import PrecisionContract
@@ -34,7 +34,7 @@ _DENSE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.05,
 }
-ARCHITECTURES: dict[str, dict[str, Any]] = {
+ENGINE_ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "use_sliding_window": False},
@@ -79,7 +79,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[str, Any]:
     """config.json of a tiny model; `changes` overwrite fields."""
-    config = {**_DENSE, **ARCHITECTURES[kind], "model_type": kind, "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[contract.high]}
+    config = {
+        **_DENSE,
+        **ENGINE_ARCHITECTURES[kind],
+        "model_type": kind,
+        "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[contract.high],
+    }
     if quantization := contract.hf_quantization_config():
         config["quantization_config"] = quantization
     return {**config, **changes}
@@ -89,7 +94,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random FP32 tensors of a model by their Hugging Face names; vectors are around one, so that a forgotten norm is noticed."""
     model = ModelGeometry.from_hf_config(config)
     shapes = {tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for tensor in model.tensors().values()}
-    found = write.random_tensors(config, shapes, seed)
+    found = write.make_random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in found.items():
         if tensor.dim() == 1:
@@ -113,7 +118,7 @@ def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: P
 
 def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 0, **changes: Any) -> dict[str, Any]:
     """Writes such a checkpoint with a byte tokenizer; returns its config.json. `precision` as in a run's configuration."""
-    contract = PrecisionContract.of(Precision.model_validate(precision))
+    contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     folder.mkdir(parents=True, exist_ok=True)
     make_byte_tokenizer(folder)
     eos = load_tokenizer(folder).eos_token_id

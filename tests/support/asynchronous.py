@@ -10,13 +10,13 @@ from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rollout.async_worker import Ahead
-from megatron_rl.rollout.worker import Rollout, RolloutWorker
-from megatron_rl.sync.recovery import SteadySync
-from megatron_rl.training.colocation import DeviceTurns
+from megatron_rl.rollout.async_worker import AsyncRolloutWorker
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.sync.recovery import RecoveringWeightSync
+from megatron_rl.training.colocation import ColocationManager
 from megatron_rl.training.loop import Loop
-from megatron_rl.types import Reward, Sampling
-from support.looped import NoCheckpoints, Recorded
+from megatron_rl.types import Reward, SamplingParams
+from support.looped import NullCheckpointManager, RecordingLog
 from support.served import Served, _now
 from support.switched import new_sync
 
@@ -26,7 +26,7 @@ TOKENS = 48
 class Kept(RolloutWorker):
     """Remembers what it made. A random model earns nothing: here half of all answers do, so that the weights move."""
 
-    def collect(self, version: int) -> Rollout:
+    def collect(self, version: int) -> RolloutBatch:
         rollout = super().collect(version)
         for completion in rollout.completions_B:
             completion.reward = Reward(float(sum(completion.output_ids_T) % 2), False)
@@ -40,14 +40,14 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
     config = config_of(served, running, max_staleness, steps)
     tokenizer = load_tokenizer(served.trainer.folder)
     stream, held_out = load_problems(config, tokenizer)
-    log, sync = Recorded(), new_sync(served, config.sync)
-    steady = SteadySync(sync, served.engine, print)
+    log, sync = RecordingLog(), new_sync(served, config.sync)
+    recovering_sync = RecoveringWeightSync(sync, served.engine, print)
     with Scorer(config.reward, print) as scorer:
         worker = Kept(config, served.engine, stream, held_out, tokenizer, scorer)
-        ahead = Ahead(worker, max_staleness, steps, lambda: None)
+        ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
         try:
-            turns = DeviceTurns(config.placement, served.trainer.actor, served.engine)
-            Loop(config, served.trainer.actor, None, steady, ahead, log, NoCheckpoints(), turns=turns).run()  # type: ignore[arg-type]
+            colocation = ColocationManager(config.placement, served.trainer.actor, served.engine)
+            Loop(config, served.trainer.actor, None, recovering_sync, ahead, log, NullCheckpointManager(), colocation=colocation).run()  # type: ignore[arg-type]
         finally:
             ahead.close()
             sync.close()
@@ -76,12 +76,12 @@ def config_of(served: Served, running: str, max_staleness: int, steps: int) -> C
 
 def start(checkpoint: Path, folder: Path, precision: dict[str, Any]) -> int:
     """As `served.start`, with a cache of which one can see whether it is there."""
-    from rollout_sglang.engine import launch
+    from rollout_sglang.engine import start_engine_and_wait
 
     served = Served(checkpoint, folder, precision)
     rollout = served.config.rollout.model_copy(update={"max_total_tokens": 1 << 16})
     served.config = served.config.model_copy(update={"rollout": rollout})
-    served.engine = launch(served.config, served.save(folder / "engine_model"), folder)
+    served.engine = start_engine_and_wait(served.config, served.save(folder / "engine_model"), folder)
     _now[:] = [served]
     return served.engine.process.pid
 
@@ -93,22 +93,22 @@ def give_memory_back_and_take_it_again(version: int, prompts: list[list[int]]) -
     answered = threading.Event()
 
     def ask() -> None:
-        served.engine.generate(prompts, Sampling(1.0, 4))
+        served.engine.generate(prompts, SamplingParams(1.0, 4))
         answered.set()
 
     try:
         sync.run(version)
-        served.engine.release()
+        served.engine.release_memory()
         sync.run(version + 1)
-        awake = served.engine.memory_mb()
-        served.engine.release()
-        served.engine.release()
-        released = served.engine.memory_mb()
+        awake = served.engine.get_memory_mb()
+        served.engine.release_memory()
+        served.engine.release_memory()
+        released = served.engine.get_memory_mb()
         asking = threading.Thread(target=ask)
         asking.start()
         waited = not answered.wait(1.0)
         report = sync.run(version + 2)
         asking.join(60)
-        return {"awake": awake, "released": released, "again": served.engine.memory_mb(), "waited": waited, "proved": report.proved}
+        return {"awake": awake, "released": released, "again": served.engine.get_memory_mb(), "waited": waited, "proved": report.proved}
     finally:
         sync.close()

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.mcore.engine_emulation import with_engine_weights
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
-from megatron_rl.types import Sampling
-from support import served
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.mcore.engine_emulation import emulate_engine
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.types import SamplingParams
+from support.served import _now
 
 
-def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, torch.Tensor]:
+def generate_and_emulate(prompts: list[list[int]], tokens: int = 24) -> dict[str, torch.Tensor]:
     """Samples answers from the served engine; log-probs of all sampled tokens by the engine, the trainer, and the trainer's model with
     the products of the engine."""
-    here = served._now[0]
-    assert not fp8_layers(here.trainer.model)  # the trainer computes in high precision
-    answers = here.engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=tokens))
-    sequences = [Sequence(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
-    trainer = torch.cat(here.trainer.actor.logprobs(sequences)[0])
-    with with_engine_weights(here.trainer.model, here.trainer.planes(), here.trainer.contract.activation_format) as layers:
-        emulated = torch.cat(here.trainer.actor.logprobs(sequences)[0])
+    here = _now[0]
+    assert not find_fp8_layers(here.trainer.model)  # the trainer computes in high precision
+    answers = here.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens))
+    sequences = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
+    trainer = torch.cat(here.trainer.actor.compute_logprobs(sequences)[0])
+    with emulate_engine(here.trainer.model, here.trainer.collect_named_tensors(), here.trainer.contract.activation_format) as layers:
+        emulated = torch.cat(here.trainer.actor.compute_logprobs(sequences)[0])
     mlps = here.trainer.hf_config.get("num_experts") or 1  # of a layer
     assert layers == (2 + 2 * mlps) * here.trainer.hf_config["num_hidden_layers"]
     return {

@@ -31,7 +31,7 @@ def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[
         launch_args._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
     began = time.perf_counter()
     try:
-        engine.launch(config, checkpoint, folder).stop()
+        engine.start_engine_and_wait(config, checkpoint, folder).stop()
     except RunError as error:
         return str(error), error.log_tail, time.perf_counter() - began
     raise AssertionError("the engine started")

@@ -12,25 +12,25 @@ from typing import Any
 import httpx
 import psutil
 
-from megatron_rl.rollout.engine_pool import Engines
-from megatron_rl.sync.recovery import SteadySync
-from parallel.transport.pack import Memory
+from megatron_rl.rollout.engine_pool import EnginePool
+from megatron_rl.sync.recovery import RecoveringWeightSync
+from parallel.transport.pack import ChunkPacker
 
 Faults = dict[int, str]
 """Number of an engine -> what happens to it."""
 
 
-def family_of(engines: Engines, number: int) -> list[psutil.Process]:
+def family_of(engines: EnginePool, number: int) -> list[psutil.Process]:
     """An engine's server and what runs below it."""
-    server = psutil.Process(engines._places[number].engine.process.pid)
+    server = psutil.Process(engines._replicas[number].engine.process.pid)
     return [server, *server.children(recursive=True)]
 
 
-def strike_while(work: Callable[[], Any], engines: Engines, sync: SteadySync, version: int, faults: Faults) -> dict[str, Any]:
+def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
     """Rank 0's `work`, done as the loop does it, with faults in engines once they are at work: {"said": its result, "left": pids of the
     lost engines' processes that still run}."""
     below = [process for number in faults for process in family_of(engines, number)]
-    places = [engines._places[number] for number in faults]
+    places = [engines._replicas[number] for number in faults]
 
     def strike() -> None:
         _until(lambda: all(place.outstanding for place in places))
@@ -39,54 +39,54 @@ def strike_while(work: Callable[[], Any], engines: Engines, sync: SteadySync, ve
 
     striking = threading.Thread(target=strike)
     striking.start()
-    found = sync.serving(version, work)
+    found = sync.run_with_recovery(version, work)
     striking.join(30)
     return {"said": found, "left": [process.pid for process in below if process.is_running()]}
 
 
-def sync_through(engines: Engines | None, sync: SteadySync, version: int, faults: Faults) -> dict[str, Any]:
+def sync_through(engines: EnginePool | None, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
     """A sync with faults in engines while the third chunk of rank 0 is packed; collective."""
-    pack, calls = Memory.pack, []
+    pack, calls = ChunkPacker.pack, []
 
-    def packed(memory: Memory, *args: Any) -> str:
+    def packed(memory: ChunkPacker, *args: Any) -> str:
         calls.append(1)
         if len(calls) == 3 and engines is not None:
             for number, fault in faults.items():
                 _FAULTS[fault](engines, sync, number)
         return pack(memory, *args)
 
-    Memory.pack = packed
+    ChunkPacker.pack = packed
     try:
         return asdict(sync.run(version))
     finally:
-        Memory.pack = pack
+        ChunkPacker.pack = pack
 
 
-def _kill(engines: Engines, _: SteadySync, number: int) -> None:
+def _kill(engines: EnginePool, _: RecoveringWeightSync, number: int) -> None:
     family_of(engines, number)[0].kill()
 
 
-def _hang(engines: Engines, _: SteadySync, number: int) -> None:
+def _hang(engines: EnginePool, _: RecoveringWeightSync, number: int) -> None:
     """Every process of the engine stands still."""
     for process in family_of(engines, number):
         process.suspend()
 
 
-def _cut_requests(engines: Engines, _: SteadySync, number: int) -> None:
+def _cut_requests(engines: EnginePool, _: RecoveringWeightSync, number: int) -> None:
     """The connections over which the engine is asked end under way."""
-    port = httpx.URL(engines._places[number].engine._http.base_url).port
+    port = httpx.URL(engines._replicas[number].engine._http.base_url).port
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as found:
                 found.shutdown(socket.SHUT_RDWR)
 
 
-def _cut_ring(_: Engines, sync: SteadySync, number: int) -> None:
+def _cut_ring(_: EnginePool, sync: RecoveringWeightSync, number: int) -> None:
     """The connection over which weights go to the engine ends under way."""
     sync._sync._outbox._peers[number].shutdown(socket.SHUT_RDWR)
 
 
-_FAULTS: dict[str, Callable[[Engines, SteadySync, int], None]] = {
+_FAULTS: dict[str, Callable[[EnginePool, RecoveringWeightSync, int], None]] = {
     "kill": _kill,
     "hang": _hang,
     "cut requests": _cut_requests,

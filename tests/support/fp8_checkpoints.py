@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf import write
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.precision.contract import FP8_ROLES
+from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
@@ -36,7 +36,7 @@ def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
     generator = torch.Generator().manual_seed(seed)
     for tensor in ModelGeometry.from_hf_config(write.read_config(folder)).tensors().values():
-        if tensor.role in FP8_ROLES:
+        if tensor.role in QUANTIZED_ROLES:
             tensors[tensor.name], tensors[scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         elif tensor.role in FP32_ROLES:
             tensors[tensor.name] = tensors[tensor.name].float()
@@ -79,24 +79,24 @@ def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> 
 
 def import_and_export(folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None) -> tuple[int, int]:
     """On every rank: imports a checkpoint, exports it as it is. Returns how many FP8 layers adopted blocks, and how many there are."""
-    from megatron_rl.mcore.layers.fp8_linear import fp8_layers, quantize_model
+    from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, quantize_model
 
     trainer = _trainer(folder, precision, layout)
     quantize_model(trainer.model)  # once more: no step was made
-    save_hf(to, trainer.planes(), trainer.hf_config, trainer.layout, trainer.contract, folder)
-    layers = fp8_layers(trainer.model).values()
+    save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, folder)
+    layers = find_fp8_layers(trainer.model).values()
     return sum(layer.adopted for layer in layers), len(layers)
 
 
 def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
     """What the trainer starts from, under Hugging Face names, on rank 0: float32, whatever the parameters' dtype."""
-    return _trainer(folder, precision, layout).tensors(fp8=False)
+    return _trainer(folder, precision, layout).collect_tensors(fp8=False)
 
 
-def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learning_rate: float) -> dict[str, list[str]]:
+def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], learning_rate: float) -> dict[str, list[str]]:
     """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
     quantised master."""
-    from megatron_rl.mcore.layers.fp8_linear import fp8_layers, in_order
+    from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, reorder_rows
     from megatron_rl.precision.fp8 import quantize_weight
     from support.trainer import Trainer, negative_log_likelihood
 
@@ -104,7 +104,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learnin
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, two, strict=True))
 
     trainer = Trainer(folder, precision, {"learning_rate": learning_rate})
-    layers = fp8_layers(trainer.model)
+    layers = find_fp8_layers(trainer.model)
     first = {name: [part.clone() for part in layer.blocks] for name, layer in layers.items()}
     trainer.actor.update(batch, negative_log_likelihood)
     return {
@@ -113,7 +113,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[Sequence], learnin
         "quantised": [
             name
             for name, layer in layers.items()
-            if same(layer.blocks, quantize_weight(in_order(layer.weight.detach(), layer.row_order), layer.scale_format))
+            if same(layer.blocks, quantize_weight(reorder_rows(layer.weight.detach(), layer.row_order), layer.scale_format))
         ],
     }
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.mcore.layers.fp8_linear import FP8ColumnParallelLinear, FP8RowParallelLinear
-from megatron_rl.mcore.model import PolicyConfig
+from megatron_rl.mcore.model import FP8TransformerConfig
 from support.trainer import start
 
 
@@ -16,7 +16,7 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
     """This rank's layer of a "column" (N split over ranks) or "row" (K split) kind, with its part of weight [N, K], quantised."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
-    config = PolicyConfig(
+    config = FP8TransformerConfig(
         num_layers=1,
         hidden_size=weight.shape[1],
         num_attention_heads=2,

@@ -9,37 +9,37 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
-from megatron_rl.precision.graph.graph import Graph
-from megatron_rl.training.graph_check import Comparison, check_graph, training_graph
-from support import served
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.training.graph_check import GraphComparison, check_graph, read_training_graph
+from support.served import _now
 from support.trainer import Trainer
 
 
-def of_trainer(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> Graph | None:
+def read_trainer_graph(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> PrecisionGraph | None:
     """The training graph of a checkpoint, on rank 0; the difference is planted on every rank, or on one."""
     model = Trainer(folder, precision).model
-    with planted(model, plant if only_on in (None, torch.distributed.get_rank()) else ""):
-        return training_graph(model)
+    with plant_difference(model, plant if only_on in (None, torch.distributed.get_rank()) else ""):
+        return read_training_graph(model)
 
 
-def of_served(plant: str = "") -> tuple[list[str], Graph, Graph]:
+def compare_served_graphs(plant: str = "") -> tuple[list[str], PrecisionGraph, PrecisionGraph]:
     """Of the served trainer and its engine: the lines of differences, training graph, rollout graph of rank 0."""
-    trainer, engine = served._now[0].trainer, served._now[0].engine
-    with planted(trainer.model, plant):
-        comparison = Comparison(training_graph(trainer.model), tuple(engine.graph()))
+    trainer, engine = _now[0].trainer, _now[0].engine
+    with plant_difference(trainer.model, plant):
+        comparison = GraphComparison(read_training_graph(trainer.model), tuple(engine.read_graph()))
     return comparison.differences, comparison.training, comparison.rollout[0]
 
 
 def check_served(folder: Path, plant: str = "") -> None:
     """What a run does at its start."""
-    trainer = served._now[0].trainer
-    with planted(trainer.model, plant):
-        check_graph(trainer.model, served._now[0].engine, trainer.contract, folder)
+    trainer = _now[0].trainer
+    with plant_difference(trainer.model, plant):
+        check_graph(trainer.model, _now[0].engine, trainer.contract, folder)
 
 
 @contextmanager
-def planted(model: Any, plant: str) -> Iterator[None]:
+def plant_difference(model: Any, plant: str) -> Iterator[None]:
     """Changes one thing of a live model for a while; "" changes nothing."""
     undo = _PLANTS[plant](model) if plant else lambda: None
     try:
@@ -68,7 +68,7 @@ def _weight_scales(model: Any) -> Callable[[], None]:
 
 def _activation_scales(model: Any) -> Callable[[], None]:
     with ExitStack() as undone:
-        for layer in fp8_layers(model).values():
+        for layer in find_fp8_layers(model).values():
             undone.callback(_set(layer, "scale_format", "fp32"))
         return undone.pop_all().close
 

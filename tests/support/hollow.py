@@ -13,7 +13,7 @@ from parallel.model_geometry import ModelGeometry
 _BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
 
 
-def write_hollow(path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
+def write_sparse_safetensors(path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> None:
     """A safetensors file of `tensors`: name -> (dtype as safetensors calls it, shape)."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
@@ -28,7 +28,7 @@ def write_hollow(path: Path, tensors: Mapping[str, tuple[str, list[int]]]) -> No
         file.truncate(8 + len(text) + end)
 
 
-def tensors_of(config: dict[str, Any], dtype: str = "F32") -> dict[str, tuple[str, list[int]]]:
+def list_tensors(config: dict[str, Any], dtype: str = "F32") -> dict[str, tuple[str, list[int]]]:
     """Every tensor of a config.json, all of one dtype."""
     tensors = ModelGeometry.from_hf_config(config).tensors().values()
     return {tensor.name: (dtype, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols]) for tensor in tensors}

@@ -34,7 +34,7 @@ class Setting:
 
 def check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
     """The contract's bytes and scales, padded rows being zeros."""
-    wanted, scales = quantize_1x128(x, gpu_activation_quant.scale_format())
+    wanted, scales = quantize_1x128(x, gpu_activation_quant.get_scale_format())
     assert torch.equal(data[: len(x)].view(torch.uint8), wanted.view(torch.uint8))
     assert torch.equal(scale[: len(x)], scales)
     assert not data[len(x) :].view(torch.uint8).any() and not scale[len(x) :].any()
@@ -56,7 +56,8 @@ def check_quantizers(kernels: Any, groups: Any) -> None:
 
 
 def check_dense(linears: Any, kernels: Any) -> None:
-    """The three functions that `activations.of_linear` accepts; the last two fall back on Triton's where a shape does not suit them."""
+    """The three functions that `activations.read_linear_scale_format` accepts; the last two fall back on Triton's where a shape does not
+    suit them."""
     operands: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def product(x: Any, weight: Any, scale: Any, *_: Any, **__: Any) -> torch.Tensor:
@@ -106,18 +107,18 @@ def main() -> None:
     stub_modules.install()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for target, function, kind in registry.gpu_hooks():
+    for target, function, kind in registry.list_gpu_hooks():
         HookRegistry.register(target, function, HookType[kind])
     HookRegistry.apply_hooks()
-    assert {target for target, _, _ in registry.gpu_hooks()} == HookRegistry._patched
+    assert {target for target, _, _ in registry.list_gpu_hooks()} == HookRegistry._patched
     from sglang.kernels.ops.moe import fused_moe_triton_kernels
     from sglang.kernels.ops.quantization import fp8_kernel, per_token_group_quant
     from sglang.srt.layers.quantization import fp8_utils
 
     fake_kernels.install(Setting())
     for scale_format in ("pow2", "fp32"):
-        os.environ[gpu_activation_quant.VARIABLE] = scale_format
-        gpu_activation_quant.scale_format.cache_clear()
+        os.environ[gpu_activation_quant.SCALE_FORMAT_VARIABLE] = scale_format
+        gpu_activation_quant.get_scale_format.cache_clear()
         if scale_format == "pow2":
             check_quantizers(fp8_kernel, per_token_group_quant)
             check_dense(fp8_utils, fp8_kernel)

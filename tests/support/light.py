@@ -1,6 +1,6 @@
 """Engines without SGLang, which start in seconds: a process with the same HTTP face around the project's own code for an engine's weights.
 
-The trainer's side is the real one (client, restarts, sync, transports, proof), over random planes instead of a model. An answer's tokens
+The trainer's side is the real one (client, restarts, sync, transports, proof), over random tensors instead of a model. An answer's tokens
 are a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.light` is the
 engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_sync import MODELS, Model, contract, empty_planes, random_planes
+from bench_sync import MODELS, EngineModel, contract, make_empty_tensors, make_random_tensors
 
 from megatron_rl.config import Config
-from megatron_rl.config.sync import Sync
-from megatron_rl.distributed import is_rank0, on_rank0
-from megatron_rl.rollout.engine_placement import Slot
-from megatron_rl.rollout.engine_pool import Engines
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.distributed import is_rank0, run_on_rank0
+from megatron_rl.rollout.engine_placement import EnginePlacement
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.types import Sampling
+from megatron_rl.types import SamplingParams
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
-from parallel.sglang_shards import engine_shards
+from parallel.megatron_shards import build_trainer_shards
+from parallel.sglang_shards import build_engine_shards
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import _free_port
@@ -52,7 +52,7 @@ class LightEngine:
 
     def __init__(self) -> None:
         self.version = "0"
-        self.model = Model(empty_planes(engine_shards(MODEL, 1)[0], contract(True)))
+        self.model = EngineModel(make_empty_tensors(build_engine_shards(MODEL, 1)[0], contract(True)))
         placement = {"tp_rank": 0, "tp_size": 1}
         self._checker = SimpleNamespace(_placement=placement, _get_model=lambda: self.model)
         self._one_at_a_time = threading.Lock()
@@ -123,14 +123,14 @@ def serve(host: str, port: int) -> None:
 
 @dataclass(frozen=True)
 class LightStart:
-    """In place of `rollout_sglang.launch_args.Start`."""
+    """In place of `rollout_sglang.launch_args.EngineLaunchSpec`."""
 
     config: Config
     folder: Path
     number: int
 
-    def __call__(self) -> tuple[EngineProcess, str, str]:
-        port, key = _free_port(Slot()), secrets.token_hex(24)
+    def start_process(self) -> tuple[EngineProcess, str, str]:
+        port, key = _free_port(EnginePlacement()), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
         return EngineProcess(["127.0.0.1", str(port)], environment, log, "support.light"), f"http://127.0.0.1:{port}", key
@@ -138,10 +138,10 @@ class LightStart:
 
 @dataclass
 class Run:
-    engines: Engines | None
-    steady: SteadySync
+    engines: EnginePool | None
+    recovering_sync: RecoveringWeightSync
     said: list[str]
-    planes: dict[str, torch.Tensor]
+    named_tensors: dict[str, torch.Tensor]
     shards: Any
 
 
@@ -157,52 +157,52 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout, said = Layout(tp=dist.get_world_size()), list[str]()
-    settings = Sync.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
+    settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
-    several = Engines(config, lambda number: SGLangEngine(LightStart(config, folder, number)), said.append) if is_rank0() else None
+    several = EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), said.append) if is_rank0() else None
     plan = SyncPlan.make(MODEL, layout, (1, 1), contract(True), settings.chunk_bytes, engines)
-    shards = trainer_shards(MODEL, layout, quantised=True)[dist.get_rank()]
-    run = Run(several, None, said, random_planes(shards, True, 0), shards)
-    weights = WeightSync(plan, several, lambda: run.planes, settings)
-    run.steady = SteadySync(weights, several, said.append)
+    shards = build_trainer_shards(MODEL, layout, quantised=True)[dist.get_rank()]
+    run = Run(several, None, said, make_random_tensors(shards, True, 0), shards)
+    weights = WeightSync(plan, several, lambda: run.named_tensors, settings)
+    run.recovering_sync = RecoveringWeightSync(weights, several, said.append)
     _now[:] = [run]
-    run.steady.run(1)
+    run.recovering_sync.run(1)
 
 
 def change(seed: int) -> None:
     """Other weights, as after an optimizer step."""
-    _now[0].planes = random_planes(_now[0].shards, True, seed)
+    _now[0].named_tensors = make_random_tensors(_now[0].shards, True, seed)
 
 
 def sync_through(version: int, faults: Faults) -> dict[str, Any]:
-    return strike_in_sync(_now[0].engines, _now[0].steady, version, faults)
+    return strike_in_sync(_now[0].engines, _now[0].recovering_sync, version, faults)
 
 
 def always_lose(version: int) -> None:
     """A sync that kills engine 0 as often as it is begun. Raises what it raises."""
     run = _now[0]
-    begin = Engines.start_receiving
+    begin = EnginePool.start_receiving
 
-    def begin_and_kill(engines: Engines, hashing: bool) -> None:
+    def begin_and_kill(engines: EnginePool, hashing: bool) -> None:
         begin(engines, hashing)
         family_of(engines, 0)[0].kill()
 
-    Engines.start_receiving = begin_and_kill
+    EnginePool.start_receiving = begin_and_kill
     try:
-        run.steady.run(version)
+        run.recovering_sync.run(version)
     finally:
-        Engines.start_receiving = begin
+        EnginePool.start_receiving = begin
 
 
 def answers(count: int, tokens: int, alone: int | None = None) -> Any:
     """(tokens, policy version) of so many completions, of all engines or one of them; the same on every rank."""
-    return on_rank0(lambda: _answers(count, tokens, alone))
+    return run_on_rank0(lambda: _answers(count, tokens, alone))
 
 
 def _answers(count: int, tokens: int, alone: int | None = None) -> list[tuple[list[int], int]]:
     engines = _now[0].engines
-    asked = engines if alone is None else engines._places[alone].engine
-    found = asked.generate([[1]] * count, [Sampling(1.0, tokens, seed) for seed in range(count)])
+    asked = engines if alone is None else engines._replicas[alone].engine
+    found = asked.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
     return [(one.output_ids_T, one.policy_version) for one in found]
 
 
@@ -210,8 +210,8 @@ def answers_through(version: int, faults: Faults, count: int, tokens: int) -> An
     """`answers` with faults; see `support.faults.strike_while`. On other ranks than 0 the result alone."""
     run = _now[0]
     if run.engines is None:
-        return run.steady.serving(version, lambda: None)
-    return strike_while(lambda: _answers(count, tokens), run.engines, run.steady, version, faults)
+        return run.recovering_sync.run_with_recovery(version, lambda: None)
+    return strike_while(lambda: _answers(count, tokens), run.engines, run.recovering_sync, version, faults)
 
 
 def said() -> list[str]:

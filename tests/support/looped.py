@@ -9,16 +9,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.distributed import on_rank0
+from megatron_rl.distributed import run_on_rank0
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.load_weights import load_checkpoint
-from megatron_rl.mcore.model import build_model, frozen
-from megatron_rl.rollout.worker import Rollout
+from megatron_rl.mcore.model import build_model, freeze
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.mismatch_attribution import MismatchCauses
-from megatron_rl.training.train_state import Mark
+from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from support.trainer import Trainer
 
@@ -40,70 +40,72 @@ class ScriptedWorker:
     def __init__(self, actor: Actor, noise: float, said: float | None) -> None:
         self.actor, self._noise, self._said, self._source = actor, noise, said, random.Random(0)
 
-    def sequences(self) -> list[Sequence]:
+    def sequences(self) -> list[TrainingSample]:
         found = [
-            Sequence([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member)) for group in range(GROUPS) for member in range(SIZE)
+            TrainingSample([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member))
+            for group in range(GROUPS)
+            for member in range(SIZE)
         ]
         for sequence in found if self._said is not None else []:
-            sequence.sampled = [True, *[False] * len(SAID), *[True] * (len(sequence.answer_ids) - 1)]
-            sequence.answer_ids[1:1] = SAID
+            sequence.response_mask = [True, *[False] * len(SAID), *[True] * (len(sequence.response_ids) - 1)]
+            sequence.response_ids[1:1] = SAID
         return found
 
-    def collect(self, version: int) -> Rollout:
+    def collect(self, version: int) -> RolloutBatch:
         completions = []
-        for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.logprobs(self.sequences())[0], strict=True)):
+        for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
             told = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
             reward = Reward(float(number % 2), bool(number % 2))
-            ids = sequence.prompt_ids, sequence.answer_ids
+            ids = sequence.prompt_ids, sequence.response_ids
             if self._said is not None:
                 told[1:1] = [self._said] * len(SAID)
             completions.append(
-                Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward, sampled_T=sequence.sampled)
+                Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward, response_mask_T=sequence.response_mask)
             )
-        return Rollout(completions, {"time/generate": 1.0})
+        return RolloutBatch(completions, {"time/generate": 1.0})
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def evaluate(self, version: int) -> dict[str, float]:
         """How much likelier a good token is than a bad one, in nats."""
-        found = self.actor.logprobs(self.sequences())[0]
+        found = self.actor.compute_logprobs(self.sequences())[0]
         good, bad = (torch.cat([part for number, part in enumerate(found) if number % 2 == which]).mean() for which in (1, 0))
         return {"eval/lead": float(good - bad)}
 
 
-class NoSync:
-    def run(self, version: int) -> NoSync:
+class NullSync:
+    def run(self, version: int) -> NullSync:
         return self
 
     def serving(self, version: int, work: Callable[[], T]) -> T:
-        return on_rank0(work)
+        return run_on_rank0(work)
 
     def metrics(self) -> dict[str, float]:
         return {}
 
 
-class NoCheckpoints:
-    def write(self, mark: Mark, last: bool) -> None: ...
+class NullCheckpointManager:
+    def write(self, mark: TrainState, last: bool) -> None: ...
 
-    def look(self) -> None: ...
+    def poll(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def wait(self) -> None: ...
 
 
-class Recorded:
+class RecordingLog:
     """What a RunLog is told."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
         self.samples_seen: list[dict[str, Any]] = []
 
-    def now(self, phase: str) -> None: ...
+    def set_phase(self, phase: str) -> None: ...
 
-    def step(self, metrics: dict[str, float]) -> None:
+    def write_step(self, metrics: dict[str, float]) -> None:
         self.rows.append(metrics)
 
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         self.samples_seen += rows
 
 
@@ -128,11 +130,11 @@ def run_loop(
     )  # fmt: skip
     reference = None
     if config.algorithm.kl_coef:
-        model = frozen(build_model(trainer.hf_config, trainer.layout, trainer.contract))
+        model = freeze(build_model(trainer.hf_config, trainer.layout, trainer.contract))
         load_checkpoint(model, folder, trainer.shards)
         reference = Policy(model, 1.0, 4)
-    log = Recorded()
-    causes = MismatchCauses(trainer.actor, trainer.planes, trainer.contract.activation_format)
+    log = RecordingLog()
+    causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
     worker = worker_class(trainer.actor, noise, said)
-    Loop(config, trainer.actor, reference, NoSync(), worker, log, NoCheckpoints(), causes).run()
+    Loop(config, trainer.actor, reference, NullSync(), worker, log, NullCheckpointManager(), causes).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}

@@ -9,21 +9,21 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Precision
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
-from support.built import loaded_chunks
+from support.built import load_model_chunks
 from support.trainer import Trainer
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
-    """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.Held`."""
-    chunks = loaded_chunks(folder, PrecisionContract.of(Precision(**precision)), layout)
-    layers = [layer for chunk in chunks for layer in fp8_layers(chunk).values()]
+    """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
+    chunks = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
+    layers = [layer for chunk in chunks for layer in find_fp8_layers(chunk).values()]
     how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     wrapped = [DistributedDataParallel(chunk.config, how, chunk) for chunk in chunks]
     config = chunks[0].config
@@ -49,8 +49,8 @@ def saved(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list
     """Bytes that the forward pass of each decoder layer keeps for the backward pass; parameters apart. One micro-batch of sequences
     with `lengths` places."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
-    sequences = [Sequence([1] * length, [2]) for length in lengths]
-    (batch,) = actor.micro_batches(sequences)
+    sequences = [TrainingSample([1] * length, [2]) for length in lengths]
+    (batch,) = actor.make_micro_batches(sequences)
     kept = [_Kept(actor.model) for _ in actor.model.decoder.layers]
     for layer, found in zip(actor.model.decoder.layers, kept, strict=True):
         layer.register_forward_pre_hook(lambda *_, found=found: found.begin())

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Architecture
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import ArchitectureConfig
 from megatron_rl.data.byte_tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
 from megatron_rl.hf import write
 from parallel.model_geometry import ModelGeometry
@@ -126,13 +126,13 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
 def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
     """Writes a checkpoint of FP32 weights; two heads of 128 and two kv heads, so that tensor parallelism of 2 fits."""
     make_byte_tokenizer(folder)
-    architecture = Architecture(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
-    config = write.new_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
+    architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
+    config = write.make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
     shapes = {
         tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
         for tensor in ModelGeometry.from_hf_config(config).tensors().values()
     }
-    tensors = write.random_tensors(config, shapes, seed)
+    tensors = write.make_random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
@@ -151,7 +151,7 @@ def edit_config(folder: Path, change: dict[str, Any]) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
-def random_sequences(count: int, seed: int, longest: int = 24) -> list[Sequence]:
+def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingSample]:
     """Prompts and answers of different lengths. Advantages, old and reference log-probs are made up around those of a uniform
     guess, spread so far that some tokens are clipped on either side."""
     generator = torch.Generator().manual_seed(seed)
@@ -163,7 +163,7 @@ def random_sequences(count: int, seed: int, longest: int = 24) -> list[Sequence]
     found = []
     for _ in range(count):
         prompt, answer = (int(torch.randint(2, longest, (), generator=generator)) for _ in range(2))
-        sequence = Sequence(ids(prompt), ids(answer), advantage=float(torch.randn((), generator=generator)))
+        sequence = TrainingSample(ids(prompt), ids(answer), advantage=float(torch.randn((), generator=generator)))
         uniform = -torch.log(torch.tensor(float(VOCABULARY)))
         sequence.old_logprobs = uniform + 0.3 * torch.randn(answer, generator=generator)
         sequence.reference_logprobs = uniform + 0.3 * torch.randn(answer, generator=generator)

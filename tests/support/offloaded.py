@@ -8,39 +8,41 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, optimizers, sixteen_bit
-from megatron_rl.mcore.checkpoint.write import Checkpoint
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from parallel.layout import Layout
 from support.trainer import Trainer
 
 
-def train(folder: Path, to: Path, precision: dict[str, Any], batches: list[list[Sequence]], offload: bool, dp: int = 1) -> dict[str, Any]:
+def train(
+    folder: Path, to: Path, precision: dict[str, Any], batches: list[list[TrainingSample]], offload: bool, dp: int = 1
+) -> dict[str, Any]:
     """Steps with the state away between them, where `offload`: bytes held, log-probs and a checkpoint in between, and what it tells."""
     trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
     actor, away = trainer.actor, trainer.actor._offload
     gradients, logprobs, addresses = [], [], []
     for number, batch in enumerate(batches):
-        away.to_device()
-        away.to_device()
-        actor.update(batch, PolicyLoss(Algorithm()))
+        away.reload()
+        away.reload()
+        actor.update(batch, PolicyLoss(AlgorithmConfig()))
         addresses.append(_addresses(actor.optimizer))
         if offload:
-            away.to_host()
-            away.to_host()
+            away.offload()
+            away.offload()
         addresses.append(_addresses(actor.optimizer))
         gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in away._buffers))
-        logprobs.append(torch.cat(actor.logprobs(batch)[0]))
+        logprobs.append(torch.cat(actor.compute_logprobs(batch)[0]))
         state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
-        Checkpoint(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
-    return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "held": trainer.bytes_held()}
+        CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
+    return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "held": trainer.dump_bytes()}
 
 
 def _addresses(optimizer: Any) -> list[int]:
     """Of moments and separate masters."""
     found = []
-    for part in optimizers(optimizer):
+    for part in flatten_chained(optimizer):
         found += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
-        found += [master.data_ptr() for _, master in sixteen_bit(part)]
+        found += [master.data_ptr() for _, master in iter_fp32_masters(part)]
     return found

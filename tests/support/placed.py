@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config import load_config
-from megatron_rl.rollout.engine_placement import check_slots
-from rollout_sglang.launch_args import Start
+from megatron_rl.rollout.engine_placement import check_engine_placement
+from rollout_sglang.launch_args import EngineLaunchSpec
 from rollout_sglang.process import EngineProcess
 from support.processes import until
 
@@ -36,8 +36,8 @@ def main() -> None:
     (folder / "sitecustomize.py").write_text(ENGINE)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
     config = load_config(Path(sys.argv[4]), sys.argv[5:])  # -m megatron_rl train CONFIG ...
-    check_slots(config)
-    engines = [Start(config, folder, folder, number)()[0] for number in range(config.rollout.engines)]
+    check_engine_placement(config)
+    engines = [EngineLaunchSpec(config, folder, folder, number).start_process()[0] for number in range(config.rollout.engines)]
     try:
         until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 90, "every engine")
     finally:

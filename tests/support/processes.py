@@ -26,7 +26,7 @@ class Done:
     err: str
 
 
-def one_thread() -> dict[str, str]:
+def one_thread_environment() -> dict[str, str]:
     """The environment of a process that shares two cores with others; without the ranks of a torchrun around pytest."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "COLUMNS": "400"}
@@ -40,7 +40,12 @@ class Command:
         self._files = [folder / "stdout", folder / "stderr"]
         with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *map(str, arguments)], cwd=ROOT, env=one_thread(), stdin=subprocess.DEVNULL, stdout=out, stderr=err
+                [sys.executable, "-m", *map(str, arguments)],
+                cwd=ROOT,
+                env=one_thread_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
             )
         self.pid = self._process.pid
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from support.trainer import Trainer
 
 
@@ -15,7 +15,7 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
     """This rank's gradients of one made-up loss under sequence parallelism; FP8 layers add theirs to a gradient buffer."""
     model = Trainer(folder, precision, {"recompute": recompute}).actor.model
     assert model.config.sequence_parallel
-    for layer in fp8_layers(model).values():
+    for layer in find_fp8_layers(model).values():
         layer.weight.main_grad = torch.zeros_like(layer.weight)
     runs: list[int] = []
     first = model.decoder.layers[0].mlp.linear_fc1

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.config.sync import Sync
-from megatron_rl.distributed import is_rank0, on_rank0
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
 from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.types import Generation, Sampling
+from megatron_rl.types import Generation, SamplingParams
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
-from rollout_sglang.engine import SGLangEngine, launch
+from rollout_sglang.engine import SGLangEngine, start_engine_and_wait
 from support.architectures import write_model
 from support.trainer import Trainer
 from support.trainer import start as start_trainer
@@ -30,7 +30,7 @@ _SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout
 
 
 @dataclasses.dataclass
-class Resharded:
+class TrainerAndEngine:
     """This rank's part of the trainer; only rank 0 has the engine."""
 
     kind: str
@@ -41,10 +41,10 @@ class Resharded:
 
     @property
     def plan(self) -> SyncPlan:
-        return SyncPlan.of_config(ModelGeometry.from_hf_config(self.trainer.hf_config), self.trainer.layout, self.config)
+        return SyncPlan.from_config(ModelGeometry.from_hf_config(self.trainer.hf_config), self.trainer.layout, self.config)
 
 
-_now: list[Resharded] = []
+_now: list[TrainerAndEngine] = []
 
 
 def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int) -> int:
@@ -54,13 +54,13 @@ def start(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp
     rollout = {**_SMALL, "tp": tp, "ep": ep}
     config = Config.model_validate({"model": {"path": model}, "precision": precision, "rollout": rollout})
     trainer = Trainer(model, precision, layout=layout)
-    _now[:] = [Resharded(kind, folder, trainer, config, None)]
+    _now[:] = [TrainerAndEngine(kind, folder, trainer, config, None)]
 
     def start_engine() -> int:
-        engine = _now[0].engine = launch(config, model, folder)
+        engine = _now[0].engine = start_engine_and_wait(config, model, folder)
         return engine.process.pid
 
-    return on_rank0(start_engine)
+    return run_on_rank0(start_engine)
 
 
 def _written(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, seed: int) -> Path:
@@ -106,7 +106,7 @@ def prove() -> int:
 
 def _sync(settings: dict[str, Any]) -> WeightSync:
     now = _now[0]
-    return WeightSync(now.plan, now.engine, now.trainer.planes, Sync.model_validate({"bucket_mb": 1, **settings}))
+    return WeightSync(now.plan, now.engine, now.trainer.collect_named_tensors, SyncConfig.model_validate({"bucket_mb": 1, **settings}))
 
 
 def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any]:
@@ -116,13 +116,13 @@ def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any]:
 
     def sample() -> list[Generation]:
         assert now.engine is not None
-        return now.engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=tokens))
+        return now.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens))
 
-    answers = on_rank0(sample)
-    sequences = [Sequence(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
+    answers = run_on_rank0(sample)
+    sequences = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
     return {
         "versions": {answer.policy_version for answer in answers},
-        "sequences": [(sequence.prompt_ids, sequence.answer_ids) for sequence in sequences],
+        "sequences": [(sequence.prompt_ids, sequence.response_ids) for sequence in sequences],
         "engine": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
-        "trainer": torch.cat(now.trainer.actor.logprobs(sequences)[0]),
+        "trainer": torch.cat(now.trainer.actor.compute_logprobs(sequences)[0]),
     }

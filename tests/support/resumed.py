@@ -10,26 +10,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.distributed import is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
-from megatron_rl.mcore.checkpoint.write import load
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers
+from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from megatron_rl.mcore.load_weights import load_checkpoint
-from megatron_rl.mcore.model import build_model, frozen
-from megatron_rl.mcore.names import chunks_of
-from megatron_rl.rollout.worker import Rollout
-from megatron_rl.training.checkpoint_manager import Checkpoints
+from megatron_rl.mcore.model import build_model, freeze
+from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.loop import Loop
-from megatron_rl.training.resume import arrangement, choose
-from megatron_rl.training.train_state import Mark
+from megatron_rl.training.resume import choose_checkpoint, describe_layout
+from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
-from support.looped import NoSync, Recorded
+from support.looped import NullSync, RecordingLog
 from support.models import random_sequences
 from support.trainer import Trainer, negative_log_likelihood, start
 
@@ -45,7 +45,7 @@ class StreamedWorker:
     def state_dict(self) -> dict[str, Any]:
         return self.stream.state_dict()
 
-    def collect(self, version: int) -> Rollout:
+    def collect(self, version: int) -> RolloutBatch:
         completions = []
         for problem in self.stream.next_batch(GROUPS):
             for member in range(SIZE):
@@ -53,7 +53,7 @@ class StreamedWorker:
                 told = [-5.0 - random.random() - float(np.random.rand()) - float(torch.rand(())) for _ in answer]
                 reward = Reward(float(member % 2), bool(member % 2))
                 completions.append(Completion(problem, [5, 20 + int(problem.id), 7], answer, told, "stop", version, "", reward))
-        return Rollout(completions, {"time/generate": 1.0})
+        return RolloutBatch(completions, {"time/generate": 1.0})
 
     def evaluate(self, version: int) -> dict[str, float]:
         return {}
@@ -86,21 +86,23 @@ def train_to(
     config = config_of(folder, steps, precision, every=0 if broken == "sync" else 1)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, said = trainer.actor, StreamedWorker(), list[str]()
-    mark = Mark(0, 0, (0.7, 1.3), worker.state_dict(), {})  # bounds that move back to the configured ones, half the way at every step
+    mark = TrainState(0, 0, (0.7, 1.3), worker.state_dict(), {})  # bounds that move back to the configured ones, half the way at every step
     seed = 99 if go_on else 0
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     if go_on:
-        found = choose(run, steps)
-        said += found.remarks(arrangement(layout, trainer.train))
-        mark = Mark.of_state(found.state)
-        load(found.folder, trainer.model, actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
+        found = choose_checkpoint(run, steps)
+        said += found.describe(describe_layout(layout, trainer.train))
+        mark = TrainState.from_dict(found.state)
+        load_run_checkpoint(
+            found.folder, trainer.model, actor.optimizer, found.state, found.matches_layout(describe_layout(layout, trainer.train))
+        )
         actor.steps_done = mark.optimizer_steps
         worker.stream.load_state_dict(mark.data)
-    log = Recorded()
-    checkpoints = Checkpoints(config, layout, run, actor, trainer.hf_config, said.append, mark.version or -1)
-    on_rank0 = (worker, log) if is_rank0() else (None, None)
-    sync = BrokenSync() if broken == "sync" else NoSync()
-    loop = Loop(config, actor, reference(trainer), sync, *on_rank0, checkpoints, None, mark)
+    log = RecordingLog()
+    checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, said.append, mark.version or -1)
+    rank0_only = (worker, log) if is_rank0() else (None, None)
+    sync = BrokenSync() if broken == "sync" else NullSync()
+    loop = Loop(config, actor, reference(trainer), sync, *rank0_only, checkpoints, None, mark)
     if broken == "optimizer step":
         break_optimizer(actor, 4)
     try:
@@ -108,11 +110,11 @@ def train_to(
     except RunError as error:
         said.append(str(error))
         said += last_checkpoint(loop)
-    return {"rows": log.rows, "bytes": trainer.bytes_held() | moments(actor), "said": said}
+    return {"rows": log.rows, "bytes": trainer.dump_bytes() | moments(actor), "said": said}
 
 
-class BrokenSync(NoSync):
-    def run(self, version: int) -> NoSync:
+class BrokenSync(NullSync):
+    def run(self, version: int) -> NullSync:
         if version == 2:
             raise RunError("the engine is gone")
         return self
@@ -140,17 +142,17 @@ def last_checkpoint(loop: Loop) -> list[str]:
 
 
 def reference(trainer: Trainer) -> Policy:
-    model = frozen(build_model(trainer.hf_config, trainer.layout, trainer.contract, trainer.train))
+    model = freeze(build_model(trainer.hf_config, trainer.layout, trainer.contract, trainer.train))
     load_checkpoint(model, trainer.folder, trainer.shards)
     return Policy(model, 1.0, 64)
 
 
 def moments(actor: Actor) -> dict[str, bytes]:
     """Adam's moments and the 16-bit weights' masters, as this rank holds them, raw."""
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in kept(actor).live().items()}
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in kept(actor).local_tensors().items()}
 
 
-def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[Sequence]) -> tuple[dict[str, torch.Tensor], ...]:
+def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> tuple[dict[str, torch.Tensor], ...]:
     """What this replica puts into a checkpoint after one step: of a state that replicas share, of the same once 1 was added to what was
     loaded, of one that each keeps whole."""
     found = []
@@ -167,41 +169,43 @@ def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[
 
 def whole_state(actor: Actor) -> dict[str, torch.Tensor]:
     """A copy of what this rank puts into a checkpoint."""
-    return {name: sharded.data.detach().clone() for name, sharded in kept(actor).to_save().items()}
+    return {name: sharded.data.detach().clone() for name, sharded in kept(actor).sharded_for_save().items()}
 
 
 def kept(actor: Actor) -> OptimizerState:
-    return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in chunks_of(actor.model)])
+    return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in get_model_chunks(actor.model)])
 
 
 def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, how: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a layout holds after loading a run's newest checkpoint: masters, and how the next optimizer step goes."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(how or {})}, layout=layout)
-    found = choose(run, 99)
-    load(found.folder, trainer.model, trainer.actor.optimizer, found.state, found.same_layout(arrangement(layout, trainer.train)))
-    masters = trainer.tensors(fp8=False)
+    found = choose_checkpoint(run, 99)
+    load_run_checkpoint(
+        found.folder, trainer.model, trainer.actor.optimizer, found.state, found.matches_layout(describe_layout(layout, trainer.train))
+    )
+    masters = trainer.collect_tensors(fp8=False)
     trainer.actor.steps_done = found.state["optimizer_steps"]
     trainer.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
     return {
         "masters": masters,
-        "after": trainer.tensors(fp8=False),
-        "remarks": found.remarks(arrangement(layout, trainer.train)),
+        "after": trainer.collect_tensors(fp8=False),
+        "remarks": found.describe(describe_layout(layout, trainer.train)),
     }
 
 
 def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], trained: bool) -> dict[str, Any]:
     """Saves the trainer of an FP8 checkpoint, after a step or before any, and loads it into a fresh one: layers whose blocks are the
-    checkpoint's in both, and names of planes that differ."""
+    checkpoint's in both, and names of named_tensors that differ."""
     first, second = (Trainer(folder, precision) for _ in range(2))
     if trained:
         first.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
     config = config_of(folder, 99, precision)
-    mark = Mark(1, first.actor.steps_done, (0.8, 1.2), {})
-    Checkpoints(config, first.layout, run, first.actor, first.hf_config, print, -1).write(mark, last=True)
-    found = choose(run, 99)
-    load(found.folder, second.model, second.actor.optimizer, found.state, True)
-    adopted = [[layer.adopted for layer in fp8_layers(trainer.model).values()] for trainer in (first, second)]
-    before, after = first.planes(), second.planes()
+    mark = TrainState(1, first.actor.steps_done, (0.8, 1.2), {})
+    CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(mark, last=True)
+    found = choose_checkpoint(run, 99)
+    load_run_checkpoint(found.folder, second.model, second.actor.optimizer, found.state, True)
+    adopted = [[layer.adopted for layer in find_fp8_layers(trainer.model).values()] for trainer in (first, second)]
+    before, after = first.collect_named_tensors(), second.collect_named_tensors()
     raw = {name: (before[name].contiguous().view(torch.uint8), after[name].contiguous().view(torch.uint8)) for name in before}
     return {"adopted": adopted, "different": [name for name, (one, two) in raw.items() if not torch.equal(one, two)]}
 
@@ -210,12 +214,12 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
     """Tries to save where no file may be longer than 64 KiB; what is said."""
     trainer, said = Trainer(folder, precision), list[str]()
     config = config_of(folder, 99, precision)
-    checkpoints = Checkpoints(config, trainer.layout, run, trainer.actor, trainer.hf_config, said.append, -1)
+    checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, said.append, -1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        checkpoints.write(Mark(step, step, (0.8, 1.2), {}), last=False)
-        checkpoints.settle()
+        checkpoints.write(TrainState(step, step, (0.8, 1.2), {}), last=False)
+        checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return said

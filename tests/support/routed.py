@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import model as models
 from megatron_rl.mcore.layers.router import Router
-from megatron_rl.rollout.worker import Rollout
+from megatron_rl.rollout.worker import RolloutBatch
 from parallel.layout import Layout
 from support.looped import ScriptedWorker, run_loop
 from support.models import FP8, FP32
@@ -25,42 +25,46 @@ TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 
 
 def scores(
-    folder: Path, batch: list[Sequence], layout: Layout | None, train: dict[str, Any] | None = None, options: dict[str, Any] | None = None
+    folder: Path,
+    batch: list[TrainingSample],
+    layout: Layout | None,
+    train: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What routers do with a batch, as it says and freely, and one step on it: log-probs, metrics, records, and the weights after it.
     `options`: of Megatron, in addition."""
-    with mock.patch.object(models, "PolicyConfig", functools.partial(models.PolicyConfig, **(options or {}))):
+    with mock.patch.object(models, "FP8TransformerConfig", functools.partial(models.FP8TransformerConfig, **(options or {}))):
         trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
     routing, found = trainer.actor.routing, {}
-    with routing.watched(batch, keep=True) as watch:
-        found["logprobs"] = torch.cat(trainer.actor.logprobs(batch)[0])
-    found |= {"metrics": watch.metrics(), "records": watch.records()}
-    with routing.free(), routing.watched(batch, keep=True) as watch:
-        found["free"] = torch.cat(trainer.actor.logprobs(batch)[0])
-    found |= {"free_metrics": watch.metrics(), "free_records": watch.records()}
+    with routing.collect_stats(batch, keep=True) as watch:
+        found["logprobs"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
+    found |= {"metrics": watch.gather_metrics(), "records": watch.gather_records()}
+    with routing.disable_replay(), routing.collect_stats(batch, keep=True) as watch:
+        found["free"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
+    found |= {"free_metrics": watch.gather_metrics(), "free_records": watch.gather_records()}
     found["step"] = trainer.actor.update(batch, negative_log_likelihood)
-    return found | {"masters": trainer.tensors(fp8=False)}
+    return found | {"masters": trainer.collect_tensors(fp8=False)}
 
 
-def own_routing(folder: Path, batch: list[Sequence]) -> dict[str, Any]:
+def own_routing(folder: Path, batch: list[TrainingSample]) -> dict[str, Any]:
     """A step on the batch as it is, and one from the same start with the record of its own routing."""
     plain = scores(folder, batch, None)
-    told = [replace(sequence, experts=record) for sequence, record in zip(batch, plain["records"], strict=True)]
+    told = [replace(sequence, routed_experts=record) for sequence, record in zip(batch, plain["records"], strict=True)]
     return {"plain": plain, "told": scores(folder, told, None)}
 
 
-def balance(folder: Path, batch: list[Sequence], train: dict[str, Any], steps: int) -> list[dict[str, float]]:
+def balance(folder: Path, batch: list[TrainingSample], train: dict[str, Any], steps: int) -> list[dict[str, float]]:
     """Steps that learn nothing but to balance: what the routers did before each."""
     trainer, found = Trainer(folder, FP32, {"micro_batch_tokens": 60, **train}), []
     for _ in range(steps):
-        with trainer.actor.routing.watched(batch) as watch:
-            trainer.actor.logprobs(batch)
-        found.append(watch.metrics())
+        with trainer.actor.routing.collect_stats(batch) as watch:
+            trainer.actor.compute_logprobs(batch)
+        found.append(watch.gather_metrics())
         trainer.actor.update(batch, _nothing)
     return found
 
 
-def balance_gradient(folder: Path, batch: list[Sequence], weight: float) -> dict[str, torch.Tensor]:
+def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -> dict[str, torch.Tensor]:
     """The gradient of the last layer's router under the load-balancing loss alone, and the same from its formula."""
     trainer = Trainer(folder, FP32, {"micro_batch_tokens": 60, "router_aux_loss": weight, "clip_grad": 0.0, "learning_rate": 1e-9})
     router = [module for module in trainer.model.modules() if isinstance(module, Router)][-1]
@@ -70,7 +74,7 @@ def balance_gradient(folder: Path, batch: list[Sequence], weight: float) -> dict
     hook.remove()
     found = router.weight.main_grad.clone()  # type: ignore[union-attr]
     matrix = router.weight.detach().clone().requires_grad_()
-    micro_batches, total = trainer.actor.micro_batches(batch), sum(sequence.length - 1 for sequence in batch)
+    micro_batches, total = trainer.actor.make_micro_batches(batch), sum(sequence.length - 1 for sequence in batch)
     for x, micro_batch in zip(seen, micro_batches, strict=True):
         real = x[: len(x) - micro_batch.padding]
         probabilities = (real @ matrix.t()).softmax(-1)
@@ -80,7 +84,7 @@ def balance_gradient(folder: Path, batch: list[Sequence], weight: float) -> dict
     return {"found": found, "formula": matrix.grad}
 
 
-def break_a_step(folder: Path, batch: list[Sequence]) -> tuple[str, float]:
+def break_a_step(folder: Path, batch: list[TrainingSample]) -> tuple[str, float]:
     """A step that would move the correction biases, but whose loss is NaN: (what was raised, the most that a bias moved)."""
     trainer = Trainer(folder, FP32, {**TRAIN, "router_bias_rate": 0.01})
     routers = [module for module in trainer.model.modules() if isinstance(module, Router)]
@@ -96,13 +100,13 @@ def break_a_step(folder: Path, batch: list[Sequence]) -> tuple[str, float]:
 class RoutedWorker(ScriptedWorker):
     """The same with the engine's routing: the trainer's own, but the first token of every sequence goes to the next experts."""
 
-    def collect(self, version: int) -> Rollout:
+    def collect(self, version: int) -> RolloutBatch:
         rollout, sequences, routing = super().collect(version), self.sequences(), self.actor.routing
-        with routing.free(), routing.watched(sequences, keep=True) as watch:
-            self.actor.logprobs(sequences)
-        for completion, record in zip(rollout.completions_B, watch.records(), strict=True):
+        with routing.disable_replay(), routing.collect_stats(sequences, keep=True) as watch:
+            self.actor.compute_logprobs(sequences)
+        for completion, record in zip(rollout.completions_B, watch.gather_records(), strict=True):
             record[0] = (record[0] + 1) % routing.shape.count
-            completion.experts_T = record.numpy()
+            completion.routed_experts_T = record.numpy()
         return rollout
 
 

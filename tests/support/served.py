@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.checkpoint import load as checkpoints
 from megatron_rl.mcore.export import export_checkpoint, save_hf
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.types import Sampling
-from parallel.digest import region
+from megatron_rl.types import SamplingParams
+from parallel.digest import view_rect
 from parallel.model_geometry import ModelGeometry, Rect
-from rollout_sglang.engine import SGLangEngine, launch
+from rollout_sglang.engine import SGLangEngine, start_engine_and_wait
 from support.engines import engine_config
 from support.trainer import Trainer
 
@@ -38,7 +38,7 @@ class Served:
     def save(self, to: Path) -> Path:
         """What a run hands to its engine."""
         trainer = self.trainer
-        save_hf(to, trainer.planes(), trainer.hf_config, trainer.layout, trainer.contract, trainer.folder)
+        save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, trainer.folder)
         return to
 
     def plan(self, bucket_bytes: int) -> SyncPlan:
@@ -46,7 +46,7 @@ class Served:
         return SyncPlan.make(geometry, self.trainer.layout, (1, 1), self.trainer.contract, bucket_bytes)
 
     def sync(self, bucket_bytes: int) -> WeightSync:
-        return WeightSync(self.plan(bucket_bytes), self.engine, self.trainer.planes)
+        return WeightSync(self.plan(bucket_bytes), self.engine, self.trainer.collect_named_tensors)
 
 
 _now: list[Served] = []
@@ -55,7 +55,7 @@ _now: list[Served] = []
 def start(checkpoint: Path, folder: Path, precision: dict[str, Any], engine_model: Path | None = None) -> int:
     """Brings up trainer and engine, which loads `engine_model` where given, else the trainer's own blocks. Returns the server's pid."""
     served = Served(checkpoint, folder, precision)
-    served.engine = launch(served.config, engine_model or served.save(folder / "engine_model"), folder)
+    served.engine = start_engine_and_wait(served.config, engine_model or served.save(folder / "engine_model"), folder)
     _now[:] = [served]
     return served.engine.process.pid
 
@@ -79,9 +79,9 @@ def prove() -> int:
         sync.close()
 
 
-def train(batch: list[Sequence]) -> None:
+def train(batch: list[TrainingSample]) -> None:
     """One optimizer step."""
-    _now[0].trainer.actor.update(batch, PolicyLoss(Algorithm()))
+    _now[0].trainer.actor.update(batch, PolicyLoss(AlgorithmConfig()))
 
 
 def sync(version: int, bucket_bytes: int) -> dict[str, Any]:
@@ -96,30 +96,30 @@ def sync(version: int, bucket_bytes: int) -> dict[str, Any]:
 def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any]:
     """Samples answers: policy versions, engine's and trainer's log-probs of all sampled tokens, one after the other."""
     served = _now[0]
-    answers = served.engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=tokens))
-    sequences = [Sequence(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
+    answers = served.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens))
+    sequences = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
     return {
         "versions": {answer.policy_version for answer in answers},
         "engine": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
-        "trainer": torch.cat(served.trainer.actor.logprobs(sequences)[0]),
+        "trainer": torch.cat(served.trainer.actor.compute_logprobs(sequences)[0]),
     }
 
 
 def change_trainer(name: str, row: int, col: int) -> None:
     """Flips the lowest bit of one element that the trainer holds, without the engine being told."""
-    element = _now[0].trainer.planes()[name][row : row + 1, col : col + 1]
+    element = _now[0].trainer.collect_named_tensors()[name][row : row + 1, col : col + 1]
     element.view(torch.uint8)[0, 0] ^= 1
 
 
 def change_engine(name: str, row: int, col: int) -> None:
     """Syncs the trainer's blocks with one bit of what fills that element of an engine parameter wrong."""
     served = _now[0]
-    plan, planes = served.plan(1 << 20), dict(served.trainer.planes())
-    move = next(move for move in plan.moves if move.target == name and _holds(move.target_rect, row, col))
-    wrong = planes[move.source] = planes[move.source].clone()
-    place = Rect(move.source_rect.row + row - move.target_rect.row, move.source_rect.col + col - move.target_rect.col, 1, 1)
-    region(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
-    sync = WeightSync(plan, served.engine, lambda: planes)
+    plan, named_tensors = served.plan(1 << 20), dict(served.trainer.collect_named_tensors())
+    transfer = next(transfer for transfer in plan.transfers if transfer.target == name and _holds(transfer.target_rect, row, col))
+    wrong = named_tensors[transfer.source] = named_tensors[transfer.source].clone()
+    place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
+    view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
+    sync = WeightSync(plan, served.engine, lambda: named_tensors)
     try:
         sync.run(0)
     finally:
@@ -140,7 +140,7 @@ def save_run_checkpoint(to: Path) -> Path:
 
 def masters() -> dict[str, torch.Tensor]:
     """FP32 masters under Hugging Face names."""
-    return _now[0].trainer.tensors(fp8=False)
+    return _now[0].trainer.collect_tensors(fp8=False)
 
 
 def export(checkpoint: Path, to: Path, precision: str) -> Path:
@@ -157,7 +157,7 @@ def restart_engine(engine_model: Path, folder: Path) -> int:
     """Ends the engine and starts a fresh one on another checkpoint."""
     served = _now[0]
     served.engine.stop()
-    served.engine = launch(served.config, engine_model, folder)
+    served.engine = start_engine_and_wait(served.config, engine_model, folder)
     return served.engine.process.pid
 
 

@@ -10,16 +10,16 @@ import httpx
 import psutil
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.config.sync import Sync
-from megatron_rl.rollout.engine_pool import Engines, start_engines
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.recovery import SteadySync
+from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.types import Sampling
+from megatron_rl.types import SamplingParams
 from parallel.model_geometry import ModelGeometry
 from support.faults import Faults, family_of, strike_while
 from support.faults import sync_through as strike_in_sync
@@ -31,10 +31,10 @@ Said = tuple[list[int], list[float], int]
 
 
 class Several(Served):
-    """See `Served`; `engine` is an `Engines`."""
+    """See `Served`; `engine` is an `EnginePool`."""
 
-    engines: Engines
-    steady: SteadySync
+    engines: EnginePool
+    recovering_sync: RecoveringWeightSync
     said: list[str]
 
     def bring_up(self, count: int, health_timeout: float) -> None:
@@ -44,11 +44,11 @@ class Several(Served):
         self.engines = start_engines(self.config, self.save(self.folder / "engine_model"), self.folder, self.said.append)
         contract, geometry = self.trainer.contract, ModelGeometry.from_hf_config(self.trainer.hf_config)
         plan = SyncPlan.make(geometry, self.trainer.layout, (1, 1), contract, _BUCKET, count)
-        sync = WeightSync(plan, self.engines, self.trainer.planes, Sync(timeout=60.0))
+        sync = WeightSync(plan, self.engines, self.trainer.collect_named_tensors, SyncConfig(timeout=60.0))
         check_live_engine(plan, self.engines)
-        self.engines.graph()
+        self.engines.read_graph()
         sync.prove()
-        self.steady = SteadySync(sync, self.engines, self.said.append)
+        self.recovering_sync = RecoveringWeightSync(sync, self.engines, self.said.append)
 
 
 _now: list[Several] = []
@@ -61,13 +61,13 @@ def start(checkpoint: Path, folder: Path, precision: dict[str, Any], count: int,
     _now[:] = [several]
 
 
-def train(batch: list[Sequence]) -> None:
+def train(batch: list[TrainingSample]) -> None:
     """One optimizer step."""
-    _now[0].trainer.actor.update(batch, PolicyLoss(Algorithm()))
+    _now[0].trainer.actor.update(batch, PolicyLoss(AlgorithmConfig()))
 
 
 def sync(version: int) -> dict[str, Any]:
-    return asdict(_now[0].steady.run(version))
+    return asdict(_now[0].recovering_sync.run(version))
 
 
 def said() -> list[str]:
@@ -78,26 +78,26 @@ def said() -> list[str]:
 
 def generate(prompts: list[list[int]], tokens: int, alone: int | None = None) -> list[Said]:
     """All prompts, each with a seed of its own, to all engines or to one of them."""
-    samplings = [Sampling(1.0, tokens, seed) for seed in range(len(prompts))]
+    samplings = [SamplingParams(1.0, tokens, seed) for seed in range(len(prompts))]
     engines = _now[0].engines
-    asked = engines if alone is None else engines._places[alone].engine
+    asked = engines if alone is None else engines._replicas[alone].engine
     return [(one.output_ids_T, one.logprobs_T, one.policy_version) for one in asked.generate(prompts, samplings)]
 
 
 def generate_through(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """`generate` with faults; see `support.faults.strike_while`."""
     several = _now[0]
-    return strike_while(lambda: generate(prompts, tokens), several.engines, several.steady, version, faults)
+    return strike_while(lambda: generate(prompts, tokens), several.engines, several.recovering_sync, version, faults)
 
 
 def sync_through(faults: Faults, version: int) -> dict[str, Any]:
     """`sync` with faults; see `support.faults.sync_through`."""
-    return strike_in_sync(_now[0].engines, _now[0].steady, version, faults)
+    return strike_in_sync(_now[0].engines, _now[0].recovering_sync, version, faults)
 
 
 def without_key() -> dict[str, list[int]]:
     """Every endpoint that an engine is asked at, and some that nobody asks at: its answers without a key, and with a wrong one."""
-    engine = _now[0].engines._places[0].engine
+    engine = _now[0].engines._replicas[0].engine
     wrong = {"Authorization": f"Bearer {'0' * 48}"}
     found = {}
     for path in ENDPOINTS:
@@ -115,7 +115,7 @@ ENDPOINTS = (
 def exposed() -> dict[str, Any]:
     """Addresses that the engines' processes listen on, modes of their Unix sockets, and where a key may be read."""
     addresses, modes, readable = set(), set(), []
-    for place in _now[0].engines._places:
+    for place in _now[0].engines._replicas:
         key = place.engine._http.headers["authorization"].removeprefix("Bearer ")
         assert len(key) == 48
         for process in family_of(_now[0].engines, place.number):

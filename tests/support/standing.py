@@ -11,20 +11,20 @@ import torch.distributed as dist
 from megatron_rl.errors import RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
-from megatron_rl.observability.signals import listen, stop_or
+from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from parallel.layout import Layout
 from support.resumed import train_to
 from support.trainer import start
 
 
-def train_watched(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
+def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
     """Trains for ever; what is to be said when the run stands still is written to `run`/said."""
     start(layout := Layout(tp=2))
     run.mkdir(exist_ok=True)
     rank = dist.get_rank()
     with (
         rank_log(run, rank, 2) as log,
-        hang_watchdog.watched(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")),
+        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")),
     ):
         train_to(folder, run, 1_000_000, precision, layout=layout)
 
@@ -36,7 +36,7 @@ def _say(run: Path, line: str) -> None:
 def break_after_a_signal(rank: int) -> RunError:
     """What ends a run that breaks on all ranks after that one got SIGUSR1."""
     start(Layout(tp=2))
-    listen(alone=False)
+    install_signal_handlers(alone=False)
     if dist.get_rank() == rank:
         signal.raise_signal(signal.SIGUSR1)
-    return stop_or(RunError("the engine is gone"))
+    return prefer_stop_error(RunError("the engine is gone"))

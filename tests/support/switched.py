@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.config.sync import Sync
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.types import Generation, Sampling
+from megatron_rl.types import Generation, SamplingParams
 from support.served import Served, _now
 
 _THREADS = 4
@@ -23,7 +23,7 @@ Answers = list[tuple[list[int], Generation]]
 
 
 def switch_under_load(
-    settings: dict[str, Any], first: int, switches: int, batch: list[Sequence], prompts: list[list[int]], tokens: int
+    settings: dict[str, Any], first: int, switches: int, batch: list[TrainingSample], prompts: list[list[int]], tokens: int
 ) -> dict[str, Any]:
     """Four threads ask all the time, while the policy is trained and synced as versions first, first + 1, ...
 
@@ -31,12 +31,12 @@ def switch_under_load(
     versions, and for each version the engine's log-probs and those of the trainer that held it, of all tokens sampled by it.
     """
     served, stop, answers = _now[0], threading.Event(), Answers()
-    sync = new_sync(served, Sync.model_validate(settings))
+    sync = new_sync(served, SyncConfig.model_validate(settings))
     masters, reports, running = {}, [], []
 
     def ask(which: int) -> None:
         while not stop.is_set():
-            found = served.engine.generate(prompts[which::_THREADS], Sampling(temperature=1.0, max_new_tokens=tokens))
+            found = served.engine.generate(prompts[which::_THREADS], SamplingParams(temperature=1.0, max_new_tokens=tokens))
             answers.extend(zip(prompts[which::_THREADS], found, strict=True))
 
     try:
@@ -50,7 +50,7 @@ def switch_under_load(
                         reports.append(asdict(sync.run(version)))
                     masters[version] = {name: value.detach().clone() for name, value in served.trainer.model.named_parameters()}
                     wait_for_answers(answers, len(prompts), asking)
-                    served.trainer.actor.update(batch, PolicyLoss(Algorithm()))
+                    served.trainer.actor.update(batch, PolicyLoss(AlgorithmConfig()))
             finally:
                 stop.set()
             for task in asking:
@@ -58,11 +58,11 @@ def switch_under_load(
     finally:
         sync.close()
     mixed = sum(len(set(generation.versions_T)) > 1 for _, generation in answers)
-    return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compared(served, masters, answers)}
+    return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compare_logprobs(served, masters, answers)}
 
 
-def new_sync(served: Served, settings: Sync) -> WeightSync:
-    return WeightSync(served.plan(settings.chunk_bytes), served.engine, served.trainer.planes, settings)
+def new_sync(served: Served, settings: SyncConfig) -> WeightSync:
+    return WeightSync(served.plan(settings.chunk_bytes), served.engine, served.trainer.collect_named_tensors, settings)
 
 
 def wait_for_answers(answers: Answers, more: int, asking: list[Any]) -> None:
@@ -72,7 +72,9 @@ def wait_for_answers(answers: Answers, more: int, asking: list[Any]) -> None:
         threading.Event().wait(0.02)
 
 
-def compared(served: Served, masters: dict[int, dict[str, torch.Tensor]], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def compare_logprobs(
+    served: Served, masters: dict[int, dict[str, torch.Tensor]], answers: Answers
+) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """version -> (engine's, trainer's) log-probs of its tokens, with the trainer put back to that version."""
     found = {}
     versions = [generation.versions_T or [generation.policy_version] * len(generation.output_ids_T) for _, generation in answers]
@@ -83,44 +85,44 @@ def compared(served: Served, masters: dict[int, dict[str, torch.Tensor]], answer
             for name, parameter in served.trainer.model.named_parameters():
                 parameter.copy_(masters[version][name])
         quantize_model(served.trainer.model)
-        sequences = [Sequence(prompt, generation.output_ids_T) for prompt, generation in mine]
+        sequences = [TrainingSample(prompt, generation.output_ids_T) for prompt, generation in mine]
         engine = torch.tensor([value for _, generation in mine for value in generation.logprobs_T])
-        found[version] = engine[own], torch.cat(served.trainer.actor.logprobs(sequences)[0])[own]
+        found[version] = engine[own], torch.cat(served.trainer.actor.compute_logprobs(sequences)[0])[own]
     return found
 
 
 def sync_with_wrong_byte(settings: dict[str, Any], version: int) -> None:
     """A sync whose chunks are changed on their way, after they were hashed. Raises what it raises."""
-    from parallel.transport.pack import Memory
+    from parallel.transport.pack import ChunkPacker
 
-    pack = Memory.pack
+    pack = ChunkPacker.pack
 
-    def wrong(self: Memory, places: Any, flat: Any, hashing: bool) -> str:
-        digest = pack(self, places, flat, hashing)
+    def wrong(self: ChunkPacker, named_rects: Any, flat: Any, hashing: bool) -> str:
+        digest = pack(self, named_rects, flat, hashing)
         flat[len(flat) // 2] ^= 1
         return digest
 
-    sync = new_sync(_now[0], Sync.model_validate(settings))
-    Memory.pack = wrong
+    sync = new_sync(_now[0], SyncConfig.model_validate(settings))
+    ChunkPacker.pack = wrong
     try:
         sync.run(version)
     finally:
-        Memory.pack = pack
+        ChunkPacker.pack = pack
         sync.close()
 
 
 def sync_that_breaks(settings: dict[str, Any], version: int) -> None:
     """A sync whose trainer fails in the middle. Raises what it raises."""
-    from parallel.transport.pack import Memory
+    from parallel.transport.pack import ChunkPacker
 
-    sync, pack = new_sync(_now[0], Sync.model_validate(settings)), Memory.pack
+    sync, pack = new_sync(_now[0], SyncConfig.model_validate(settings)), ChunkPacker.pack
 
-    def broken(self: Memory, places: Any, flat: Any, hashing: bool) -> str:
+    def broken(self: ChunkPacker, named_rects: Any, flat: Any, hashing: bool) -> str:
         raise OSError("out of memory, say")
 
-    Memory.pack = broken
+    ChunkPacker.pack = broken
     try:
         sync.run(version)
     finally:
-        Memory.pack = pack
+        ChunkPacker.pack = pack
         sync.close()

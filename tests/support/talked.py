@@ -6,15 +6,15 @@ import string
 from typing import Any
 
 import torch
-from megatron_rl.rollout.environment_pool import EnvironmentPool
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer
+from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Message
-from megatron_rl.rollout.generation import Turns
-from megatron_rl.types import Problem, Sampling
-from support import served
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.types import Problem, SamplingParams
+from support.served import _now
 
 
 class Counter:
@@ -33,14 +33,14 @@ class Counter:
 def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[str, Any]:
     """Samples answers: their texts, and log-probs of what the policy sampled, one answer after the other, by the engine (`engine`), by
     the trainer given answers with the environment's tokens marked (`trainer`), and out of those of whole answers (`whole`)."""
-    here = served._now[0]
+    here = _now[0]
     config = EnvironmentConfig(name="support.talked:Counter", max_turns=turns, workers=1)
     with EnvironmentPool(config) as environments:
-        talk = Turns(here.engine, load_tokenizer(here.trainer.folder), environments)
-        answers = talk.answer([Problem(text, text, "") for text in prompts], Sampling(1.0, tokens), version)
-    whole = here.trainer.actor.logprobs([Sequence(answer.prompt_ids_T, answer.output_ids_T) for answer in answers])[0]
-    marked = [Sequence(answer.prompt_ids_T, answer.output_ids_T, sampled=answer.sampled_T) for answer in answers]
-    masks = [torch.tensor(answer.sampled_T) for answer in answers]
+        talk = MultiTurnSampler(here.engine, load_tokenizer(here.trainer.folder), environments)
+        answers = talk.sample([Problem(text, text, "") for text in prompts], SamplingParams(1.0, tokens), version)
+    whole = here.trainer.actor.compute_logprobs([TrainingSample(answer.prompt_ids_T, answer.output_ids_T) for answer in answers])[0]
+    marked = [TrainingSample(answer.prompt_ids_T, answer.output_ids_T, response_mask=answer.response_mask_T) for answer in answers]
+    masks = [torch.tensor(answer.response_mask_T) for answer in answers]
     told = [torch.tensor(answer.logprobs_T) for answer in answers]
     return {
         "parts": [answer.dialogue for answer in answers],
@@ -48,6 +48,6 @@ def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[
         "finish": [answer.finish_reason for answer in answers],
         "sampled": [answer.sampled_count for answer in answers],
         "engine": torch.cat([values[mask] for values, mask in zip(told, masks, strict=True)]),
-        "trainer": torch.cat(here.trainer.actor.logprobs(marked)[0]),
+        "trainer": torch.cat(here.trainer.actor.compute_logprobs(marked)[0]),
         "whole": torch.cat([values[mask] for values, mask in zip(whole, masks, strict=True)]),
     }

@@ -13,16 +13,16 @@ from megatron.core import parallel_state
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Precision, Train
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import PrecisionConfig, TrainConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint import load as checkpoints
 from megatron_rl.mcore.export import gather_tensors
-from megatron_rl.mcore.layers.fp8_linear import fp8_layers, without_fp8
-from megatron_rl.mcore.load_weights import global_parameters, load_checkpoint, planes, this_rank_shards
+from megatron_rl.mcore.layers.fp8_linear import disable_fp8, find_fp8_layers
+from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
@@ -43,30 +43,30 @@ class Trainer:
         layout: Layout | None = None,
     ) -> None:
         self.layout = start(layout)
-        self.folder, self.precision = folder, Precision(**precision)
+        self.folder, self.precision = folder, PrecisionConfig(**precision)
         self.hf_config = write.read_config(folder)
-        self.contract = PrecisionContract.of(self.precision)
-        self.shards = this_rank_shards(self.hf_config, self.layout)
-        self.train = Train(**{**TRAIN, **(train or {})})
+        self.contract = PrecisionContract.from_config(self.precision)
+        self.shards = build_own_shards(self.hf_config, self.layout)
+        self.train = TrainConfig(**{**TRAIN, **(train or {})})
         self.model = build_model(self.hf_config, self.layout, self.contract, self.train)
         load_checkpoint(self.model, folder, self.shards)
         self.actor = Actor(self.model, self.train, temperature)
 
-    def planes(self) -> dict[str, torch.Tensor]:
-        return planes(self.model, self.shards, self.contract)
+    def collect_named_tensors(self) -> dict[str, torch.Tensor]:
+        return collect_named_tensors(self.model, self.shards, self.contract)
 
-    def tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
+    def collect_tensors(self, fp8: bool) -> dict[str, torch.Tensor]:
         """The whole model under Hugging Face names, on rank 0: FP32 masters, or with `fp8` what the engine gets: blocks (bytes as uint8),
         or INT8 channels, and scales."""
-        contract = self.contract if fp8 else PrecisionContract.of(Precision(mode="bf16", high="fp32"))
+        contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
-        mine, roles = planes(self.model, self.shards, contract), contract.fp8_roles()
+        mine, roles = collect_named_tensors(self.model, self.shards, contract), contract.fp8_roles()
         found = gather_tensors(mine, geometry, self.layout, roles, "fp32", contract.int8_roles())
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in found.items()}
 
-    def bytes_held(self) -> dict[str, bytes]:
+    def dump_bytes(self) -> dict[str, bytes]:
         """Every parameter and every FP8 block of this rank, raw."""
-        return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.planes().items()} | {
+        return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.collect_named_tensors().items()} | {
             f"master {name}": parameter.detach().view(torch.uint8).numpy().tobytes()
             for name, parameter in global_parameters(self.model).items()
         }
@@ -110,7 +110,7 @@ def _runs(layout: Layout) -> bool:
 
 def loaded(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
     """The engine's view (blocks, scales, the rest) of a checkpoint that was just loaded."""
-    return Trainer(folder, precision, layout=layout).tensors(fp8=True)
+    return Trainer(folder, precision, layout=layout).collect_tensors(fp8=True)
 
 
 def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> torch.Tensor:
@@ -121,34 +121,34 @@ def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> tor
 
 
 def train_grpo(
-    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[Sequence]], layout: Layout | None = None
+    folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
 ) -> dict[str, Any]:
     """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after."""
     trainer = Trainer(folder, precision, train, layout=layout)
-    loss = PolicyLoss(Algorithm(kl_coef=0.1))
-    before, entropy = trainer.actor.logprobs(batches[0])
+    loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
+    before, entropy = trainer.actor.compute_logprobs(batches[0])
     steps = [trainer.actor.update(batch, loss) for batch in batches]
-    after, _ = trainer.actor.logprobs(batches[0])
+    after, _ = trainer.actor.compute_logprobs(batches[0])
     return {
         "before": torch.cat(before),
         "entropy": entropy,
         "steps": steps,
         "after": torch.cat(after),
-        "masters": trainer.tensors(fp8=False),
+        "masters": trainer.collect_tensors(fp8=False),
     }
 
 
-def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Sequence]) -> dict[str, torch.Tensor]:
+def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
     """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
     trainer = Trainer(folder, precision)
-    found = [torch.cat(trainer.actor.logprobs(batch)[0])]
-    with without_fp8(trainer.model):
-        found.append(torch.cat(trainer.actor.logprobs(batch)[0]))
-    found.append(torch.cat(trainer.actor.logprobs(batch)[0]))
+    found = [torch.cat(trainer.actor.compute_logprobs(batch)[0])]
+    with disable_fp8(trainer.model):
+        found.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
+    found.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
     return dict(zip(("with", "without", "again"), found, strict=True))
 
 
-def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[Sequence], steps: int) -> dict[str, Any]:
+def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[TrainingSample], steps: int) -> dict[str, Any]:
     """Supervised steps on one batch: losses, dtypes of the parameters, and how far each parameter moved."""
     trainer = Trainer(folder, precision, train)
     start_values = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
@@ -157,7 +157,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
     return {
         "losses": losses,
         "dtypes": {name: str(parameter.dtype) for name, parameter in named.items()},
-        "fp8": [f"{name}.weight" for name in fp8_layers(trainer.model)],
+        "fp8": [f"{name}.weight" for name in find_fp8_layers(trainer.model)],
         "moved": {name: float((parameter.detach().float() - start_values[name].float()).abs().max()) for name, parameter in named.items()},
     }
 
@@ -184,11 +184,11 @@ def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) ->
     with torch.no_grad():
         if dist.get_rank() == 0:
             dict(trainer.model.named_parameters())[name][3, 5] = float("inf")
-    trainer.planes()
+    trainer.collect_named_tensors()
 
 
 def poison_loss(
-    folder: Path, precision: dict[str, Any], batch: list[Sequence], how: str, layout: Layout | None = None
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], how: str, layout: Layout | None = None
 ) -> tuple[str, list[str]]:
     """An update whose loss ("loss"), whose gradient alone ("gradient") or an activation of which ("activation") is not finite: (what was
     raised, names whose bytes changed)."""
@@ -204,7 +204,7 @@ def poison_loss(
 
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(batch, negative_log_likelihood)  # a good step first: the state is not the initial one
-    before = trainer.bytes_held()
+    before = trainer.dump_bytes()
     if how == "activation":
         trainer.model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(lambda _, __, y: (y[0] * float("inf"), *y[1:]))
     try:
@@ -212,26 +212,26 @@ def poison_loss(
         raised = ""
     except RunError as error:
         raised = str(error)
-    after = trainer.bytes_held()
+    after = trainer.dump_bytes()
     return raised, [name for name in before if before[name] != after[name]]
 
 
 def save_checkpoint(
-    folder: Path, precision: dict[str, Any], batch: list[Sequence], to: Path, layout: Layout | None = None
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], to: Path, layout: Layout | None = None
 ) -> dict[str, dict[str, torch.Tensor]]:
     """One step, then a checkpoint; returns masters and blocks as they were saved."""
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(batch, negative_log_likelihood)
     state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
     checkpoints.save(to, trainer.model, trainer.hf_config, folder, state)
-    return {"masters": trainer.tensors(fp8=False), "blocks": trainer.tensors(fp8=True)}
+    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
 
 
 def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """`load_alone` in a process that is in no world yet; masters and blocks as `save_checkpoint` tells them."""
+    """`load_in_one_process` in a process that is in no world yet; masters and blocks as `save_checkpoint` tells them."""
     stop_megatron()
-    model, shards, precision, hf_config = checkpoints.load_alone(folder)
+    model, shards, precision, hf_config = checkpoints.load_in_one_process(folder)
     trainer = Trainer.__new__(Trainer)
-    trainer.layout, trainer.hf_config, trainer.contract = Layout(), hf_config, PrecisionContract.of(precision)
+    trainer.layout, trainer.hf_config, trainer.contract = Layout(), hf_config, PrecisionContract.from_config(precision)
     trainer.model, trainer.shards = model, shards
-    return {"masters": trainer.tensors(fp8=False), "blocks": trainer.tensors(fp8=True)}
+    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}

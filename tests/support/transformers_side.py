@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf import write
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from megatron_rl.precision.fp8_products import fprop
 from parallel.reshard import scale_name
 from support.architectures import masters, served
@@ -28,16 +28,16 @@ def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
 def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[str, Any]:
     """PPO's clipped loss with a k3 term, mean over sampled tokens, of one token after the other; what `train_grpo` tells of a step.
 
-    `sequences`: fields of `Sequence`. `logprobs` float32 [tokens] are those of all sampled tokens.
+    `sequences`: fields of `TrainingSample`. `logprobs` float32 [tokens] are those of all sampled tokens.
     """
     model = _load(folder)
     model.get_input_embeddings().padding_idx = None  # transformers gives the padding token, which is the end token too, no gradient
     policy, kl, entropies, found = [], [], [], []
     for one in sequences:
-        ids = one["prompt_ids"] + one["answer_ids"]
+        ids = one["prompt_ids"] + one["response_ids"]
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         known = 0
-        for place, (token, sampled) in enumerate(zip(one["answer_ids"], one["sampled"], strict=True), len(one["prompt_ids"])):
+        for place, (token, sampled) in enumerate(zip(one["response_ids"], one["response_mask"], strict=True), len(one["prompt_ids"])):
             if not sampled:
                 continue
             row, old, reference = rows[place - 1], float(one["old_logprobs"][known]), float(one["reference_logprobs"][known])
@@ -65,10 +65,12 @@ def fp8_logprobs(
     weight is one of those. kv_b_proj is left out: an engine with absorbed MLA multiplies its blocks with inputs that are not quantised.
     `sequences`: (prompt, answer).
     """
-    contract = PrecisionContract.of(Precision.model_validate(precision))
+    contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     held = served(hf_config, masters(hf_config, seed), contract)
     fp8 = [name for name in held if scale_name(name) in held]
-    values = {name: dequantize_weight(Blocks(held[name], held[scale_name(name)])) if name in fp8 else held[name].float() for name in held}
+    values = {
+        name: dequantize_weight(Fp8Weight(held[name], held[scale_name(name)])) if name in fp8 else held[name].float() for name in held
+    }
     values = {name: value for name, value in values.items() if not name.endswith("_scale_inv")}
     with tempfile.TemporaryDirectory() as folder:
         config = {key: value for key, value in hf_config.items() if key != "quantization_config"}

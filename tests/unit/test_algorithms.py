@@ -12,13 +12,13 @@ import random
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import advantages, assign_advantages
-from megatron_rl.algorithm.length_penalty import overlong_reward
-from megatron_rl.algorithm.loss_weights import weigh
+from megatron_rl.algorithm.advantages import assign_advantages, compute_advantages
+from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
+from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 LONGEST = 12
 FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "weights", "corrections")
@@ -26,7 +26,7 @@ Tokens = list[list[float]]
 
 
 @pytest.fixture(params=["one turn", "environment"])
-def sequences(request) -> list[Sequence]:
+def sequences(request) -> list[TrainingSample]:
     """Answers of 1 to 12 sampled tokens, advantages of both signs and zero, corrections other than 1. Where an environment spoke, one to
     three tokens of its lie between some of them; nothing of what follows may depend on those."""
     source = random.Random(3)
@@ -35,10 +35,10 @@ def sequences(request) -> list[Sequence]:
         length = (5, 1, 3, 12, 7, 2)[number]
         old, reference = (torch.tensor([source.uniform(-4, -1) for _ in range(length)]) for _ in range(2))
         correction = torch.tensor([source.uniform(0, 2) for _ in range(length)])
-        found.append(Sequence([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
+        found.append(TrainingSample([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
         if request.param == "environment":
-            found[-1].sampled = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
-            found[-1].answer_ids = [9 if flag else 8 for flag in found[-1].sampled]
+            found[-1].response_mask = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
+            found[-1].response_ids = [9 if flag else 8 for flag in found[-1].response_mask]
     return found
 
 
@@ -58,7 +58,7 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def ppo(config: Algorithm, logp: list[float], old: list[float], advantage: float) -> list[float]:
+def ppo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float) -> list[float]:
     """arXiv 1707.06347, eq. 7, with arXiv 2503.14476's two bounds; arXiv 1912.09729, eq. 5, for the dual clip."""
     losses = []
     for new, before in zip(logp, old, strict=True):
@@ -70,13 +70,13 @@ def ppo(config: Algorithm, logp: list[float], old: list[float], advantage: float
     return losses
 
 
-def gspo(config: Algorithm, logp: list[float], old: list[float], advantage: float) -> list[float]:
+def gspo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float) -> list[float]:
     """arXiv 2507.18071, eq. 5 and 7."""
     ratio = math.prod(math.exp(new - before) for new, before in zip(logp, old, strict=True)) ** (1 / len(old))
     return [-min(ratio * advantage, clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)] * len(old)
 
 
-def cispo(config: Algorithm, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> list[float]:
+def cispo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> list[float]:
     """arXiv 2506.13585, eq. 4 and 5; `fixed` are the log-probs that the stop-gradient weight was computed from."""
     weights = [clip(math.exp(new - before), 1 - config.clip_low, 1 + config.clip_high) for new, before in zip(fixed, old, strict=True)]
     return [-weight * advantage * new for weight, new in zip(weights, logp, strict=True)]
@@ -85,11 +85,11 @@ def cispo(config: Algorithm, logp: list[float], old: list[float], advantage: flo
 KL = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}
 
 
-def expected(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, fixed: Tokens) -> float:
+def expected(config: AlgorithmConfig, sequences: list[TrainingSample], logprobs: Tokens, fixed: Tokens) -> float:
     """The whole loss: objective, correction, KL and mean."""
     per_sequence = []
     for sequence, logp, still in zip(sequences, logprobs, fixed, strict=True):
-        old, reference, correction = (v.tolist() for v in (sequence.old_logprobs, sequence.reference_logprobs, sequence.correction))
+        old, reference, correction = (v.tolist() for v in (sequence.old_logprobs, sequence.reference_logprobs, sequence.importance_weights))
         if config.loss == "cispo":
             losses = cispo(config, logp, old, sequence.advantage, still)
         else:
@@ -110,33 +110,35 @@ def in_float64(batch: MicroBatch) -> MicroBatch:
     return dataclasses.replace(batch, **{name: getattr(batch, name).double() for name in FLOATS})
 
 
-def run(config: Algorithm, sequences: list[Sequence], logprobs: Tokens, most: int) -> tuple[float, list[list[float]], dict[str, float]]:
+def run(
+    config: AlgorithmConfig, sequences: list[TrainingSample], logprobs: Tokens, most: int
+) -> tuple[float, list[list[float]], dict[str, float]]:
     """(loss, gradient by sequence, metrics) as the trainer makes them: sums over micro-batches over the answer tokens of the step."""
-    weigh(sequences, config.aggregate, LONGEST)
+    assign_loss_weights(sequences, config.aggregate, LONGEST)
     tokens = sum(len(sequence.old_logprobs) for sequence in sequences)
     total, gradients, metrics = 0.0, [[]] * len(sequences), {}
-    for batch in micro_batches(sequences, most):
+    for batch in make_micro_batches(sequences, most):
         batch = exact_weights(in_float64(batch), sequences)
         values = torch.full(batch.mask.shape, -50.0, dtype=torch.float64)
-        for index, places in batch.places(sequences):
+        for index, places in batch.iter_target_positions(sequences):
             values[0, places] = torch.tensor(logprobs[index], dtype=torch.float64)
         values.requires_grad_()
         loss, sums = PolicyLoss(config)(values, batch)
         (loss / tokens).backward()
         total += loss.item() / tokens
         metrics = {name: metrics.get(name, 0.0) + float(value) / tokens for name, value in sums.items()}
-        for index, part in batch.answers(values.grad, sequences):
+        for index, part in batch.split_by_sample(values.grad, sequences):
             gradients[index] = part.tolist()
         assert not (values.grad * (1 - batch.mask)).any(), "a token that is no answer has a gradient"
     return total, gradients, metrics
 
 
-def exact_weights(batch: MicroBatch, sequences: list[Sequence]) -> MicroBatch:
+def exact_weights(batch: MicroBatch, sequences: list[TrainingSample]) -> MicroBatch:
     """The weights as Python floats hold them; the tensors of a batch are float32."""
-    exact = torch.zeros_like(batch.weights)
-    for index, places in batch.places(sequences):
+    exact = torch.zeros_like(batch.loss_weights)
+    for index, places in batch.iter_target_positions(sequences):
         exact[0, places] = sequences[index].weight
-    torch.testing.assert_close(batch.weights, exact, rtol=1e-7, atol=0)
+    torch.testing.assert_close(batch.loss_weights, exact, rtol=1e-7, atol=0)
     return dataclasses.replace(batch, weights=exact)
 
 
@@ -159,14 +161,14 @@ each = pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 
 @each
 def test_the_loss_is_the_papers(settings, sequences, now):
-    config = Algorithm(**settings)
+    config = AlgorithmConfig(**settings)
     assert run(config, sequences, now, 25)[0] == pytest.approx(expected(config, sequences, now, now), rel=1e-12)
 
 
 @each
 def test_the_gradient_is_the_finite_difference(settings, sequences, now):
     """Central differences of step 1e-6 err by about 1e-12 in curvature and 1e-10 in rounding."""
-    config = Algorithm(**settings)
+    config = AlgorithmConfig(**settings)
     _, gradients, _ = run(config, sequences, now, 25)
     moved = 0
     for index, logprobs in enumerate(now):
@@ -186,7 +188,7 @@ def test_the_gradient_is_the_finite_difference(settings, sequences, now):
 @pytest.mark.parametrize("most", [1, 20, 1000])
 def test_the_cut_into_micro_batches_changes_nothing(settings, most, sequences, now):
     """Sums in another order: 1e-12 is rounding."""
-    config = Algorithm(**settings)
+    config = AlgorithmConfig(**settings)
     (loss, gradients, metrics), (other, other_gradients, other_metrics) = (run(config, sequences, now, n) for n in (30, most))
     assert other == pytest.approx(loss, rel=1e-12)
     assert other_metrics == pytest.approx(metrics, rel=1e-12)
@@ -196,7 +198,7 @@ def test_the_cut_into_micro_batches_changes_nothing(settings, most, sequences, n
 
 @pytest.mark.parametrize("settings", [s for s in CONFIGS.values() if "cispo" not in s["name"]], ids=str)
 def test_clip_counts_are_tokens_without_policy_gradient(settings, sequences, now):
-    config = Algorithm(**{**settings, "kl_coef": 0.0})
+    config = AlgorithmConfig(**{**settings, "kl_coef": 0.0})
     _, gradients, metrics = run(config, sequences, now, 1000)
     tokens = sum(map(len, gradients))
     for name, sign in (("clip/positive", 1), ("clip/negative", -1)):
@@ -206,7 +208,7 @@ def test_clip_counts_are_tokens_without_policy_gradient(settings, sequences, now
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens(sequences, now):
-    _, gradients, metrics = run(Algorithm(name="cispo", clip_low=0.2), sequences, now, 1000)
+    _, gradients, metrics = run(AlgorithmConfig(name="cispo", clip_low=0.2), sequences, now, 1000)
     assert metrics["clip/positive"] > 0 and metrics["clip/negative"] > 0
     for part, sequence in zip(gradients, sequences, strict=True):
         assert all((value != 0) == (sequence.advantage != 0) for value in part)
@@ -214,9 +216,9 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens(sequences, now):
 
 def test_an_answer_without_tokens_teaches_nothing(sequences, now):
     """Its GSPO ratio is a mean over nothing."""
-    empty = Sequence([1, 2], [], 1.0, *[torch.empty(0)] * 4)
+    empty = TrainingSample([1, 2], [], 1.0, *[torch.empty(0)] * 4)
     for settings in CONFIGS.values():
-        config = Algorithm(**{**settings, "aggregate": "token"})
+        config = AlgorithmConfig(**{**settings, "aggregate": "token"})
         assert run(config, [*sequences, empty], [*now, []], 1000)[0] == pytest.approx(run(config, sequences, now, 1000)[0], rel=1e-12)
 
 
@@ -245,23 +247,23 @@ def by_hand(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
 def test_advantages(kind):
-    assert advantages([r for group in GROUPS for r in group], 4, kind) == pytest.approx(by_hand(kind), abs=1e-12)
+    assert compute_advantages([r for group in GROUPS for r in group], 4, kind) == pytest.approx(by_hand(kind), abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
 def test_excluded_members_leave_the_others_as_if_they_were_alone(kind):
     rewards, excluded = [1.0, 99.0, 0.0, 0.5, 0.25, -99.0, 0.75, 1.0], [False, True, False, False] * 2
-    found = advantages(rewards, 4, kind, excluded)
-    alone = advantages([reward for reward, out in zip(rewards, excluded, strict=True) if not out], 3, kind)
+    found = compute_advantages(rewards, 4, kind, excluded)
+    alone = compute_advantages([reward for reward, out in zip(rewards, excluded, strict=True) if not out], 3, kind)
     assert [value for value, out in zip(found, excluded, strict=True) if not out] == pytest.approx(alone, abs=1e-12)
     assert found[1] == found[5] == 0.0
-    assert advantages([1.0, 2.0, 3.0, 4.0], 2, kind, [True, False, True, True]) == [0.0] * 4, "nothing to compare with"
+    assert compute_advantages([1.0, 2.0, 3.0, 4.0], 2, kind, [True, False, True, True]) == [0.0] * 4, "nothing to compare with"
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_excluded_sequences_leave_the_loss_as_if_they_were_not_there(sequences, now, aggregate, estimator):
-    config = Algorithm(name="grpo", aggregate=aggregate, kl_coef=0.1, kl_estimator=estimator, kl_in="loss")
+    config = AlgorithmConfig(name="grpo", aggregate=aggregate, kl_coef=0.1, kl_estimator=estimator, kl_in="loss")
     sequences[1].excluded, sequences[1].advantage = True, 0.0
     loss, gradients, _ = run(config, sequences, now, 3)
     alone, lone_gradients, _ = run(config, sequences[:1] + sequences[2:], now[:1] + now[2:], 3)
@@ -280,9 +282,9 @@ def test_kl_in_the_reward(estimator):
     sequences = []
     for reward in (1.0, 0.0, 0.0, 1.0):
         old, reference = ([source.uniform(-3, -1) for _ in range(3)] for _ in range(2))
-        one = Sequence([1], [2, 2, 2], old_logprobs=torch.tensor(old), reference_logprobs=torch.tensor(reference), reward=reward)
+        one = TrainingSample([1], [2, 2, 2], old_logprobs=torch.tensor(old), reference_logprobs=torch.tensor(reference), reward=reward)
         sequences.append(one)
-    config = Algorithm(name="rloo", kl_coef=0.1, kl_estimator=estimator)
+    config = AlgorithmConfig(name="rloo", kl_coef=0.1, kl_estimator=estimator)
     metrics = assign_advantages(sequences, config, 2)
     kl = [sum(KL[estimator](r - p) for p, r in zip(s.old_logprobs.tolist(), s.reference_logprobs.tolist(), strict=True)) for s in sequences]
     shaped = [s.reward - 0.1 * value for s, value in zip(sequences, kl, strict=True)]
@@ -292,7 +294,7 @@ def test_kl_in_the_reward(estimator):
 
 
 def test_kl_in_the_reward_is_not_in_the_loss_too(sequences, now):
-    with_kl, without = (run(Algorithm(name="rloo", kl_coef=coef), sequences, now, 1000) for coef in (0.5, 0.0))
+    with_kl, without = (run(AlgorithmConfig(name="rloo", kl_coef=coef), sequences, now, 1000) for coef in (0.5, 0.0))
     assert with_kl == without
 
 
@@ -302,9 +304,9 @@ def test_kl_in_the_reward_is_not_in_the_loss_too(sequences, now):
 )
 def test_overlong_punishment_with_the_papers_numbers(length, added):
     """arXiv 2503.14476, eq. 13 with L_max 20480 and L_cache 4096."""
-    assert overlong_reward(length, 20480, 0.2, 1.0) == pytest.approx(added)
-    assert overlong_reward(length, 20480, 0.2, 0.25) == pytest.approx(added / 4)
-    assert overlong_reward(length, 20480, 0.0, 1.0) == 0.0
+    assert compute_overlong_penalty(length, 20480, 0.2, 1.0) == pytest.approx(added)
+    assert compute_overlong_penalty(length, 20480, 0.2, 0.25) == pytest.approx(added / 4)
+    assert compute_overlong_penalty(length, 20480, 0.0, 1.0) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_overlong_punishment_with_the_papers_numbers(length, added):
     ],
 )
 def test_a_name_sets_defaults_and_fields_win(given, found):
-    config = Algorithm.model_validate(given)
+    config = AlgorithmConfig.model_validate(given)
     assert (config.loss, config.advantage, config.aggregate, config.clip_low, config.clip_high) == found
 
 
@@ -333,4 +335,4 @@ def test_a_name_sets_defaults_and_fields_win(given, found):
 )
 def test_pieces_that_do_not_fit_are_refused(given, rule):
     with pytest.raises(ValueError, match=rule):
-        Algorithm.model_validate(given)
+        AlgorithmConfig.model_validate(given)

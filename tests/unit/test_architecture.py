@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.config import Routing, Yarn, rope_theta, traits_of
+from megatron_rl.hf.config import RoutingConfig, YarnConfig, parse_forward_config, rope_theta
 
 QWEN3 = {"model_type": "qwen3", "hidden_act": "silu", "attention_bias": False, "rope_theta": 1e6}
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -13,21 +13,21 @@ MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts_per_tok": 8, "norm_topk_p
 
 
 def test_plain_rotary_positions_in_both_places():
-    assert traits_of(QWEN3).rope.theta == 1e6 and traits_of(QWEN3).routing is None
-    new = traits_of(QWEN3 | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})
+    assert parse_forward_config(QWEN3).rope.theta == 1e6 and parse_forward_config(QWEN3).routing is None
+    new = parse_forward_config(QWEN3 | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})
     assert new.rope.theta == 1e5 and new.rope.yarn is new.rope.llama3_factor is None
 
 
 def test_stretched_rotary_positions():
-    assert traits_of(QWEN3 | {"model_type": "llama", "rope_scaling": LLAMA3}).rope.llama3_factor == 32.0
-    assert traits_of(DEEPSEEK).rope.yarn == Yarn(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
+    assert parse_forward_config(QWEN3 | {"model_type": "llama", "rope_scaling": LLAMA3}).rope.llama3_factor == 32.0
+    assert parse_forward_config(DEEPSEEK).rope.yarn == YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
 
 
 def test_routing():
-    assert traits_of(MOE).routing == Routing(top_k=8, sigmoid=False, normalised=True)
-    assert traits_of(QWEN3 | {"model_type": "qwen3_moe"}).routing == Routing(top_k=8, sigmoid=False, normalised=False)
-    deepseek = traits_of(DEEPSEEK | {"routed_scaling_factor": 2.0}).routing
-    assert deepseek == Routing(top_k=8, sigmoid=True, normalised=True, scale=2.0, groups=8, groups_used=4)
+    assert parse_forward_config(MOE).routing == RoutingConfig(top_k=8, sigmoid=False, normalised=True)
+    assert parse_forward_config(QWEN3 | {"model_type": "qwen3_moe"}).routing == RoutingConfig(top_k=8, sigmoid=False, normalised=False)
+    deepseek = parse_forward_config(DEEPSEEK | {"routed_scaling_factor": 2.0}).routing
+    assert deepseek == RoutingConfig(top_k=8, sigmoid=True, normalised=True, scale=2.0, groups=8, groups_used=4)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_routing():
 )
 def test_what_would_be_computed_wrongly_is_refused(config, changes, named):
     with pytest.raises(UserError, match=named):
-        traits_of(config | changes)
+        parse_forward_config(config | changes)
 
 
 def test_the_rotary_base_is_found_in_both_places():

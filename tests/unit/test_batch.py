@@ -7,23 +7,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.batch.micro_batch import micro_batches
-from megatron_rl.batch.packing import context_places, pack
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.precision.ops.batch_invariant import FEWEST_ROWS
+from megatron_rl.batch.micro_batch import make_micro_batches
+from megatron_rl.batch.packing import context_parallel_positions, pack
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> list[Sequence]:
+def sequences(draw: st.DrawFn) -> list[TrainingSample]:
     """Sequences whose token ids tell which sequence and position they belong to; all know their advantage and log-probs."""
     lengths = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7))
     found = []
     for index, (prompt, answer) in enumerate(lengths):
         ids = [1 + 100 * index + position for position in range(prompt + answer)]
         numbers = torch.arange(answer) + 10.0 * index
-        found.append(Sequence(ids[:prompt], ids[prompt:], index - 2.5, numbers + 0.1, numbers + 0.2, numbers + 0.3))
+        found.append(TrainingSample(ids[:prompt], ids[prompt:], index - 2.5, numbers + 0.1, numbers + 0.2, numbers + 0.3))
     return found
 
 
@@ -33,37 +33,37 @@ BOUND = st.integers(1, 40)
 @quick
 @given(sequences(), BOUND, st.integers(1, 4))
 def test_a_row_is_the_sequences_end_to_end_shifted_by_one(found, most, multiple):
-    batches = micro_batches(found, most, multiple=multiple)
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(found)))
+    batches = make_micro_batches(found, most, multiple=multiple)
+    assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(found)))
     for batch in batches:
-        used = [found[index].length - 1 for index in batch.rows]
-        assert batch.rows and (len(used) == 1 or sum(used) <= most)
+        used = [found[index].length - 1 for index in batch.sample_indices]
+        assert batch.sample_indices and (len(used) == 1 or sum(used) <= most)
         assert batch.lengths == used + [batch.padding] * bool(batch.padding)
-        assert batch.padding < max(multiple, FEWEST_ROWS + multiple - sum(used))
+        assert batch.padding < max(multiple, MIN_ROWS + multiple - sum(used))
         width = sum(batch.lengths)
-        assert width >= FEWEST_ROWS and width % multiple == 0
+        assert width >= MIN_ROWS and width % multiple == 0
         for name in ("tokens", "targets", "positions", "mask", "advantages", "old_logprobs", "reference_logprobs"):
             assert getattr(batch, name).shape == (1, width)
         parts = zip(*(getattr(batch, name)[0].split(batch.lengths) for name in ("tokens", "targets", "positions")), strict=True)
         for number, (tokens, targets, positions) in enumerate(parts):
             assert positions.tolist() == list(range(len(tokens)))
-            sequence = found[batch.rows[number]] if number < len(used) else Sequence([0] * (batch.padding + 1), [])
-            ids = sequence.prompt_ids + sequence.answer_ids
+            sequence = found[batch.sample_indices[number]] if number < len(used) else TrainingSample([0] * (batch.padding + 1), [])
+            ids = sequence.prompt_ids + sequence.response_ids
             assert tokens.tolist() == ids[:-1] and targets.tolist() == ids[1:]
 
 
 @quick
 @given(sequences(), BOUND)
 def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, most):
-    for batch in micro_batches(found, most):
+    for batch in make_micro_batches(found, most):
         known = torch.zeros_like(batch.mask)
-        for index, places in batch.places(found):
+        for index, places in batch.iter_target_positions(found):
             known[0, places] = index + 1
         assert torch.equal(batch.mask, (known > 0).float())
         for index, sequence in enumerate(found):
-            if index in batch.rows:
+            if index in batch.sample_indices:
                 answer = known == index + 1
-                assert batch.targets[answer].tolist() == sequence.answer_ids
+                assert batch.targets[answer].tolist() == sequence.response_ids
                 assert (batch.advantages[answer] == sequence.advantage).all()
                 for name in ("old_logprobs", "reference_logprobs"):
                     assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
@@ -74,54 +74,54 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, mos
 @quick
 @given(sequences(), BOUND)
 def test_answers_gives_each_sequence_its_part_back(found, most):
-    returned = {index: part for batch in micro_batches(found, most) for index, part in batch.answers(batch.targets, found)}
+    returned = {index: part for batch in make_micro_batches(found, most) for index, part in batch.split_by_sample(batch.targets, found)}
     assert {index: part.tolist() for index, part in returned.items()} == {
-        index: sequence.answer_ids for index, sequence in enumerate(found)
+        index: sequence.response_ids for index, sequence in enumerate(found)
     }
 
 
 @quick
 @given(sequences(), BOUND)
 def test_a_sequences_mean_is_that_of_its_answer_alone(found, most):
-    for batch in micro_batches(found, most):
+    for batch in make_micro_batches(found, most):
         values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
-        means = dict(batch.answers(batch.sequence_means(values), found))
-        for index, part in batch.answers(values, found):
+        means = dict(batch.split_by_sample(batch.average_by_sample(values), found))
+        for index, part in batch.split_by_sample(values, found):
             torch.testing.assert_close(means[index], part.mean().expand(len(part)), rtol=1e-12, atol=0)
 
 
 @quick
 @given(sequences(), BOUND, st.integers(1, 4))
 def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(found, most, replicas):
-    dealt = [micro_batches(found, most, replica, replicas) for replica in range(replicas)]
-    assert sorted(row for batches in dealt for batch in batches for row in batch.rows) == list(range(len(found)))
+    dealt = [make_micro_batches(found, most, replica, replicas) for replica in range(replicas)]
+    assert sorted(row for batches in dealt for batch in batches for row in batch.sample_indices) == list(range(len(found)))
     assert len({len(batches) for batches in dealt}) == 1
     for batch in (batch for batches in dealt for batch in batches):
         assert batch.tokens.numel() > 0
-        assert batch.mask.sum() == sum(len(found[row].answer_ids) for row in batch.rows)
+        assert batch.mask.sum() == sum(len(found[row].response_ids) for row in batch.sample_indices)
 
 
 @quick
 @given(sequences(), BOUND, st.integers(1, 3), st.integers(2, 4), st.integers(1, 3))
 def test_context_ranks_get_equal_parts_of_every_sequence(found, most, multiple, context, rounds):
-    batches = micro_batches(found, most, multiple=multiple, context=context, rounds=rounds)
+    batches = make_micro_batches(found, most, multiple=multiple, context=context, rounds=rounds)
     assert len(batches) % rounds == 0
-    assert sorted(row for batch in batches for row in batch.rows) == list(range(len(found)))
+    assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(found)))
     for batch in batches:
         width = batch.tokens.numel()
-        assert width == sum(batch.lengths) >= FEWEST_ROWS * context and width % (context * multiple) == 0
+        assert width == sum(batch.lengths) >= MIN_ROWS * context and width % (context * multiple) == 0
         assert all(length % (2 * context) == 0 for length in batch.lengths)
-        assert width - batch.padding == sum(found[index].length - 1 for index in batch.rows)
-        for index, answer in batch.answers(batch.targets, found):
-            assert answer.tolist() == found[index].answer_ids
-        parts = [context_places(batch.lengths, rank, context) for rank in range(context)]
+        assert width - batch.padding == sum(found[index].length - 1 for index in batch.sample_indices)
+        for index, answer in batch.split_by_sample(batch.targets, found):
+            assert answer.tolist() == found[index].response_ids
+        parts = [context_parallel_positions(batch.lengths, rank, context) for rank in range(context)]
         assert sorted(place for part in parts for place in part) == list(range(width))
         assert {len(part) for part in parts} == {width // context}
 
 
 def test_a_context_rank_has_a_chunk_from_the_front_and_one_from_the_back():
-    assert context_places([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
-    assert context_places([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
+    assert context_parallel_positions([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
+    assert context_parallel_positions([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
 
 
 @quick
@@ -153,19 +153,19 @@ def test_thousands_of_sequences_that_fit_badly_are_packed_at_once():
 
 
 def test_unknown_log_probs_are_zeros():
-    (batch,) = micro_batches([Sequence([1, 2], [3, 4])], 64)
+    (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4])], 64)
     assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any()
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_nothing_to_cut_gives_no_micro_batch(replicas):
-    assert micro_batches([], 64, 0, replicas) == []
+    assert make_micro_batches([], 64, 0, replicas) == []
 
 
 def test_all_of_a_micro_batch_goes_to_the_models_device():
-    (batch,) = micro_batches([Sequence([1, 2], [3, 4, 5])], 4)
+    (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4, 5])], 4)
     moved = batch.to(torch.device("meta"))
-    assert moved.rows == batch.rows
+    assert moved.sample_indices == batch.sample_indices
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
             assert (getattr(moved, name).device.type, getattr(moved, name).shape) == ("meta", value.shape), name

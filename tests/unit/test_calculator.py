@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from megatron_rl.config import WarmStart
+from megatron_rl.config import WarmStartConfig
 from megatron_rl.data.arithmetic import generate
 from megatron_rl.rewards.arithmetic import reward
 from megatron_rl.rollout.environments.base import Message
-from megatron_rl.rollout.environments.calculator import Calculator, demonstration, evaluate
+from megatron_rl.rollout.environments.calculator import Calculator, evaluate_expression, write_demonstration
 from megatron_rl.training import sft_warmup
 from megatron_rl.types import Problem
 
@@ -22,7 +22,7 @@ PROBLEM = Problem("arithmetic:5+3-6", "5+3-6      =", "2", 2, "arithmetic")
     [("5+3-6", 2), ("12*3", 36), (" 2 * (3 - 7) ", -8), ("-(-4)", 4), ("48/2", 24), ("-7//2", -4), ("+3", 3), ("0", 0), ("1+2*3", 7)],
 )
 def test_values(expression, value):
-    assert evaluate(expression) == value
+    assert evaluate_expression(expression) == value
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_values(expression, value):
 )  # fmt: skip
 def test_refusals(expression):
     with pytest.raises(ValueError):
-        evaluate(expression)
+        evaluate_expression(expression)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_a_turn_that_ends_with_a_call_is_answered(text, reply):
 
 
 def test_worked_examples_call_the_calculator_and_are_right():
-    assert demonstration(PROBLEM) == ["<<5+3-6>>", "2", "#2"]
+    assert write_demonstration(PROBLEM) == ["<<5+3-6>>", "2", "#2"]
     for problem in generate(40, [2, 3, 4, 5], 0, "train"):
-        call, said, answer = demonstration(problem)
+        call, said, answer = write_demonstration(problem)
         assert Calculator(problem).step(call) == Message(said)
         assert reward(call + said + answer, problem).correct
 
@@ -74,15 +74,15 @@ class Letters:
 
 def test_a_worked_example_teaches_what_the_policy_writes():
     example = sft_warmup._example([7, 8], ["<<1>>", "12", "#1"], Letters())
-    assert example.answer_ids == [*map(ord, "<<1>>12#1"), 0]
-    assert example.sampled == [True] * 5 + [False] * 2 + [True] * 3
+    assert example.response_ids == [*map(ord, "<<1>>12#1"), 0]
+    assert example.response_mask == [True] * 5 + [False] * 2 + [True] * 3
 
 
 def test_the_share_of_worked_examples_that_call():
     choose = random.Random(0)
     problems = generate(2000, [2, 3], 0, "train")
-    warm = WarmStart(tool_share=0.25, step_by_step_share=0.0)
-    worked = [sft_warmup._worked(problem, warm, choose) for problem in problems]
+    warm = WarmStartConfig(tool_share=0.25, step_by_step_share=0.0)
+    worked = [sft_warmup._write_worked_answer(problem, warm, choose) for problem in problems]
     called = sum(len(parts) == 3 for parts in worked)
     assert abs(called - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
     assert all(parts == [f"#{problem.answer}"] for parts, problem in zip(worked, problems, strict=True) if len(parts) == 1)

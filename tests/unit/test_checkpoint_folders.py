@@ -11,11 +11,11 @@ from megatron_rl.mcore.checkpoint import folder as checkpoints
 
 def make(run: Path, step: int, keep: int = 0) -> Path:
     folder = checkpoints.checkpoint_folder(run, step)
-    hidden = checkpoints.unfinished(folder)
+    hidden = checkpoints.unfinished_folder(folder)
     (hidden / "mcore").mkdir(parents=True)
     (hidden / "mcore" / "__0_0.distcp").write_bytes(bytes(range(256)) * 9)
     (hidden / "mcore" / ".metadata").write_bytes(b"metadata")
-    checkpoints.write_state(hidden, {"step": step, "files": checkpoints.describe(hidden, checkpoints.files_in(hidden))})
+    checkpoints.write_state(hidden, {"step": step, "files": checkpoints.checksum_files(hidden, checkpoints.list_files(hidden))})
     checkpoints.publish(hidden, folder, keep)
     return folder
 
@@ -39,31 +39,31 @@ TORN = {
 @pytest.mark.parametrize("how", TORN)
 def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path, how):
     whole, torn = make(tmp_path, 4), make(tmp_path, 5)
-    assert checkpoints.newest_whole(tmp_path) == (torn, {})
+    assert checkpoints.find_newest_whole(tmp_path) == (torn, {})
     tear, reason = TORN[how]
     tear(torn)
-    assert checkpoints.newest_whole(tmp_path) == (whole, {torn: reason})
+    assert checkpoints.find_newest_whole(tmp_path) == (whole, {torn: reason})
     tear(whole)
-    assert checkpoints.newest_whole(tmp_path)[0] is None
+    assert checkpoints.find_newest_whole(tmp_path)[0] is None
 
 
 def test_the_newest_few_stay_and_what_was_broken_off_goes(tmp_path):
     for step in (1, 2, 3):
         make(tmp_path, step, keep=2)
-    assert [folder.name for folder in checkpoints.newest_first(tmp_path)] == ["step_00003", "step_00002"]
+    assert [folder.name for folder in checkpoints.list_newest_first(tmp_path)] == ["step_00003", "step_00002"]
     for step in (99_999, 100_000):
         make(tmp_path, step)
-    assert [folder.name for folder in checkpoints.newest_first(tmp_path)] == ["step_100000", "step_99999", "step_00003", "step_00002"]
+    assert [folder.name for folder in checkpoints.list_newest_first(tmp_path)] == ["step_100000", "step_99999", "step_00003", "step_00002"]
     (tmp_path / "checkpoints" / ".step_00004.unfinished").mkdir()
-    assert len(checkpoints.newest_first(tmp_path)) == 4
+    assert len(checkpoints.list_newest_first(tmp_path)) == 4
     checkpoints.clear_unfinished(tmp_path / "checkpoints")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir())[0] == "step_00002"
-    assert checkpoints.newest_first(tmp_path / "nowhere") == []
+    assert checkpoints.list_newest_first(tmp_path / "nowhere") == []
 
 
 def test_a_torn_checkpoint_set_aside_is_no_longer_counted(tmp_path):
     torn = make(tmp_path, 5)
     aside = checkpoints.set_aside(torn)
-    assert aside.name == "step_00005.torn" and checkpoints.newest_first(tmp_path) == []
+    assert aside.name == "step_00005.torn" and checkpoints.list_newest_first(tmp_path) == []
     assert make(tmp_path, 4, keep=1).exists() and make(tmp_path, 5, keep=1).exists()
     assert sorted(path.name for path in torn.parent.iterdir()) == ["step_00005", "step_00005.torn"]

@@ -84,7 +84,7 @@ def test_train_passes_the_config_and_names_run_and_report(train, tmp_path):
 def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, config, tmp_path):
     seen = []
     module = types.ModuleType("megatron_rl.cli.evaluate")
-    module.Request = lambda *options: options
+    module.EvalRequest = lambda *options: options
     module.evaluate = lambda cfg, request: seen.append((cfg, request)) or tmp_path
     monkeypatch.setitem(sys.modules, "megatron_rl.cli.evaluate", module)
     options = ["--checkpoint", "a", "--samples", "8", "--rollout.temperature", "0.5", "--greedy", "--data.seed=3", "--at", "1,8"]

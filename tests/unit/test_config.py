@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import Config, Model, apply_overrides, load_config
-from megatron_rl.config.reward import RewardConfig, RewardPart
+from megatron_rl.config import Config, ModelConfig, apply_overrides, load_config
+from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -221,8 +221,8 @@ def test_what_a_run_writes_down_of_its_configuration_is_read_back():
 
 
 def test_several_reward_functions_are_read_back():
-    reward = RewardConfig(functions=(RewardPart(name="math"), RewardPart(name="exact")))
-    config = Config(model=Model(path=Path("m")), reward=reward)
+    reward = RewardConfig(functions=(RewardFunctionConfig(name="math"), RewardFunctionConfig(name="exact")))
+    config = Config(model=ModelConfig(path=Path("m")), reward=reward)
     assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
 
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
 from megatron_rl.hf import write
-from megatron_rl.hf.read import Checkpoint, is_fp8
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.model_geometry import ModelGeometry
 
 
@@ -36,9 +36,9 @@ def test_fp8_to_bf16(tmp_path, scales):
             expected = torch.from_numpy(values.astype(np.float32)).bfloat16()
         assert torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16, name
     config = write.read_config(output)
-    assert not is_fp8(config) and config["torch_dtype"] == "bfloat16"
-    Checkpoint(output, config).check(ModelGeometry.from_hf_config(config))
-    assert {file.name for file in write.tokenizer_files(output)} == {file.name for file in write.tokenizer_files(source)} != set()
+    assert not is_fp8_checkpoint(config) and config["torch_dtype"] == "bfloat16"
+    HFCheckpoint(output, config).check(ModelGeometry.from_hf_config(config))
+    assert {file.name for file in write.list_tokenizer_files(output)} == {file.name for file in write.list_tokenizer_files(source)} != set()
 
 
 def test_high_precision_to_fp8(tmp_path):
@@ -46,7 +46,7 @@ def test_high_precision_to_fp8(tmp_path):
     assert export("--checkpoint", source, "--output", output, "--precision", "fp8")[0] == 0
     weights, found, config = read_weights(source), read_weights(output), write.read_config(output)
     assert config["quantization_config"]["scale_fmt"] == "ue8m0" and config["torch_dtype"] == "float32"
-    checkpoint, model = Checkpoint(output, config), ModelGeometry.from_hf_config(config)
+    checkpoint, model = HFCheckpoint(output, config), ModelGeometry.from_hf_config(config)
     checkpoint.check(model)
     checkpoint.check_scales(model.tensors().values(), "pow2")
     for name, tensor in weights.items():
@@ -69,7 +69,7 @@ def test_there_and_back_again_is_the_same_values(tmp_path):
     first, again = read_weights(tmp_path / "fp8"), read_weights(tmp_path / "again")
     weights = [name for name in first if name + "_scale_inv" in first]
     for name in weights:
-        values, second = (dequantize_weight(Blocks(found[name], found[name + "_scale_inv"])) for found in (first, again))
+        values, second = (dequantize_weight(Fp8Weight(found[name], found[name + "_scale_inv"])) for found in (first, again))
         assert torch.equal(values, second), name
     assert len(weights) == 7
 

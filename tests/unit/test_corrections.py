@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.importance_weights import assign_corrections
-from megatron_rl.batch.micro_batch import micro_batches
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.micro_batch import make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 ROLLOUT = -2.0
 RATIOS = ([1.0, 3.0, 0.4], [0.9, 1.2], [6.0, 0.1, 1.0, 1.0], [1.001, 0.999])
@@ -18,9 +18,9 @@ ADVANTAGES = (1.0, -1.0, -0.5, 0.0)
 
 
 @pytest.fixture
-def sequences() -> list[Sequence]:
+def sequences() -> list[TrainingSample]:
     return [
-        Sequence(
+        TrainingSample(
             [1],
             [2] * len(ratios),
             advantage,
@@ -53,15 +53,15 @@ KINDS = ["tis", "sequence_tis", "icepop", "geometric_mask"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights(kind, sequences):
     """float32 log-probs near -2: 1e-6 is a few roundings."""
-    assign_corrections(sequences, Algorithm(correction=kind))
+    assign_corrections(sequences, AlgorithmConfig(correction=kind))
     for sequence, expected in zip(sequences, by_hand(kind), strict=True):
-        assert sequence.correction.tolist() == pytest.approx(expected, abs=1e-6)
-        assert not sequence.correction.requires_grad
+        assert sequence.importance_weights.tolist() == pytest.approx(expected, abs=1e-6)
+        assert not sequence.importance_weights.requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_statistics_by_sign_of_the_advantage(kind, sequences):
-    metrics = assign_corrections(sequences, Algorithm(correction=kind))
+    metrics = assign_corrections(sequences, AlgorithmConfig(correction=kind))
     weights = by_hand(kind)
     for name, members in (("positive", [0]), ("negative", [1, 2])):
         flat = [value for member in members for value in weights[member]]
@@ -76,7 +76,7 @@ def test_equal_log_probs_need_no_correction(sequences):
     for sequence in sequences:
         sequence.old_logprobs = sequence.rollout_logprobs.clone()
     for kind in KINDS:
-        metrics = assign_corrections(sequences, Algorithm(correction=kind))
+        metrics = assign_corrections(sequences, AlgorithmConfig(correction=kind))
         assert {name: value for name, value in metrics.items() if "mean" in name or "max" in name} == pytest.approx(
             dict.fromkeys((f"correction/{what}_{sign}" for what in ("mean", "max") for sign in ("positive", "negative")), 1.0)
         )
@@ -87,24 +87,24 @@ def test_a_hopeless_ratio_is_finite(sequences):
     """exp() of it overflows; a capped or masked weight does not."""
     sequences[0].old_logprobs = sequences[0].rollout_logprobs + 1000.0
     for kind, weight in zip(KINDS, (2.0, 2.0, 0.0, 0.0), strict=True):
-        assign_corrections(sequences, Algorithm(correction=kind))
-        assert sequences[0].correction.tolist() == [weight] * 3
+        assign_corrections(sequences, AlgorithmConfig(correction=kind))
+        assert sequences[0].importance_weights.tolist() == [weight] * 3
 
 
 def test_without_correction_every_weight_is_one(sequences):
-    assert assign_corrections(sequences, Algorithm()) == {}
-    for batch in micro_batches(sequences, 10):
-        assert torch.equal(batch.corrections, batch.mask)
+    assert assign_corrections(sequences, AlgorithmConfig()) == {}
+    for batch in make_micro_batches(sequences, 10):
+        assert torch.equal(batch.importance_weights, batch.mask)
 
 
 def test_micro_batches_carry_the_weights(sequences):
-    assign_corrections(sequences, Algorithm(correction="icepop"))
-    for batch in micro_batches(sequences, 10):
-        assert not (batch.corrections * (1 - batch.mask)).any()
-        for index, part in batch.answers(batch.corrections, sequences):
-            assert torch.equal(part, sequences[index].correction)
+    assign_corrections(sequences, AlgorithmConfig(correction="icepop"))
+    for batch in make_micro_batches(sequences, 10):
+        assert not (batch.importance_weights * (1 - batch.mask)).any()
+        for index, part in batch.split_by_sample(batch.importance_weights, sequences):
+            assert torch.equal(part, sequences[index].importance_weights)
 
 
 def test_the_engines_policy_as_the_old_one(sequences):
-    assign_corrections(sequences, Algorithm(old_policy="engine"))
+    assign_corrections(sequences, AlgorithmConfig(old_policy="engine"))
     assert all(torch.equal(sequence.old_logprobs, sequence.rollout_logprobs) for sequence in sequences)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.arithmetic import HELD_OUT_ONE_IN, WIDTH, demonstration, generate, is_held_out
+from megatron_rl.data.arithmetic import HELD_OUT_ONE_IN, WIDTH, generate, is_held_out, write_demonstration
 from megatron_rl.errors import UserError
 from megatron_rl.rewards.arithmetic import reward
 from megatron_rl.types import Problem
@@ -65,10 +65,10 @@ def test_bad_levels_are_refused(levels, split):
 
 def test_the_two_kinds_of_worked_example():
     problem = Problem("arithmetic:5+3-6", "Compute 1+1= or rather 5+3-6=", "2", 2, "arithmetic")
-    assert demonstration(problem, random.Random(0), 1.0) == "8,2#2"
-    assert demonstration(problem, random.Random(0), 0.0) == "#2"
+    assert write_demonstration(problem, random.Random(0), 1.0) == "8,2#2"
+    assert write_demonstration(problem, random.Random(0), 0.0) == "#2"
     rng = random.Random(0)
-    step_by_step = sum("," in demonstration(problem, rng, 0.25) for _ in range(2000))
+    step_by_step = sum("," in write_demonstration(problem, rng, 0.25) for _ in range(2000))
     assert step_by_step == pytest.approx(500, abs=100)
 
 
@@ -77,9 +77,9 @@ def test_the_two_kinds_of_worked_example():
 def test_every_worked_example_earns_the_reward(levels, seed, share):
     rng = random.Random(seed)
     for problem in generate(8, levels, seed, "train"):
-        assert reward(demonstration(problem, rng, share), problem).correct
+        assert reward(write_demonstration(problem, rng, share), problem).correct
 
 
 def test_a_problem_from_a_file_has_no_worked_example():
     with pytest.raises(UserError, match="model.warm_start.steps"):
-        demonstration(Problem("gsm8k/train:1", "How many?", "3"), random.Random(0), 1.0)
+        write_demonstration(Problem("gsm8k/train:1", "How many?", "3"), random.Random(0), 1.0)

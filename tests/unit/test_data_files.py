@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.data import Source
-from megatron_rl.data.sets import read_set
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import UserError
 
 ROWS = [{"question": f"How many {{clips}} of {n}?", "answer": f"so\n#### 1,07{n}", "note": "x"} for n in range(3)]
@@ -27,7 +27,7 @@ def write(folder: Path, content: bytes, name: str = "train.jsonl") -> Path:
 
 
 def read(path: Path, format: str | None = "gsm8k", name: str = ""):
-    return read_set(Source(source=str(path), name=name), format, "data.train")
+    return read_problem_set(DataSourceConfig(source=str(path), name=name), format, "data.train")
 
 
 def test_a_row_becomes_a_problem(tmp_path):
@@ -38,7 +38,7 @@ def test_a_row_becomes_a_problem(tmp_path):
 
 def test_a_set_may_have_a_name_and_a_format_of_its_own(tmp_path):
     path = write(tmp_path, GOOD)
-    [problem] = read_set(Source(source=str(path), name="sums", format="gsm8k"), "math", "data.eval")
+    [problem] = read_problem_set(DataSourceConfig(source=str(path), name="sums", format="gsm8k"), "math", "data.eval")
     assert (problem.id, problem.source) == ("sums:1", "sums")
 
 

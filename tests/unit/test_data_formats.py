@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.data import Source
+from megatron_rl.config.data import DataSourceConfig
 from megatron_rl.data.formats import RowError, read_row
-from megatron_rl.data.sets import read_set
+from megatron_rl.data.sets import read_problem_set
 
 REAL = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, \frac{\pi}{2} \right)}.$"
@@ -99,7 +99,7 @@ def test_another_shape_is_refused_with_the_format_that_fits(format, row, wrong):
     ],
 )
 def test_the_real_files_load_whole(file, format, levels):
-    problems = read_set(Source(source=str(REAL / file)), format, "data.eval")
+    problems = read_problem_set(DataSourceConfig(source=str(REAL / file)), format, "data.eval")
     assert Counter(problem.level for problem in problems) == levels
 
 

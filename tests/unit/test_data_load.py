@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_rl.config import Config, Model
-from megatron_rl.config.data import Data
-from megatron_rl.data import load_problems, same
+from megatron_rl.config import Config, ModelConfig
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data import load_problems, normalize_question
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.errors import UserError
 
@@ -38,7 +38,7 @@ def load(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     make_byte_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    return lambda **data: load_problems(Config(model=Model(path=folder), data=Data(**data)), tokenizer)
+    return lambda **data: load_problems(Config(model=ModelConfig(path=folder), data=DataConfig(**data)), tokenizer)
 
 
 @pytest.fixture
@@ -176,11 +176,11 @@ def test_the_order_is_the_same_in_every_process(load, jsonl, tmp_path):
     train = jsonl("train.jsonl", [f"q{n}" for n in range(20)])
     stream, held_out = load(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
     code = f"""
-from pathlib import Path; from megatron_rl.config import Config, Model; from megatron_rl.config_data import Data
+from pathlib import Path; from megatron_rl.config import Config, ModelConfig; from megatron_rl.config_data import DataConfig
 from megatron_rl.data import load_problems; from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 make_byte_tokenizer(Path({str(tmp_path / "m")!r}))
-data = Data(train=[dict(source="arithmetic"), dict(source={train!r})], format="gsm8k", eval_size=10)
-stream, held_out = load_problems(Config(model=Model(path=Path("m")), data=data), load_tokenizer(Path({str(tmp_path / "m")!r})))
+data = DataConfig(train=[dict(source="arithmetic"), dict(source={train!r})], format="gsm8k", eval_size=10)
+stream, held_out = load_problems(Config(model=ModelConfig(path=Path("m")), data=data), load_tokenizer(Path({str(tmp_path / "m")!r})))
 print([p.prompt for p in held_out], [p.prompt for p in stream.next_batch(60)], stream.state_dict())
 """
     expected = f"{[p.prompt for p in held_out]} {[p.prompt for p in stream.next_batch(60)]} {stream.state_dict()}\n"
@@ -238,8 +238,8 @@ def test_real_sets_mix_and_stay_apart(load, caplog):
     assert Counter(problem.source for problem in problems) == {"math500/test": 500, "aime24/test": 30}
     drawn = stream.next_batch(4 * 7473)
     assert Counter(problem.source for problem in drawn)["math_train/math"] == 2 * 7473
-    questions = {same(problem.prompt): problem.source for problem in drawn}
+    questions = {normalize_question(problem.prompt): problem.source for problem in drawn}
     kept = {"math_train/math": 7470 - 1, "deepmath_sample/math_deepmath_deal": 4994 - 4 - 285, "gsm8k/train": 7473}
     assert Counter(questions.values()) == kept and "left out 289 problems whose question came before" in caplog.text
-    assert not questions.keys() & {same(problem.prompt) for problem in problems}
+    assert not questions.keys() & {normalize_question(problem.prompt) for problem in problems}
     assert len({problem.id for problem in drawn}) == len(questions)

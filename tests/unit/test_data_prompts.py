@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_rl.config.data import Data
+from megatron_rl.config.data import DataConfig
 from megatron_rl.data import check_data
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
-from megatron_rl.data.prompt_template import prompt_maker
+from megatron_rl.data.prompt_template import make_prompt_formatter
 from megatron_rl.errors import UserError
 
 CHATML = (
@@ -25,26 +25,26 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture
 def chat(tokenizer):
-    """A prompt from `Data` fields and a question, by a tokenizer with this chat template."""
+    """A prompt from `DataConfig` fields and a question, by a tokenizer with this chat template."""
     tokenizer = tokenizer.__class__(tokenizer_object=tokenizer.backend_tokenizer, eos_token=tokenizer.eos_token)
     tokenizer.name_or_path = "some/model"
 
     def ask(question: str, template: str | None = CHATML, **data: object) -> str:
         tokenizer.chat_template = template
-        return prompt_maker(Data(chat=True, **data), tokenizer)(question)
+        return make_prompt_formatter(DataConfig(chat=True, **data), tokenizer)(question)
 
     return ask
 
 
 def test_the_template_is_plain_text(tokenizer):
-    ask = prompt_maker(Data(prompt_template="Q: {question} {braces}\n\\boxed{}"), tokenizer)
+    ask = make_prompt_formatter(DataConfig(prompt_template="Q: {question} {braces}\n\\boxed{}"), tokenizer)
     assert ask("what is {x} in {question}?") == "Q: what is {x} in {question}? {braces}\n\\boxed{}"
 
 
 def test_a_template_file(tokenizer, tmp_path):
     file = tmp_path / "ask.txt"
     file.write_text("Frage: {question}\nAntwort – ", encoding="utf-8")
-    assert prompt_maker(Data(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
+    assert make_prompt_formatter(DataConfig(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_a_template_file_that_is_none(tokenizer, tmp_path, content, wrong):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UserError, match=f"data.prompt_template_file = .*{wrong}"):
-        check_data(Data(prompt_template_file=file), tmp_path)
+        check_data(DataConfig(prompt_template_file=file), tmp_path)
 
 
 def test_the_chat_template_ends_where_the_assistant_begins(chat):
@@ -94,9 +94,9 @@ def test_a_chat_template_that_does_not_do(chat, template, data, line):
 
 def test_preflight_asks_the_tokenizer_that_will_be_used(tmp_path):
     with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path}/new has no chat template"):
-        check_data(Data(chat=True), tmp_path / "new")
+        check_data(DataConfig(chat=True), tmp_path / "new")
     make_byte_tokenizer(tmp_path)
     with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path} has no chat template"):
-        check_data(Data(chat=True), tmp_path)
+        check_data(DataConfig(chat=True), tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML)
-    check_data(Data(chat=True), tmp_path)
+    check_data(DataConfig(chat=True), tmp_path)

@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.data.stream import ProblemStream, Turns, mixture, shuffled_epochs
+from megatron_rl.data.stream import ProblemStream, WeightedInterleaver, mix_orders, shuffle_epochs
 from megatron_rl.types import Problem
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
@@ -19,29 +19,29 @@ def problems(size: int, name: str = "") -> list[Problem]:
 
 
 def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> ProblemStream:
-    return mixture([shuffled_epochs(problems(size, f"{index}:"), f"{seed}/{index}") for index, size in enumerate(sizes)], weights)
+    return mix_orders([shuffle_epochs(problems(size, f"{index}:"), f"{seed}/{index}") for index, size in enumerate(sizes)], weights)
 
 
 @settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 100))
 def test_every_epoch_holds_every_problem_once(size, batch, seed):
-    stream = mixture([shuffled_epochs(problems(size), seed)], [1.0])
+    stream = mix_orders([shuffle_epochs(problems(size), seed)], [1.0])
     drawn = [problem for _ in range(-(-3 * size // batch)) for problem in stream.next_batch(batch)]
     for epoch in range(3):
         assert sorted(drawn[epoch * size : (epoch + 1) * size], key=problems(size).index) == problems(size)
 
 
 def test_epochs_are_shuffled_differently():
-    order = shuffled_epochs(problems(50), 0)
+    order = shuffle_epochs(problems(50), 0)
     assert [order.at(n) for n in range(50)] != [order.at(n) for n in range(50, 100)]
 
 
 @settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 400))
 def test_every_set_is_within_one_problem_of_its_share_at_any_time(weights, positions):
-    turns, counts = Turns(weights), Counter()
+    turns, counts = WeightedInterleaver(weights), Counter()
     for position in range(positions):
-        index, before = turns.at(position)
+        index, before = turns.locate(position)
         assert before == counts[index]  # so each set passes through its own order without a gap
         counts[index] += 1
         for other, weight in enumerate(weights):

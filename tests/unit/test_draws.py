@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_rl.rollout.worker import draw_seed
-from rollout_sglang.hooks.seeded_sampling import draw, uniform
+from megatron_rl.rollout.worker import derive_seed
+from rollout_sglang.hooks.seeded_sampling import hash_to_uniform, sample_tokens
 
 
 def probabilities(rows: int, columns: int) -> torch.Tensor:
@@ -15,18 +15,20 @@ def probabilities(rows: int, columns: int) -> torch.Tensor:
 
 def test_a_draw_does_not_depend_on_its_company():
     probs, positions = probabilities(64, 300), torch.arange(64) * 3
-    seeds = torch.tensor([draw_seed(0, 1, "train/0", index) for index in range(64)])
-    tokens = draw(probs, seeds, positions)
+    seeds = torch.tensor([derive_seed(0, 1, "train/0", index) for index in range(64)])
+    tokens = sample_tokens(probs, seeds, positions)
     assert tokens.dtype == torch.int32 and tokens.shape == (64,)
     for row in range(64):
-        assert draw(probs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])[0] == tokens[row]
-    assert not torch.equal(draw(probs, seeds, positions + 1), tokens) and not torch.equal(draw(probs, seeds + 1, positions), tokens)
+        assert sample_tokens(probs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])[0] == tokens[row]
+    assert not torch.equal(sample_tokens(probs, seeds, positions + 1), tokens) and not torch.equal(
+        sample_tokens(probs, seeds + 1, positions), tokens
+    )
 
 
 def test_frequencies_are_the_probabilities():
     probs, count = probabilities(1, 12), 40_000
-    seeds = torch.tensor([draw_seed(0, 0, "train/0", index) for index in range(count // 40)]).repeat_interleave(40)
-    tokens = draw(probs.expand(count, 12), seeds, torch.arange(count) % 40)
+    seeds = torch.tensor([derive_seed(0, 0, "train/0", index) for index in range(count // 40)]).repeat_interleave(40)
+    tokens = sample_tokens(probs.expand(count, 12), seeds, torch.arange(count) % 40)
     found = torch.bincount(tokens.long(), minlength=12) / count
     error = (probs[0] * (1 - probs[0]) / count).sqrt()
     assert ((found - probs[0]).abs() < 5 * error).all()
@@ -35,19 +37,19 @@ def test_frequencies_are_the_probabilities():
 def test_what_has_no_probability_is_never_drawn():
     probs = torch.zeros(5000, 4)
     probs[:, 1], probs[:, 3] = 0.25, 0.75
-    tokens = draw(probs, torch.arange(5000), torch.zeros(5000, dtype=torch.int64))
+    tokens = sample_tokens(probs, torch.arange(5000), torch.zeros(5000, dtype=torch.int64))
     assert set(tokens.tolist()) == {1, 3}
 
 
 def test_the_hash_is_splitmix64():
     """The generator's published first outputs from seed 0 (its state after one and two steps), as numbers in [0, 1)."""
-    found = uniform(np.array([0, 0]), np.array([0, 1]))
+    found = hash_to_uniform(np.array([0, 0]), np.array([0, 1]))
     assert found.tolist() == [(0xE220A8397B1DCDAF >> 11) * 2.0**-53, (0x6E789E6AA1B965F4 >> 11) * 2.0**-53]
 
 
 def test_seeds_differ_by_run_version_purpose_and_completion():
     seeds = {
-        draw_seed(*what) for what in ((0, 1, "eval", 0), (1, 1, "eval", 0), (0, 2, "eval", 0), (0, 1, "train/0", 0), (0, 1, "eval", 1))
+        derive_seed(*what) for what in ((0, 1, "eval", 0), (1, 1, "eval", 0), (0, 2, "eval", 0), (0, 1, "train/0", 0), (0, 1, "eval", 1))
     }
     assert len(seeds) == 5 and all(0 <= seed < 2**63 for seed in seeds)
-    assert draw_seed(0, 1, "eval", 0) == draw_seed(0, 1, "eval", 0)
+    assert derive_seed(0, 1, "eval", 0) == derive_seed(0, 1, "eval", 0)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import fake_kernels
 from support.activations import engine_layouts, uneven
-from support.processes import ROOT, one_thread
+from support.processes import ROOT, one_thread_environment
 
 from megatron_rl.precision.fp8 import quantize_1x128
 from rollout_sglang.hooks import gpu_activation_quant, registry
@@ -32,10 +32,10 @@ LINEARS, EXPERTS, KERNELS = (
 def scale_format(request, monkeypatch):
     """The reference quantiser in place of Triton's kernel."""
     fake_kernels.install(monkeypatch)
-    monkeypatch.setenv(gpu_activation_quant.VARIABLE, request.param)
-    gpu_activation_quant.scale_format.cache_clear()
+    monkeypatch.setenv(gpu_activation_quant.SCALE_FORMAT_VARIABLE, request.param)
+    gpu_activation_quant.get_scale_format.cache_clear()
     yield request.param
-    gpu_activation_quant.scale_format.cache_clear()
+    gpu_activation_quant.get_scale_format.cache_clear()
 
 
 def assert_quantised(data, scale, x, scale_format):
@@ -56,7 +56,7 @@ def quantisers_called_by(file: str, name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "target, function, kind", registry.gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
+    "target, function, kind", registry.list_gpu_hooks(), ids=lambda value: getattr(value, "__name__", str(value).rpartition(".")[2])
 )
 def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
     module, _, name = target.removeprefix("sglang.").rpartition(".")
@@ -140,8 +140,8 @@ def test_what_the_contract_does_not_know_is_refused(scale_format):
 
 
 def test_an_engine_that_was_not_told_the_format_quantises_nothing(monkeypatch):
-    monkeypatch.delenv(gpu_activation_quant.VARIABLE, raising=False)
-    gpu_activation_quant.scale_format.cache_clear()
+    monkeypatch.delenv(gpu_activation_quant.SCALE_FORMAT_VARIABLE, raising=False)
+    gpu_activation_quant.get_scale_format.cache_clear()
     with pytest.raises(RuntimeError, match="MEGATRON_RL_SCALE_FORMAT is None"):
         gpu_activation_quant.quantize_groups(torch.zeros(4, 128))
 
@@ -178,15 +178,15 @@ TRITON = "triton_w8a8_block_fp8_linear"
 def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, method, scale, words):
     """`check_live_engine` refuses what is neither pow2 nor fp32, by these words."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert words in gpu_activation_quant.of_linear(method, SimpleNamespace(weight_scale_inv=scale))
+    assert words in gpu_activation_quant.read_linear_scale_format(method, SimpleNamespace(weight_scale_inv=scale))
 
 
 def test_a_live_layer_with_the_contracts_quantiser_says_its_format(monkeypatch, scale_format):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in gpu_activation_quant._DENSE:
-        assert gpu_activation_quant.of_linear(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
+        assert gpu_activation_quant.read_linear_scale_format(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert gpu_activation_quant.of_linear(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
+    assert gpu_activation_quant.read_linear_scale_format(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,11 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend = None if runner is None else SimpleNamespace(value=runner, is_triton=lambda: runner == "triton")
     layer = SimpleNamespace(w13_weight_scale_inv=held(), w2_weight_scale_inv=held())
-    assert gpu_activation_quant.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (words or scale_format)
+    assert gpu_activation_quant.read_expert_scale_format(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
+        words or scale_format
+    )
     layer.w2_weight_scale_inv = held(torch.int32)
-    assert gpu_activation_quant.of_experts(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
+    assert gpu_activation_quant.read_expert_scale_format(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
         words or "packed ue8m0 (its weights were quantised again)"
     )
 
@@ -206,7 +208,7 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
 @pytest.mark.slow
 def test_sglangs_own_gpu_code_comes_to_the_contracts_quantiser():
     """Its dense layers and experts, up to their products, with the hooks applied as an engine applies them."""
-    environment = {**one_thread(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
         [sys.executable, "-m", "support.hooked_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )

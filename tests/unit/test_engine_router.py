@@ -18,7 +18,7 @@ class Fp8LinearMethod: ...
 
 def test_logits_are_products_of_fp32_values():
     x, weight = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16() for shape in ((40, 256), (128, 256)))
-    logits = fp32_router.logits(x, weight)
+    logits = fp32_router.compute_router_logits(x, weight)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits.topk(8).indices, (x @ weight.t()).topk(8).indices)  # what SGLang does itself chooses other experts
@@ -26,7 +26,7 @@ def test_logits_are_products_of_fp32_values():
 
 def test_one_token_has_the_logits_it_has_among_others():
     x, weight = torch.randn(20, 256).bfloat16(), torch.randn(8, 256).bfloat16()
-    assert torch.equal(fp32_router.logits(x[:1], weight), fp32_router.logits(x, weight)[:1])
+    assert torch.equal(fp32_router.compute_router_logits(x[:1], weight), fp32_router.compute_router_logits(x, weight)[:1])
 
 
 @pytest.mark.parametrize("method", [UnquantizedLinearMethod, Fp8LinearMethod])
@@ -36,11 +36,11 @@ def test_the_gate_of_a_block_gets_the_method_unless_it_is_quantised(monkeypatch,
     def build(block, hidden):
         block.gate = SimpleNamespace(quant_method=method(), hidden=hidden)
 
-    monkeypatch.setattr(fp32_router, "_method", lambda: Fp32)
+    monkeypatch.setattr(fp32_router, "_make_router_method", lambda: Fp32)
     block = SimpleNamespace()
     if method is Fp8LinearMethod:
         with pytest.raises(NotImplementedError, match="a router in Fp8LinearMethod is outside the precision contract"):
-            fp32_router.with_fp32_gate(build, block, 7)
+            fp32_router.use_fp32_gate(build, block, 7)
     else:
-        fp32_router.with_fp32_gate(build, block, 7)
+        fp32_router.use_fp32_gate(build, block, 7)
         assert isinstance(block.gate.quant_method, Fp32) and block.gate.hidden == 7

@@ -11,7 +11,7 @@ from support.processes import ROOT
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, Slot, check_slots, first_device, slot_of
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, check_engine_placement, get_base_gpu_id, place_engine
 from megatron_rl.rollout.engine_pool import check_devices
 from rollout_sglang import launch_args
 
@@ -34,25 +34,27 @@ def launchers(monkeypatch):
 
 def test_engines_are_spread_evenly_in_order(launchers):
     launchers("", "srun --nodelist=node2")
-    assert [slot_of(config().rollout, number) for number in range(4)] == [
-        Slot("10.0.0.5", "", 0, 2),
-        Slot("10.0.0.5", "", 1, 2),
-        Slot("10.0.0.6", "srun --nodelist=node2", 0, 2),
-        Slot("10.0.0.6", "srun --nodelist=node2", 1, 2),
+    assert [place_engine(config().rollout, number) for number in range(4)] == [
+        EnginePlacement("10.0.0.5", "", 0, 2),
+        EnginePlacement("10.0.0.5", "", 1, 2),
+        EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0, 2),
+        EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1, 2),
     ]
 
 
 def test_without_a_word_all_engines_are_on_this_machine(launchers):
     alone = config(2, hosts=("127.0.0.1",), transport="shared_memory")
-    check_slots(alone)
-    assert [slot_of(alone.rollout, number) for number in range(2)] == [Slot(index=index, neighbours=2) for index in range(2)]
+    check_engine_placement(alone)
+    assert [place_engine(alone.rollout, number) for number in range(2)] == [
+        EnginePlacement(index=index, engines_on_node=2) for index in range(2)
+    ]
 
 
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
     launchers("srun --nodelist=node3", "srun --nodelist=node4")
     told = config(tp=2)
-    contract = PrecisionContract.of(told.precision)
-    slots = [slot_of(told.rollout, number) for number in range(4)]
+    contract = PrecisionContract.from_config(told.precision)
+    slots = [place_engine(told.rollout, number) for number in range(4)]
     assert [launch_args._environment(2, contract, slot)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for slot in slots] == [1] * 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     words = [launch_args._server_arguments(told, contract, Path("x"), 1, slot) for slot in slots]
@@ -65,7 +67,7 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
         {"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}, "placement": {"kind": "disaggregated"}}, strict=False
     )
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert [first_device(told, slot_of(told.rollout, number)) for number in range(2)] == [4, 6]
+    assert [get_base_gpu_id(told, place_engine(told.rollout, number)) for number in range(2)] == [4, 6]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     check_devices(told)
@@ -73,12 +75,12 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
     with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
         check_devices(told)
     launchers("srun --nodelist=node2")
-    assert [first_device(told, slot_of(told.rollout, number)) for number in range(2)] == [0, 2]
+    assert [get_base_gpu_id(told, place_engine(told.rollout, number)) for number in range(2)] == [0, 2]
 
 
 def test_neighbours_on_another_machine_never_choose_the_same_port():
     for _ in range(50):
-        ports = [launch_args._free_port(Slot("10.0.0.5", "srun", index, 8)) for index in range(8)]
+        ports = [launch_args._free_port(EnginePlacement("10.0.0.5", "srun", index, 8)) for index in range(8)]
         assert [port % 8 for port in ports] == list(range(8)) and 20000 <= min(ports) <= max(ports) < 30000
 
 
@@ -115,7 +117,7 @@ def test_every_node_serves_as_many_engines():
 def test_engines_that_cannot_be_where_they_should_are_refused(launchers, lines, changes, line):
     launchers(*lines)
     with pytest.raises(UserError) as error:
-        check_slots(config(**changes))
+        check_engine_placement(config(**changes))
     assert str(error.value) == line
 
 

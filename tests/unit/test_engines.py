@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import lost_rank
-from megatron_rl.errors import LostError, RunError, UserError
-from megatron_rl.rollout.engine_pool import Engines, check_devices
-from megatron_rl.types import Generation, Sampling
+from megatron_rl.distributed import to_lost_rank_error
+from megatron_rl.errors import EngineLostError, RunError, UserError
+from megatron_rl.rollout.engine_pool import EnginePool, check_devices
+from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import Rect
 from parallel.transport.base import Link
 
-GREEDY = Sampling(0.0, 8)
+GREEDY = SamplingParams(0.0, 8)
 
 
 class Scripted:
@@ -38,27 +38,27 @@ class Scripted:
         self.asked.append(len(prompts_B))
         self.hold.wait(20)
         if self.dead:
-            raise LostError(f"engine {self.number} is gone", "its last words")
+            raise EngineLostError(f"engine {self.number} is gone", "its last words")
         return [Generation([prompt[0] + 1], [0.0], "stop", self.number) for prompt in prompts_B]
 
-    def graph(self):
+    def read_graph(self):
         return self.graphs
 
     def finish_receiving(self, hashing):
         return {0: [f"engine {self.number} rank 0"], 1: [f"engine {self.number} rank 1"]}
 
-    def activation_scale_formats(self):
+    def read_activation_scale_formats(self):
         return {"layer": "pow2"}
 
-    def stop(self, at_once=False):
-        self.stopped = "at once" if at_once else "politely"
+    def stop(self, force=False):
+        self.stopped = "at once" if force else "politely"
 
     def __getattr__(self, name):
         def call(*args):
             if self.dead:
-                raise LostError(f"engine {self.number} is gone", "its last words")
+                raise EngineLostError(f"engine {self.number} is gone", "its last words")
             self.calls.append((name, *args))
-            return {rank: [name] * len(rects) for rank, rects in args[0].items()} if name == "digests" else None
+            return {rank: [name] * len(rects) for rank, rects in args[0].items()} if name == "digest_rects" else None
 
         return call
 
@@ -71,7 +71,7 @@ class Fleet:
         self.said: list[str] = []
         self.threads: set[int] = set()
         self._broken = broken
-        self.engines = Engines(
+        self.engines = EnginePool(
             Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False), self.start, self.said.append
         )
 
@@ -142,9 +142,9 @@ def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
     answers = two.engines.generate(prompts(40), GREEDY)
     assert [answer.output_ids_T[0] for answer in answers] == list(range(1, 41)) and {answer.policy_version for answer in answers} == {1}
     assert any("engine 0 is lost: engine 0 is gone; another one starts" in line for line in two.said) and len(two.said) == 1
-    with pytest.raises(LostError, match="engine 0 is gone"):
+    with pytest.raises(EngineLostError, match="engine 0 is gone"):
         two.engines.pause("finish")
-    assert two.engines.revive(LostError("")) == 1
+    assert two.engines.wait_for_successors(EngineLostError("")) == 1
     assert lost.stopped == "at once" and len(two.started) == 3 and len(two.threads) == 1
     two.engines.generate(prompts(40), GREEDY)
     assert two.started[2].asked == [], "it holds the weights that the run began with"
@@ -156,10 +156,10 @@ def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
 def test_without_an_engine_left_generating_says_why(fleet):
     one = fleet()
     one.started[0].dead = True
-    with pytest.raises(LostError, match="engine 0 is gone") as error:
+    with pytest.raises(EngineLostError, match="engine 0 is gone") as error:
         one.engines.generate(prompts(3), GREEDY)
     assert error.value.log_tail == "its last words"
-    assert one.engines.revive(error.value) == 1
+    assert one.engines.wait_for_successors(error.value) == 1
 
 
 def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(fleet):
@@ -167,11 +167,11 @@ def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(f
     three.started[0].dead = True
     three.engines.generate(prompts(1), GREEDY)
     three.started[2].dead = True
-    three.engines.release()
-    assert ("release",) in three.started[1].calls and len(three.said) == 2
-    with pytest.raises(LostError, match="is gone"):
+    three.engines.release_memory()
+    assert ("release_memory",) in three.started[1].calls and len(three.said) == 2
+    with pytest.raises(EngineLostError, match="is gone"):
         three.engines.begin_sync()
-    assert three.engines.revive(LostError("")) == 2
+    assert three.engines.wait_for_successors(EngineLostError("")) == 2
     three.engines.begin_sync()
 
 
@@ -179,50 +179,50 @@ def test_restarts_are_counted_between_policy_versions(fleet):
     one = fleet(max_restarts=2)
     for _ in range(2):
         one.started[-1].dead = True
-        with pytest.raises(LostError) as error:
+        with pytest.raises(EngineLostError) as error:
             one.engines.generate(prompts(1), GREEDY)
-        one.engines.revive(error.value)
+        one.engines.wait_for_successors(error.value)
         one.engines.end_sync(0)
         one.engines.resume()
     one.engines.end_sync(1)
     for _ in range(2):
-        one.engines.revive(LostError("a connection broke"))
+        one.engines.wait_for_successors(EngineLostError("a connection broke"))
     one.started[-1].dead = True
-    with pytest.raises(LostError) as error:
+    with pytest.raises(EngineLostError) as error:
         one.engines.end_sync(2)
     with pytest.raises(RunError, match=r"engine 0 is gone; no more restarts in this step \(rollout.max_restarts = 2\)") as last:
-        one.engines.revive(error.value)
-    assert not isinstance(last.value, LostError) and len(one.started) == 3
+        one.engines.wait_for_successors(error.value)
+    assert not isinstance(last.value, EngineLostError) and len(one.started) == 3
 
 
 def test_no_restarts_at_all(fleet):
     one = fleet(max_restarts=0)
     one.started[0].dead = True
-    with pytest.raises(LostError) as error:
+    with pytest.raises(EngineLostError) as error:
         one.engines.resume()
     with pytest.raises(RunError, match="^engine 0 is gone$"):
-        one.engines.revive(error.value)
+        one.engines.wait_for_successors(error.value)
 
 
 def test_a_successor_that_does_not_start_is_tried_again(fleet):
     two = fleet(engines=2, broken=(2, 3))
     two.started[0].dead = True
-    with pytest.raises(LostError) as error:
+    with pytest.raises(EngineLostError) as error:
         two.engines.resume()
-    assert two.engines.revive(error.value) == 1
+    assert two.engines.wait_for_successors(error.value) == 1
     assert [engine.number for engine in two.started] == [0, 1, 0, 0, 0]
     assert [bool(engine.stopped) for engine in two.started] == [True, False, True, True, False]
 
 
 def test_a_successor_with_another_precision_graph_is_refused(fleet):
     one = fleet()
-    one.engines.graph()
+    one.engines.read_graph()
     one.started[0].graphs, one.started[0].dead = ["another"], True
     one.engines._graphs = [["what it was"]]
-    with pytest.raises(LostError) as error:
+    with pytest.raises(EngineLostError) as error:
         one.engines.resume()
     with pytest.raises(RunError, match="engine 0 has another precision graph"):
-        one.engines.revive(error.value)
+        one.engines.wait_for_successors(error.value)
 
 
 def test_an_engine_that_does_not_come_up_takes_the_others_with_it():
@@ -236,14 +236,14 @@ def test_ranks_are_numbered_through(fleet):
         number * 2 + rank: [f"engine {number} rank {rank}"] for number in range(2) for rank in range(2)
     }
     place = ("weight", Rect(0, 0, 1, 1))
-    assert two.engines.digests({1: [place], 2: [place, place]}) == {1: ["digests"], 2: ["digests", "digests"]}
-    assert [engine.calls[-1] for engine in two.started] == [("digests", {1: [place]}), ("digests", {0: [place, place]})]
+    assert two.engines.digest_rects({1: [place], 2: [place, place]}) == {1: ["digest_rects"], 2: ["digest_rects", "digest_rects"]}
+    assert [engine.calls[-1] for engine in two.started] == [("digest_rects", {1: [place]}), ("digest_rects", {0: [place, place]})]
     chunks = [Chunk(0, target, 0, 1, (), (place,)) for target in range(4)]
     two.engines.connect(Link("disk", {}, [0], [0, 1, 2, 3], 1, 1.0), chunks, False)
     for number, engine in enumerate(two.started):
         _, link, mine, _ = engine.calls[-1]
         assert (link.first, [chunk.target for chunk in mine]) == (2 * number, [0, 1])
-    assert two.engines.activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
+    assert two.engines.read_activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
 
 
 def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
@@ -259,6 +259,6 @@ def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
 def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31289\nmore"
     line = "another trainer rank is gone ([/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
-    assert str(lost_rank(RuntimeError(gloo))).startswith(line) and "\n" not in str(lost_rank(RuntimeError(gloo)))
-    assert lost_rank(torch.distributed.DistBackendError("NCCL error"))
-    assert lost_rank(RuntimeError("shape mismatch")) is None and lost_rank(LostError("an engine")) is None
+    assert str(to_lost_rank_error(RuntimeError(gloo))).startswith(line) and "\n" not in str(to_lost_rank_error(RuntimeError(gloo)))
+    assert to_lost_rank_error(torch.distributed.DistBackendError("NCCL error"))
+    assert to_lost_rank_error(RuntimeError("shape mismatch")) is None and to_lost_rank_error(EngineLostError("an engine")) is None

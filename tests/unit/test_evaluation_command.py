@@ -10,11 +10,11 @@ from support.models import edit_config, make_checkpoint
 from typer.testing import CliRunner
 
 from megatron_rl.cli import evaluate
-from megatron_rl.cli.evaluate import Request
+from megatron_rl.cli.evaluate import EvalRequest
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.evaluation.checkpoint import check
+from megatron_rl.evaluation.checkpoint import check_checkpoint
 from megatron_rl.hf import write
 from megatron_rl.mcore.export import convert
 
@@ -42,7 +42,7 @@ def of_a_run(folder: Path, model: Path, **precision: object) -> Path:
     """A run's checkpoint without its weights, which nothing here reads."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "config.json").write_text((model / "config.json").read_text())
-    for file in write.tokenizer_files(model):
+    for file in write.list_tokenizer_files(model):
         (folder / "hf" / file.name).write_text(file.read_text())
     (folder / "state.json").write_text(json.dumps({"step": 30, "precision": precision}))
     return folder
@@ -92,20 +92,20 @@ def test_a_checkpoint_must_be_named():
 
 
 def test_what_the_engine_can_load_is_loaded_as_it_is(model, fp8):
-    assert check(model, "--checkpoint", config(mode="bf16", high="fp32")).as_it_is
-    assert check(fp8, "--checkpoint", config(mode="fp8_unified")).as_it_is
-    assert check(fp8, "--checkpoint", config(mode="fp8_rollout")).as_it_is
-    assert not check(model, "--checkpoint", config(mode="fp8_unified")).as_it_is
-    assert not check(fp8, "--checkpoint", config(mode="bf16")).as_it_is
+    assert check_checkpoint(model, "--checkpoint", config(mode="bf16", high="fp32")).loads_directly
+    assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_unified")).loads_directly
+    assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_rollout")).loads_directly
+    assert not check_checkpoint(model, "--checkpoint", config(mode="fp8_unified")).loads_directly
+    assert not check_checkpoint(fp8, "--checkpoint", config(mode="bf16")).loads_directly
 
 
 @pytest.mark.parametrize("mode, quantised", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])
 def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantised, model, tmp_path):
     wanted = config(mode=mode)
-    prepared = check(model, "--checkpoint", wanted).prepare(wanted, tmp_path / "made")
+    prepared = check_checkpoint(model, "--checkpoint", wanted).prepare(wanted, tmp_path / "made")
     assert prepared == tmp_path / "made"
     assert write.read_config(prepared)["quantization_config"]["quant_method"] == quantised
-    assert check(prepared, "--checkpoint", wanted).as_it_is  # and would be taken as it is the next time
+    assert check_checkpoint(prepared, "--checkpoint", wanted).loads_directly  # and would be taken as it is the next time
 
 
 @pytest.mark.parametrize(
@@ -117,42 +117,43 @@ def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantised, 
 )
 def test_quantised_weights_are_not_quantised_again(precision, line, fp8):
     with pytest.raises(UserError, match=line):
-        check(fp8, "--baseline", config(**precision))
+        check_checkpoint(fp8, "--baseline", config(**precision))
 
 
 def test_a_runs_blocks_are_not_quantised_again(model, tmp_path):
     saved = of_a_run(tmp_path / "step_00030", model, mode="fp8_unified", scale_format="pow2")
     with pytest.raises(UserError, match="the checkpoint's blocks have pow2 scales"):
-        check(saved, "--checkpoint", config(scale_format="fp32"))
-    found = check(saved, "--checkpoint", config(mode="int8_rollout", scale_format="fp32"))
-    assert (found.step, found.as_it_is, found.tokenizer) == (30, False, saved / "hf")
+        check_checkpoint(saved, "--checkpoint", config(scale_format="fp32"))
+    found = check_checkpoint(saved, "--checkpoint", config(mode="int8_rollout", scale_format="fp32"))
+    assert (found.step, found.loads_directly, found.tokenizer) == (30, False, saved / "hf")
 
 
 def test_damaged_checkpoints_are_named_by_their_option(model, tmp_path):
     broken = make_checkpoint(tmp_path / "broken")
     edit_config(broken, {"intermediate_size": 1024})
     with pytest.raises(UserError, match=r"^--baseline = .*has shape .*config.json says"):
-        check(broken, "--baseline", config())
+        check_checkpoint(broken, "--baseline", config())
     saved = of_a_run(tmp_path / "step_00030", model)
     (saved / "state.json").write_text("{")
     with pytest.raises(UserError, match="^--baseline = .*cannot be read"):
-        check(saved, "--baseline", config())
+        check_checkpoint(saved, "--baseline", config())
 
 
 def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
     run = tmp_path / "runs" / "one"
     saved = of_a_run(run / "checkpoints" / "step_00030", model)
     (run / "run.json").touch()
-    side = check(saved, "--checkpoint", config())
-    folders = [evaluate._output_folder(config(), Request(saved), side) for _ in range(2)]
+    side = check_checkpoint(saved, "--checkpoint", config())
+    folders = [evaluate._output_folder(config(), EvalRequest(saved), side) for _ in range(2)]
     assert folders == [run / "eval" / "step_00030", run / "eval" / "step_00030-2"]
     logged = config().model_copy(update={"log": config().log.model_copy(update={"dir": tmp_path / "logs"})})
     assert (
-        evaluate._output_folder(logged, Request(model), check(model, "--checkpoint", config())) == tmp_path / "logs" / "eval" / model.name
+        evaluate._output_folder(logged, EvalRequest(model), check_checkpoint(model, "--checkpoint", config()))
+        == tmp_path / "logs" / "eval" / model.name
     )
 
 
 def test_the_k_to_report():
-    assert [Request(Path(), samples=samples).ks() for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
-    assert Request(Path(), samples=8, at="8, 1,8").ks() == [1, 8]
+    assert [EvalRequest(Path(), samples=samples).list_ks() for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+    assert EvalRequest(Path(), samples=8, at="8, 1,8").list_ks() == [1, 8]
     assert load_config(ROOT / "configs/quickstart.toml").data.eval  # what the tests above evaluate

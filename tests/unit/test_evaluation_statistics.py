@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.evaluation.statistics import (
-    difference_estimate,
-    majority_at,
-    mean_estimate,
-    pass_at,
+    estimate_difference,
+    estimate_mean,
+    majority_at_k,
+    pass_at_k,
     powers_of_two,
-    sign_flip_p,
+    sign_flip_p_value,
 )
 
 Completion = tuple[str | None, bool]
@@ -49,7 +49,7 @@ def votes_of(sample: list[Completion]) -> list[tuple[int, int]]:
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n), st.integers(1, n))))
 def test_pass_at_k_is_the_share_of_sub_samples_with_a_correct_one(case):
-    assert pass_at(*case) == pytest.approx(float(pass_by_enumeration(*case)), abs=1e-12)
+    assert pass_at_k(*case) == pytest.approx(float(pass_by_enumeration(*case)), abs=1e-12)
 
 
 @settings(deadline=None)
@@ -57,20 +57,20 @@ def test_pass_at_k_is_the_share_of_sub_samples_with_a_correct_one(case):
 def test_majority_at_k_is_that_of_all_sub_samples(sample):
     ks = range(1, len(sample) + 1)
     expected = [float(majority_by_enumeration(sample, k)) for k in ks]
-    assert majority_at(votes_of(sample), len(sample), list(ks)) == pytest.approx(expected, abs=1e-12)
+    assert majority_at_k(votes_of(sample), len(sample), list(ks)) == pytest.approx(expected, abs=1e-12)
 
 
 def test_majority_by_hand():
-    assert majority_at([(3, 3), (2, 0)], 5, [5]) == [1.0]
-    assert majority_at([(2, 2), (2, 0)], 4, [4]) == [0.5]  # a tie is won by each alike
-    assert majority_at([(1, 1)], 4, [4]) == [1.0]  # those without an answer do not vote
-    assert majority_at([], 3, [1, 3]) == [0.0, 0.0]
-    assert majority_at([(1, 1), (2, 0)], 4, [1]) == [0.25]  # maj@1 = mean@k
+    assert majority_at_k([(3, 3), (2, 0)], 5, [5]) == [1.0]
+    assert majority_at_k([(2, 2), (2, 0)], 4, [4]) == [0.5]  # a tie is won by each alike
+    assert majority_at_k([(1, 1)], 4, [4]) == [1.0]  # those without an answer do not vote
+    assert majority_at_k([], 3, [1, 3]) == [0.0, 0.0]
+    assert majority_at_k([(1, 1), (2, 0)], 4, [1]) == [0.25]  # maj@1 = mean@k
 
 
 def test_majority_of_many_completions_stays_a_probability():
     """1,024 completions: binomials are as large as float64 allows."""
-    one, many, all_of_them = majority_at([(64, 64), (60, 0)], 1024, [1, 512, 1024])
+    one, many, all_of_them = majority_at_k([(64, 64), (60, 0)], 1024, [1, 512, 1024])
     assert one == pytest.approx(64 / 1024) and one < many < 1.0 and all_of_them == pytest.approx(1.0)
 
 
@@ -83,33 +83,33 @@ def test_the_p_value_counts_all_choices_of_signs(differences):
     sums = [
         abs(sum(sign * size for sign, size in zip(signs, differences, strict=True))) for signs in product((1, -1), repeat=len(differences))
     ]
-    assert sign_flip_p(differences) == pytest.approx(sum(value >= abs(sum(differences)) for value in sums) / len(sums))
+    assert sign_flip_p_value(differences) == pytest.approx(sum(value >= abs(sum(differences)) for value in sums) / len(sums))
 
 
 def test_one_completion_each_is_mcnemars_exact_test():
-    assert sign_flip_p([1] * 9 + [-1] * 2 + [0] * 50) == pytest.approx(2 * sum(comb(11, few) for few in range(3)) / 2**11)
+    assert sign_flip_p_value([1] * 9 + [-1] * 2 + [0] * 50) == pytest.approx(2 * sum(comb(11, few) for few in range(3)) / 2**11)
 
 
 def test_one_completion_each_has_wilsons_interval():
-    found = mean_estimate([1.0] * 8 + [0.0] * 2, 1)
+    found = estimate_mean([1.0] * 8 + [0.0] * 2, 1)
     assert (found.low, found.high) == (pytest.approx(0.49016, abs=1e-5), pytest.approx(0.94331, abs=1e-5))  # Wilson 1927, 8 of 10
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_none_or_all_correct_is_not_certain(value):
-    found = mean_estimate([value] * 20, 4)
+    found = estimate_mean([value] * 20, 4)
     assert found.low <= value <= found.high and found.high - found.low == pytest.approx(0.161, abs=0.001)  # "3 of n" and a little
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
 def test_an_interval_holds_its_value_and_stays_between_0_and_1(correct):
-    found = mean_estimate([count / 4 for count in correct], 4)
+    found = estimate_mean([count / 4 for count in correct], 4)
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
 def test_no_interval_of_a_difference_without_spread_or_with_three_problems():
-    assert difference_estimate([0.25] * 10).low is None
-    assert difference_estimate([1.0, 0.0, 1.0]).high is None
+    assert estimate_difference([0.25] * 10).low is None
+    assert estimate_difference([1.0, 0.0, 1.0]).high is None
 
 
 def simulated(draw: random.Random, problems: int, samples: int, shape: float, gain: float = 0.0) -> list[float]:
@@ -121,7 +121,7 @@ def simulated(draw: random.Random, problems: int, samples: int, shape: float, ga
 @pytest.mark.parametrize("samples, shape", [(1, 1.0), (4, 0.3), (8, 2.0)])
 def test_95_of_100_intervals_cover_the_truth(samples, shape):
     draw = random.Random(7)
-    found = [mean_estimate(simulated(draw, 40, samples, shape), samples) for _ in range(1000)]
+    found = [estimate_mean(simulated(draw, 40, samples, shape), samples) for _ in range(1000)]
     assert 0.93 <= sum(estimate.low <= 0.5 <= estimate.high for estimate in found) / 1000 <= 0.98
 
 
@@ -129,7 +129,7 @@ def test_counting_completions_as_independent_would_cover_far_less():
     """What clustering is for: hard and easy problems, 8 completions each."""
     draw = random.Random(7)
     samples = [simulated(draw, 40, 8, 0.3) for _ in range(500)]
-    pooled = [mean_estimate([float(index < round(8 * value)) for value in values for index in range(8)], 1) for values in samples]
+    pooled = [estimate_mean([float(index < round(8 * value)) for value in values for index in range(8)], 1) for values in samples]
     assert sum(estimate.low <= 0.5 <= estimate.high for estimate in pooled) / 500 < 0.75
 
 
@@ -140,8 +140,8 @@ def test_intervals_of_differences_cover_the_truth_and_p_values_are_uniform_witho
         chances = [draw.betavariate(0.5, 0.5) for _ in range(30)]
         first, second = ([sum(draw.random() < chance for _ in range(4)) for chance in chances] for _ in range(2))
         gains = [one - other for one, other in zip(first, second, strict=True)]
-        found = difference_estimate([gain / 4 for gain in gains])
+        found = estimate_difference([gain / 4 for gain in gains])
         covered += found.low is not None and found.low <= 0 <= found.high
-        small += sign_flip_p(gains) <= 0.05
+        small += sign_flip_p_value(gains) <= 0.05
     assert 0.93 <= covered / 1000 <= 0.98
     assert 0.02 <= small / 1000 <= 0.06

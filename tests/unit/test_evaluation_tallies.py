@@ -9,11 +9,11 @@ import pytest
 
 from megatron_rl.errors import RunError
 from megatron_rl.evaluation.sampling import CompletionsFile, sample
-from megatron_rl.evaluation.tallies import Outcome, Tally, comparison, groups, table
+from megatron_rl.evaluation.tallies import Outcome, Tally, build_table, compare_tallies, group_tallies
 from megatron_rl.reporting.eval_page import write_page
-from megatron_rl.reporting.eval_text import measures, points, sentence, summaries
-from megatron_rl.rollout.generation import Turns
-from megatron_rl.types import Generation, Problem, Reward, Sampling
+from megatron_rl.reporting.eval_text import format_points, list_columns, summarize, summarize_evaluations
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.types import Generation, Problem, Reward, SamplingParams
 
 
 def problem(number: int, level: int = 1, source: str = "arithmetic", answer: str = "2") -> Problem:
@@ -64,19 +64,19 @@ def tally(number: int, correct: int, level: int = 1, source: str = "arithmetic",
 
 def test_tables_have_a_line_for_all_for_each_set_and_for_each_level():
     three = [tally(1, 4), tally(2, 0, level=2), tally(3, 2, source="gsm8k/test", level=0)]
-    assert groups(three) == {
+    assert group_tallies(three) == {
         (None, None): [0, 1, 2],
         ("arithmetic", None): [0, 1],
         ("arithmetic", 1): [0],
         ("arithmetic", 2): [1],
         ("gsm8k/test", None): [2],
     }
-    assert list(groups(three[:2])) == [(None, None), ("arithmetic", 1), ("arithmetic", 2)]
-    assert list(groups(three[:1])) == [(None, None)]
+    assert list(group_tallies(three[:2])) == [(None, None), ("arithmetic", 1), ("arithmetic", 2)]
+    assert list(group_tallies(three[:1])) == [(None, None)]
 
 
 def test_a_tables_figures_by_hand():
-    line = table([tally(1, 4), tally(2, 0), tally(3, 1)], [1, 2, 4])[0]
+    line = build_table([tally(1, 4), tally(2, 0), tally(3, 1)], [1, 2, 4])[0]
     assert line["mean"]["value"] == pytest.approx(5 / 12) == line["pass"]["1"]["value"] == line["maj"]["1"]["value"]
     assert line["pass"]["2"]["value"] == pytest.approx((1 + 0 + 0.5) / 3)  # 3 of 6 pairs hold the one that is right
     assert line["pass"]["4"]["value"] == pytest.approx(2 / 3) and line["maj"]["4"]["value"] == pytest.approx(1 / 3)
@@ -86,12 +86,12 @@ def test_a_tables_figures_by_hand():
 
 def test_a_comparison_pairs_the_problems():
     better, worse = [tally(number, 3) for number in range(8)], [tally(number, 1 + number % 3) for number in range(8)]
-    line = comparison(better, worse, [1, 4])[0]
+    line = compare_tallies(better, worse, [1, 4])[0]
     assert line["mean"]["value"] == pytest.approx((2 + 1 + 0 + 2 + 1 + 0 + 2 + 1) / 4 / 8)
     assert (line["better"], line["worse"], line["p"]) == (6, 0, 2 / 2**6)
     assert line["mean"]["low"] > 0
     with pytest.raises(AssertionError, match="different problems"):
-        comparison(better, worse[1:] + worse[:1], [1])
+        compare_tallies(better, worse[1:] + worse[:1], [1])
 
 
 class Letters:
@@ -125,8 +125,8 @@ def run(letters: Letters, path, problems: int = 5, samples: int = 3, chunk: int 
     file = CompletionsFile(path)
     try:
         asked = [problem(number, answer="1") for number in range(problems)]
-        turns = Turns(letters, letters)
-        return sample(turns, letters, asked, samples, Sampling(1.0, 8), 0, chunk, lambda scored: file.append("checkpoint", scored))
+        turns = MultiTurnSampler(letters, letters)
+        return sample(turns, letters, asked, samples, SamplingParams(1.0, 8), 0, chunk, lambda scored: file.append("checkpoint", scored))
     finally:
         file.close()
 
@@ -159,9 +159,9 @@ def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
     made = {
         "schema": 1, "started": "a", "ended": "b", "argv": ["x", HOSTILE[:20]], "versions": {"torch": "2"}, "config": {"data": {"seed": 1}},
         "sampling": {"samples": 4, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}, "ks": [1, 2, 4], "confidence": 0.95,
-        "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": table(found, [1, 2, 4])}
+        "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": build_table(found, [1, 2, 4])}
                   for name, found in sides.items()},
-        "comparison": comparison(sides["checkpoint"], sides["baseline"], [1, 2, 4]) if with_baseline else [],
+        "comparison": compare_tallies(sides["checkpoint"], sides["baseline"], [1, 2, 4]) if with_baseline else [],
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "eval.json").write_text(json.dumps(made))
@@ -182,9 +182,9 @@ def test_the_page_shows_the_figures_and_obeys_nothing(tmp_path):
 
 def test_words(tmp_path):
     alone = results(tmp_path / "e", with_baseline=False)
-    assert sentence(alone) == "mean@4 is 75.0 % on 6 problems."
-    assert [title for title, _, _ in measures(alone)] == ["mean@4", "pass@2", "pass@4", "maj@4"]
-    assert points({"value": -0.081, "low": -0.1, "high": 0.02}) == "-8.1 (-10.0…+2.0)"
+    assert summarize(alone) == "mean@4 is 75.0 % on 6 problems."
+    assert [title for title, _, _ in list_columns(alone)] == ["mean@4", "pass@2", "pass@4", "maj@4"]
+    assert format_points({"value": -0.081, "low": -0.1, "high": 0.02}) == "-8.1 (-10.0…+2.0)"
 
 
 def test_a_run_finds_its_evaluations_and_leaves_out_what_is_damaged(tmp_path):
@@ -192,6 +192,6 @@ def test_a_run_finds_its_evaluations_and_leaves_out_what_is_damaged(tmp_path):
         results(tmp_path / "eval" / f"step_{step}", step)
     (tmp_path / "eval" / "torn").mkdir()
     (tmp_path / "eval" / "torn" / "eval.json").write_text('{"sides": ')
-    lines = summaries(tmp_path)
+    lines = summarize_evaluations(tmp_path)
     assert [(line["folder"], line["step"], line["problems"]) for line in lines] == [("eval/step_3", "3", "6"), ("eval/step_12", "12", "6")]
     assert "mean@4 75.0 % (" in lines[0]["found"] and "50.0 points above the baseline's" in lines[0]["found"]

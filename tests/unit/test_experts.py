@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight
 from megatron_rl.precision.fp8_products import fprop
-from megatron_rl.precision.int8 import quantize_channels
+from megatron_rl.precision.int8 import quantize_int8_weight
 from rollout_sglang.hooks import cpu_moe, dequant_cache
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
@@ -35,17 +35,17 @@ def slow_mixture(gate_up, down) -> torch.Tensor:
     return y
 
 
-def quantized(weight: torch.Tensor, scale_format: str) -> Blocks:
+def quantized(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
     """Each expert's matrix in blocks: data [E, N, K], scales [E, N / 128, K / 128]."""
     blocks = [quantize_weight(matrix, scale_format) for matrix in weight]
-    return Blocks(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
+    return Fp8Weight(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept():
-    dequant_cache.forget()
+    dequant_cache.clear_cache()
     yield
-    dequant_cache.forget()
+    dequant_cache.clear_cache()
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
         cpu_moe.apply_block_fp8, layer, block_quant=True, weight_block_size=[128, 128], quant_config=SimpleNamespace(scale_fmt=scale_fmt)
     )
 
-    def product(blocks: Blocks):
-        return lambda x, expert: fprop(x, dequantize_weight(Blocks(blocks.data[expert], blocks.scale[expert])), scale_format)
+    def product(blocks: Fp8Weight):
+        return lambda x, expert: fprop(x, dequantize_weight(Fp8Weight(blocks.data[expert], blocks.scale[expert])), scale_format)
 
     # sums of 256 float32 products in another order, of magnitude 10^2
     torch.testing.assert_close(y, slow_mixture(product(w13), product(w2)), rtol=1e-4, atol=1e-2)
@@ -95,8 +95,8 @@ def slow_int8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_int8_experts_quantise_tokens_before_each_of_their_two_products(run):
     """Bit for bit: sums of integers have no order."""
     w13, w2 = random(EXPERTS, 2 * WIDTH, HIDDEN, seed=3), random(EXPERTS, HIDDEN, WIDTH, seed=4)
-    data13, scale13 = map(torch.stack, zip(*map(quantize_channels, w13), strict=True))
-    data2, scale2 = map(torch.stack, zip(*map(quantize_channels, w2), strict=True))
+    data13, scale13 = map(torch.stack, zip(*map(quantize_int8_weight, w13), strict=True))
+    data2, scale2 = map(torch.stack, zip(*map(quantize_int8_weight, w2), strict=True))
     assert (data13.dtype, scale13.shape, scale2.shape) == (torch.int8, (EXPERTS, 2 * WIDTH, 1), (EXPERTS, HIDDEN, 1))
     y = run(cpu_moe.apply_int8, SimpleNamespace(w13_weight=data13, w13_weight_scale=scale13, w2_weight=data2, w2_weight_scale=scale2))
     assert torch.equal(y, slow_mixture(lambda x, e: slow_int8(x, w13[e]), lambda x, e: slow_int8(x, w2[e])))
@@ -115,15 +115,15 @@ def test_blocks_outside_the_contract_are_refused(run):
 
 
 def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
-    """Changed bytes are seen only after `forget`, unless they did not fit."""
+    """Changed bytes are seen only after `clear_cache`, unless they did not fit."""
     first, second = (quantize_weight(random(128, 128, seed=seed), "pow2") for seed in (5, 6))
-    monkeypatch.setattr(dequant_cache, "LIMIT", first.data.numel() * 4)
-    kept, not_kept = dequant_cache.values_of(*first), dequant_cache.values_of(*second)
+    monkeypatch.setattr(dequant_cache, "MAX_CACHED_BYTES", first.data.numel() * 4)
+    kept, not_kept = dequant_cache.get_float_weight(*first), dequant_cache.get_float_weight(*second)
     torch.testing.assert_close(kept, dequantize_weight(first), rtol=0, atol=0)
-    assert dequant_cache.values_of(*first) is kept
-    assert dequant_cache.values_of(*second) is not not_kept
-    dequant_cache.forget()
-    assert dequant_cache.values_of(*second) is dequant_cache.values_of(*second)
+    assert dequant_cache.get_float_weight(*first) is kept
+    assert dequant_cache.get_float_weight(*second) is not not_kept
+    dequant_cache.clear_cache()
+    assert dequant_cache.get_float_weight(*second) is dequant_cache.get_float_weight(*second)
 
 
 def test_weighted_outputs_are_rounded_before_they_are_summed():
@@ -131,7 +131,7 @@ def test_weighted_outputs_are_rounded_before_they_are_summed():
     x, ones = X.bfloat16(), torch.tensor([[0, 1, 2]]).expand(len(X), -1)
     weights = random(len(X), 3, seed=7).softmax(-1)
     outputs = [x * (expert + 1) for expert in range(3)]
-    y = cpu_moe.mixture(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert])
+    y = cpu_moe.run_experts(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert])
     rounded = [(output.float() * weights[:, e, None]).bfloat16() for e, output in enumerate(outputs)]
     assert torch.equal(y, sum(part.float() for part in rounded).bfloat16())
     assert not torch.equal(y, sum(output.float() * weights[:, e, None] for e, output in enumerate(outputs)).bfloat16())

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from megatron_rl.config import Architecture, Precision, load_config
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 from megatron_rl.precision.backends import requirements
@@ -33,18 +33,18 @@ def hopper(monkeypatch):
 
 def refused(backend: str, **precision: str) -> str:
     with pytest.raises(UserError) as caught:
-        requirements.check_machine(Precision(backend=backend, **precision))
+        requirements.check_machine(PrecisionConfig(backend=backend, **precision))
     return str(caught.value)
 
 
 def test_a_whole_machine_can_run_them_all(hopper):
-    assert all(requirements.missing(name) == [] for name in requirements.BACKENDS)
+    assert all(requirements.find_missing(name) == [] for name in requirements.BACKENDS)
     for name in requirements.BACKENDS:
-        requirements.check_machine(Precision(backend=name))
+        requirements.check_machine(PrecisionConfig(backend=name))
 
 
 def test_modes_without_fp8_layers_need_no_backend():
-    requirements.check_machine(Precision(backend="deep_gemm", mode="bf16"))
+    requirements.check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))
 
 
 def test_everything_that_is_missing_is_named(monkeypatch):
@@ -88,18 +88,18 @@ def test_the_original_deep_gemm_will_do(hopper):
     del hopper["sgl-deep-gemm"]
     assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
     hopper["deep_gemm"] = "2.6.1+54e2261"
-    requirements.check_machine(Precision(backend="deep_gemm"))
+    requirements.check_machine(PrecisionConfig(backend="deep_gemm"))
     hopper["deep_gemm"] = "2.7.0"
     assert "deep_gemm 2.7.0 is not one of the known versions, 2.1 to below 2.7" in refused("deep_gemm")
 
 
 def geometry(**widths: int) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(write.new_config(Architecture(**widths), 0, "bf16"))
+    return ModelGeometry.from_hf_config(write.make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_weights_that_are_cut_within_a_block_are_refused(backend):
-    precision = Precision(backend=backend)
+    precision = PrecisionConfig(backend=backend)
     wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
     requirements.check_model(precision, geometry(**wide), Layout(tp=2))
     with pytest.raises(
@@ -110,13 +110,13 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
         requirements.check_model(
             precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout()
         )
-    requirements.check_model(Precision(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+    requirements.check_model(PrecisionConfig(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
 
 
 def test_the_preflight_asks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(write.new_config(Architecture(), 0, "bf16")))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(write.make_hf_config(ArchitectureConfig(), 0, "bf16")))
     (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
     monkeypatch.setattr(requirements, "_version", {}.get)
     with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):

@@ -8,7 +8,7 @@ from test_fp8_quantize import FORMATS, uneven
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, padded_groups
+from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, pad_groups
 from megatron_rl.precision.fp8 import quantize_weight
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
@@ -86,7 +86,7 @@ def test_what_a_kernel_cannot_do_is_refused(name):
 @FORMATS
 def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
     counts = [130, 0, 3, 256]
-    groups, places = padded_groups(counts, "cpu")
+    groups, places = pad_groups(counts, "cpu")
     assert groups == [256, 0, 128, 256] and len(places) == sum(counts)
     blocks = [quantize_weight(uneven(N, K, seed), scale_format) for seed in range(4)]
     experts, single = DeepGemmExperts(scale_format), make_backend("deep_gemm", scale_format)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from golden import slow_fp8
 
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
 
 FORMATS = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 
@@ -75,7 +75,7 @@ def test_quantising_dequantised_pow2_blocks_changes_no_value():
 
 
 def test_dequantising_uses_the_scale_of_the_own_block():
-    blocks = Blocks(torch.ones(200, 300).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
+    blocks = Fp8Weight(torch.ones(200, 300).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2, 3], [4, 5, 6]]))
     values = dequantize_weight(blocks)
     assert [values[row, col].item() for row in (127, 128) for col in (127, 128, 256)] == [1, 2, 3, 4, 5, 6]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from golden import slow_fp8
 
-from megatron_rl.precision.fp8 import scales_of
+from megatron_rl.precision.fp8 import compute_scales
 
 ALL_POSITIVE_BF16 = (torch.arange(1, 0x7F80, dtype=torch.int32) << 16).view(torch.float32)  # 32639 finite values
 
@@ -22,7 +22,7 @@ def around_the_edges() -> torch.Tensor:
 
 @pytest.mark.parametrize("amax", [ALL_POSITIVE_BF16, around_the_edges()], ids=["every bf16", "edges of binades"])
 def test_pow2_is_exactly_the_smallest_power_of_two_that_fits(amax):
-    scale, inverse = scales_of(amax, "pow2")
+    scale, inverse = compute_scales(amax, "pow2")
     for value, got in zip(amax.tolist(), scale.tolist(), strict=True):
         value = max(value, float(np.float32(1e-10)))
         assert Fraction(value) <= 448 * Fraction(got), f"amax {value!r} does not fit under scale {got!r}"
@@ -34,19 +34,19 @@ def test_pow2_is_exactly_the_smallest_power_of_two_that_fits(amax):
 def test_the_step_to_the_next_scale_lies_just_above_448():
     just_above = float(np.nextafter(np.float32(448), np.float32(449)))
     just_below = float(np.nextafter(np.float32(448), np.float32(0)))
-    assert scales_of(torch.tensor([just_below, 448.0, just_above]), "pow2")[0].tolist() == [1.0, 1.0, 2.0]
+    assert compute_scales(torch.tensor([just_below, 448.0, just_above]), "pow2")[0].tolist() == [1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-45, 1.1754944e-38, 1e-11, 1e-10])
 def test_tiny_blocks_count_as_the_epsilon(amax):
-    assert scales_of(torch.tensor(amax), "pow2")[0].item() == 2.0**-42
-    assert scales_of(torch.tensor(amax), "fp32")[1].item() == np.float32(448) / np.float32(1e-10)
+    assert compute_scales(torch.tensor(amax), "pow2")[0].item() == 2.0**-42
+    assert compute_scales(torch.tensor(amax), "fp32")[1].item() == np.float32(448) / np.float32(1e-10)
 
 
 def test_fp32_is_transformer_engines_formula():
     amax = torch.cat([ALL_POSITIVE_BF16, around_the_edges(), torch.rand(20_000, generator=torch.Generator().manual_seed(0)) * 7])
     amax = amax[amax >= 1e-10]
-    scale, multiplier = scales_of(amax, "fp32")
+    scale, multiplier = compute_scales(amax, "fp32")
     expected_multiplier = np.float32(448) / amax.numpy()
     assert np.array_equal(multiplier.numpy(), expected_multiplier)
     assert np.array_equal(scale.numpy(), np.float32(1) / expected_multiplier)
@@ -54,7 +54,7 @@ def test_fp32_is_transformer_engines_formula():
 
 def test_the_two_formats_differ_only_by_rounding_up_to_a_power_of_two():
     amax = ALL_POSITIVE_BF16[(ALL_POSITIVE_BF16 > 1e-9) & (ALL_POSITIVE_BF16 < 1e30)]
-    ratio = scales_of(amax, "pow2")[0].double() / scales_of(amax, "fp32")[0].double()
+    ratio = compute_scales(amax, "pow2")[0].double() / compute_scales(amax, "fp32")[0].double()
     assert ratio.min() > 1 - 1e-6 and ratio.max() < 2
 
 

@@ -10,17 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_placement
-from megatron_rl.errors import LostError, RunError, UserError
-from megatron_rl.rollout.async_worker import Ahead
-from megatron_rl.rollout.generation import Turns
-from megatron_rl.rollout.worker import Rollout, rollout_metrics
-from megatron_rl.training.loop import to_sequences
-from megatron_rl.training.mismatch import mismatch, staleness
-from megatron_rl.types import Completion, Generation, Problem, Sampling
-from rollout_sglang.engine import _generation
+from megatron_rl.errors import EngineLostError, RunError, UserError
+from megatron_rl.rollout.async_worker import AsyncRolloutWorker
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.worker import RolloutBatch, compute_rollout_metrics
+from megatron_rl.training.loop import to_training_samples
+from megatron_rl.training.mismatch import measure_mismatch, measure_staleness
+from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from rollout_sglang.engine import _parse_generation
 
 
 class Worker:
@@ -31,13 +31,13 @@ class Worker:
         self.hold.set()
         self.error = RunError("the engine is gone")
 
-    def collect(self, version: int) -> Rollout:
+    def collect(self, version: int) -> RolloutBatch:
         began = self.trainer
         assert self.hold.wait(10)
         if version == self.broken:
             raise self.error
         self.made += 1
-        return Rollout(
+        return RolloutBatch(
             [SimpleNamespace(version=version, began=began)], {"time/generate": 2.0, "time/reward": 1.0}, [], {"sampling/rounds": 1}
         )
 
@@ -46,7 +46,7 @@ class Worker:
 
 
 def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[SimpleNamespace]:
-    ahead = Ahead(worker, max_staleness, steps, lambda: None)
+    ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
     worker.made, found = start, []
     for version in range(start, steps):
         worker.trainer = version
@@ -66,7 +66,7 @@ def test_nothing_begins_before_the_trainer_is_near_enough(max_staleness, start, 
 
 def test_the_next_groups_are_made_while_the_trainer_trains():
     worker = Worker()
-    ahead = Ahead(worker, 1, 9, lambda: None)
+    ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
     ahead.collect(0)
     ahead._thread.submit(lambda: None).result(10)  # after all that has begun
     assert worker.made == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
@@ -77,7 +77,7 @@ def test_the_next_groups_are_made_while_the_trainer_trains():
 def test_what_fails_ahead_is_raised_in_its_turn():
     worker = Worker()
     worker.broken = 1
-    ahead = Ahead(worker, 1, 9, lambda: None)
+    ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
     ahead.collect(0)
     with pytest.raises(RunError, match="the engine is gone"):
         ahead.collect(1)
@@ -87,14 +87,14 @@ def test_what_fails_ahead_is_raised_in_its_turn():
 def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped():
     """Lost in the groups for version 1: those for 2 had begun behind them."""
     worker = Worker()
-    worker.broken, worker.error = 1, LostError("the engine is gone")
-    ahead = Ahead(worker, 2, 9, lambda: None)
+    worker.broken, worker.error = 1, EngineLostError("the engine is gone")
+    ahead = AsyncRolloutWorker(worker, 2, 9, lambda: None)
     ahead.collect(0)
     ahead._thread.submit(lambda: None).result(10)
     assert worker.made == 1, "nothing comes before the groups that failed"
     worker.broken = 2
     assert ahead.collect(1).completions_B[0].version == 1, "a sync has brought the engine back since"
-    with pytest.raises(LostError, match="the engine is gone"):
+    with pytest.raises(EngineLostError, match="the engine is gone"):
         ahead.collect(2)
     assert ahead.state_dict() == {"position": 2}
     worker.broken = -1
@@ -105,7 +105,7 @@ def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped():
 
 def test_closing_breaks_off_what_is_made():
     worker, stopped = Worker(), []
-    ahead = Ahead(worker, 2, 9, lambda: (stopped.append(True), worker.hold.set()))
+    ahead = AsyncRolloutWorker(worker, 2, 9, lambda: (stopped.append(True), worker.hold.set()))
     ahead.collect(0)
     worker.hold.clear()
     ahead._thread.submit(worker.hold.wait, 10)
@@ -116,13 +116,13 @@ def test_closing_breaks_off_what_is_made():
 
 
 def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
-    ahead = Ahead(Worker(), 1, 1, lambda: None)
+    ahead = AsyncRolloutWorker(Worker(), 1, 1, lambda: None)
     rollout = ahead.collect(0)
     ahead.close()
     assert rollout.seconds == {"time/generate": pytest.approx(0, abs=1), "ahead/generate": 2.0, "ahead/reward": 1.0}
     assert rollout.sampling == {"sampling/rounds": 1}
     rollout.completions_B = [Completion(Problem("0", "", ""), [1], [2] * 6, [-1.0] * 6, "stop", 0, "")]
-    assert rollout_metrics(rollout)["tokens/per_second"] == 3
+    assert compute_rollout_metrics(rollout)["tokens/per_second"] == 3
 
 
 class Engine:
@@ -137,14 +137,14 @@ class Engine:
 
 def answer(engine: Engine, version: int, staleness: int) -> Completion:
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [65], decode=lambda ids, skip_special_tokens: "")
-    return Turns(engine, tokenizer).answer([Problem("0", "A", "")], Sampling(1.0, 9), version, staleness)[0]  # type: ignore[arg-type]
+    return MultiTurnSampler(engine, tokenizer).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), version, staleness)[0]  # type: ignore[arg-type]
 
 
 def test_tokens_within_the_bound_are_taken_with_their_versions():
     completion = answer(Engine(4, 5), 6, 2)
     assert (completion.versions_T, completion.policy_version) == ([4, 5], 5)
-    (sequence,) = to_sequences(Rollout([completion]), 6)
-    assert sequence.ages.tolist() == [2, 1]
+    (sequence,) = to_training_samples(RolloutBatch([completion]), 6)
+    assert sequence.version_lags.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("versions, line", [((3, 5), "policy version 3, "), ((6, 7), "policy version 7, ")])
@@ -153,9 +153,11 @@ def test_older_and_newer_tokens_break_the_run(versions, line):
         answer(Engine(*versions), 6, 2)
 
 
-def sampled(ages: list[int], difference: list[float]) -> Sequence:
+def sampled(ages: list[int], difference: list[float]) -> TrainingSample:
     old = torch.full((len(ages),), -2.0)
-    return Sequence([1], [2] * len(ages), old_logprobs=old, rollout_logprobs=old - torch.tensor(difference), ages=torch.tensor(ages))
+    return TrainingSample(
+        [1], [2] * len(ages), old_logprobs=old, rollout_logprobs=old - torch.tensor(difference), version_lags=torch.tensor(ages)
+    )
 
 
 def close(value: float) -> object:
@@ -164,13 +166,15 @@ def close(value: float) -> object:
 
 def test_stale_tokens_do_not_count_as_mismatch():
     sequences = [sampled([1, 1, 0], [0.5, -0.3, 0.001]), sampled([0], [-0.003])]
-    assert mismatch(sequences)["mismatch/abs_mean"] == close(0.002) and mismatch(sequences)["mismatch/abs_max"] == close(0.003)
-    found = staleness(sequences)
+    assert measure_mismatch(sequences)["mismatch/abs_mean"] == close(0.002) and measure_mismatch(sequences)["mismatch/abs_max"] == close(
+        0.003
+    )
+    found = measure_staleness(sequences)
     assert (found["staleness/mean"], found["staleness/max"], found["staleness/share"], found["staleness/mixed"]) == (0.5, 1, 0.5, 0.5)
     assert found["staleness/abs_mean"] == close(0.4)
-    assert mismatch([*sequences[:1], sampled([2], [1.0])])["mismatch/abs_max"] == close(0.001)
-    assert mismatch([sampled([1], [1.0])]) == {}, "what was not measured is not told"
-    assert "staleness/abs_mean" not in staleness([sampled([0], [1.0])])
+    assert measure_mismatch([*sequences[:1], sampled([2], [1.0])])["mismatch/abs_max"] == close(0.001)
+    assert measure_mismatch([sampled([1], [1.0])]) == {}, "what was not measured is not told"
+    assert "staleness/abs_mean" not in measure_staleness([sampled([0], [1.0])])
 
 
 def meta(spans: list[tuple[str, int, int]], tokens: int) -> dict:
@@ -187,13 +191,13 @@ def meta(spans: list[tuple[str, int, int]], tokens: int) -> dict:
 
 
 def test_the_engine_tells_every_tokens_version():
-    assert _generation(meta([("3", 0, 4)], 4), True).versions_T == []
-    found = _generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
+    assert _parse_generation(meta([("3", 0, 4)], 4), True).versions_T == []
+    found = _parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
     assert (found.versions_T, found.policy_version, found.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
     with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
-        _generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
+        _parse_generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
     with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
-        _generation(meta([("3", 0, 1), ("4", 1, 4)], 4), False)
+        _parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), False)
 
 
 def config(**sections: dict) -> Config:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from golden import slow_cut
 
-from megatron_rl.config import Architecture
+from megatron_rl.config import ArchitectureConfig
 from megatron_rl.hf import write
 from parallel.layout import Coordinates, Layout
-from parallel.megatron_shards import megatron_shards, row_order, trainer_shards
-from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Shard
-from parallel.sglang_shards import sglang_shards
+from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
+from parallel.model_geometry import GeometryError, ModelGeometry, MoEGeometry, Shard
+from parallel.sglang_shards import build_sglang_shards
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 QKV = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -33,11 +33,11 @@ def model(**changes: object) -> ModelGeometry:
     return ModelGeometry(**{**widths, **changes})
 
 
-MOE = model(layers=1, kind="qwen3_moe", experts=Experts(count=4, ffn=256))
+MOE = model(layers=1, kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
 
 
 def trainer(geometry: ModelGeometry, layout: Layout) -> list[list[Shard]]:
-    return [megatron_shards(geometry, layout, layout.coordinates(rank)) for rank in range(layout.world_size)]
+    return [build_megatron_shards(geometry, layout, layout.coordinates(rank)) for rank in range(layout.world_size)]
 
 
 def names(shards: list[Shard]) -> set[str]:
@@ -45,8 +45,8 @@ def names(shards: list[Shard]) -> set[str]:
 
 
 def test_the_geometry_is_read_from_the_projects_own_config_json():
-    architecture = Architecture(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    geometry = ModelGeometry.from_hf_config(write.new_config(architecture, 0, "fp32"))
+    architecture = ArchitectureConfig(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    geometry = ModelGeometry.from_hf_config(write.make_hf_config(architecture, 0, "fp32"))
     assert geometry == ModelGeometry(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, ffn=512, vocab=384, tied=True)
 
 
@@ -54,7 +54,7 @@ def test_tensors_have_the_shapes_of_transformers_qwen3():
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**write.new_config(Architecture(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
+    config = Qwen3Config(**write.make_hf_config(ArchitectureConfig(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
     with torch.device("meta"):
         reference = {name: tuple(parameter.shape) for name, parameter in Qwen3ForCausalLM(config).named_parameters()}
     geometry = ModelGeometry.from_hf_config(config.to_dict())
@@ -88,7 +88,7 @@ def test_sglang_stacks_q_k_v_per_rank_and_replicates_kv_heads(tp):
     q, k, v = (np.split(source[QKV[0]], tp), *(np.split(source[name], KV_HEADS) for name in QKV[1:]))
     gate, up = (np.split(source[f"model.layers.1.mlp.{part}_proj.weight"], tp) for part in ("gate", "up"))
     for rank in range(tp):
-        held = slow_cut.cut(sglang_shards(model(), tp, rank), source)
+        held = slow_cut.cut(build_sglang_shards(model(), tp, rank), source)
         heads = range(KV_HEADS)[rank * KV_HEADS // tp :][: max(KV_HEADS // tp, 1)]
         expected = np.concatenate([q[rank], *(k[head] for head in heads), *(v[head] for head in heads)])
         assert np.array_equal(held["model.layers.1.self_attn.qkv_proj.weight"], expected)
@@ -98,15 +98,19 @@ def test_sglang_stacks_q_k_v_per_rank_and_replicates_kv_heads(tp):
 @pytest.mark.parametrize("tp, per_rank", [(1, 320), (2, 160), (4, 80), (8, 40)])
 def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp, per_rank):
     wide = model(kv_heads=8)
-    shards = [next(shard for shard in sglang_shards(wide, tp, rank) if shard.role == "embedding") for rank in range(tp)]
+    shards = [next(shard for shard in build_sglang_shards(wide, tp, rank) if shard.role == "embedding") for rank in range(tp)]
     assert [shard.rows for shard in shards] == [per_rank] * tp
-    rows = [row for shard in shards for row in range(shard.pieces[0].source.row, shard.pieces[0].source.row + shard.pieces[0].source.rows)]
+    rows = [
+        row
+        for shard in shards
+        for row in range(shard.regions[0].tensor_rect.row, shard.regions[0].tensor_rect.row + shard.regions[0].tensor_rect.rows)
+    ]
     assert rows == list(range(VOCAB))
 
 
 def test_a_rank_of_nothing_but_vocabulary_padding_is_legal():
-    shard = sglang_shards(model(vocab=5, kv_heads=8), 8, 7)[0]
-    assert (shard.rows, shard.pieces[0].source.rows) == (8, 0)
+    shard = build_sglang_shards(model(vocab=5, kv_heads=8), 8, 7)[0]
+    assert (shard.rows, shard.regions[0].tensor_rect.rows) == (8, 0)
 
 
 def test_pipeline_stages_hold_their_layers_with_global_numbers():
@@ -121,8 +125,8 @@ def test_pipeline_stages_hold_their_layers_with_global_numbers():
 def test_only_another_stage_keeps_a_copy_of_a_tied_embedding(pp, holds):
     last = trainer(model(tied=True), Layout(pp=pp))[-1]
     assert names(last) & {"output_layer.weight"} == holds
-    assert {shard.pieces[0].tensor.name for shard in last if shard.name in holds} == ({"model.embed_tokens.weight"} if holds else set())
-    assert "lm_head.weight" not in names(sglang_shards(model(tied=True), 1, 0))
+    assert {shard.regions[0].tensor.name for shard in last if shard.name in holds} == ({"model.embed_tokens.weight"} if holds else set())
+    assert "lm_head.weight" not in names(build_sglang_shards(model(tied=True), 1, 0))
 
 
 def test_data_parallel_ranks_hold_the_same():
@@ -141,7 +145,7 @@ def test_a_rank_outside_of_the_layout_is_refused(rank):
 
 
 def hf_config(**changes: object) -> dict[str, object]:
-    return {**write.new_config(Architecture(), 0, "fp32"), **changes}
+    return {**write.make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
 
 
 @pytest.mark.parametrize(
@@ -158,19 +162,19 @@ def hf_config(**changes: object) -> dict[str, object]:
         (lambda: trainer(model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "the layers of a pipeline stage (2)", "divisor of 2"]),
         (lambda: trainer(model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "layout.ep = 1"]),
         (lambda: trainer(MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
-        (lambda: trainer_shards(model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
-        (lambda: trainer_shards(model(), Layout(tp=2), vocab_rows=298), ["vocab_rows = 298", "tp (2)", "vocabulary (300)"]),
-        (lambda: sglang_shards(MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
-        (lambda: sglang_shards(MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
-        (lambda: sglang_shards(model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+        (lambda: build_trainer_shards(model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
+        (lambda: build_trainer_shards(model(), Layout(tp=2), vocab_rows=298), ["vocab_rows = 298", "tp (2)", "vocabulary (300)"]),
+        (lambda: build_sglang_shards(MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
+        (lambda: build_sglang_shards(MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
+        (lambda: build_sglang_shards(model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
         (
-            lambda: sglang_shards(model(kind="qwen3_moe", experts=replace(MOE.experts, dense_layers=frozenset({1}))), 1, 0),
+            lambda: build_sglang_shards(model(kind="qwen3_moe", experts=replace(MOE.experts, dense_layers=frozenset({1}))), 1, 0),
             ["mlp_only_layers = [1]", "every layer", "without dense layers"],
         ),
-        (lambda: row_order(model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
+        (lambda: compute_row_order(model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
         (lambda: trainer(model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"]),
-        (lambda: sglang_shards(model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: sglang_shards(model(heads=12, kv_heads=4), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
+        (lambda: build_sglang_shards(model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+        (lambda: build_sglang_shards(model(heads=12, kv_heads=4), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, words):
@@ -196,7 +200,7 @@ def test_more_ranks_than_kv_heads_cut_through_the_groups_of_megatrons_qkv(tp):
     qkv = np.concatenate([q, k, v], axis=1).reshape(tp, -1, HIDDEN)
     for rank, shards in enumerate(trainer(wide, Layout(tp=tp))):
         shard = next(shard for shard in shards if shard.name == "decoder.layers.1.self_attention.linear_qkv.weight")
-        held = np.concatenate([source[p.tensor.name][p.source.row : p.source.row + p.source.rows] for p in shard.pieces])
+        held = np.concatenate([source[p.tensor.name][p.tensor_rect.row : p.tensor_rect.row + p.tensor_rect.rows] for p in shard.regions])
         assert np.array_equal(held, qkv[rank])
 
 
@@ -221,7 +225,7 @@ def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_check
             assert np.array_equal(held[prefix + "linear_fc2.weight"], down[expert])
         assert sum("local_experts" in name for name in names(shards)) == 4
     for rank in range(4):  # tp 4, ep 2: ranks 0 and 1 share experts 0 and 1
-        shards = {shard.name: shard for shard in sglang_shards(MOE, 4, rank, ep=2)}
+        shards = {shard.name: shard for shard in build_sglang_shards(MOE, 4, rank, ep=2)}
         w13, w2 = (shards[f"model.layers.0.mlp.experts.{name}_weight"] for name in ("w13", "w2"))
         assert (w13.shape, w13.scale_shape, w2.shape, w2.scale_shape) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
         held = slow_cut.cut([w13, w2], source)

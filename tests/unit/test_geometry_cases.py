@@ -13,11 +13,18 @@ import pytest
 from golden.slow_cut import ROLES
 
 from parallel.layout import Layout
-from parallel.layout_hints import engine_problem, explained, nearest_engines, nearest_layouts, one_of_each_layer, trainer_problem
-from parallel.megatron_shards import trainer_shards
+from parallel.layout_hints import (
+    add_layout_hints,
+    find_engine_problem,
+    find_nearest_engines,
+    find_nearest_layouts,
+    find_trainer_problem,
+    keep_one_layer_per_kind,
+)
+from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import GeometryError, ModelGeometry
-from parallel.reshard import moves, reshard
-from parallel.sglang_shards import engine_shards
+from parallel.reshard import add_scale_transfers, reshard
+from parallel.sglang_shards import build_engine_shards
 
 
 def dense(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:
@@ -93,7 +100,7 @@ def geometry(name: str) -> ModelGeometry:
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallel_sizes_of_dense_models(name, tp):
-    for problem in (trainer_problem(geometry(name), Layout(tp=tp), ROLES), engine_problem(geometry(name), tp, 1, ROLES)):
+    for problem in (find_trainer_problem(geometry(name), Layout(tp=tp), ROLES), find_engine_problem(geometry(name), tp, 1, ROLES)):
         assert (problem is None) == (tp in WORKS[name]), problem
 
 
@@ -102,8 +109,8 @@ def test_tensor_parallel_sizes_of_dense_models(name, tp):
 def test_expert_tensor_parallel_sizes(name, parts):
     """Megatron's attention stays at tp 4; an engine without expert parallelism cuts its experts by tp."""
     model = geometry(name)
-    train = trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
-    engine = engine_problem(model, parts, 1, ROLES)
+    train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
+    engine = find_engine_problem(model, parts, 1, ROLES)
     assert (train is None) == (parts in EXPERT_WORKS[name]), train
     assert (engine is None) == (parts in EXPERT_WORKS[name]), engine
 
@@ -112,29 +119,31 @@ def test_expert_tensor_parallel_sizes(name, parts):
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_attention_of_moe_models_works_at_every_size_with_expert_parallelism(name, tp):
     """Above 4 kv heads too: the engine replicates whole heads, Megatron's rows end on block edges."""
-    assert trainer_problem(geometry(name), Layout(tp=tp, ep=tp, etp=1), ROLES) is None
-    assert engine_problem(geometry(name), tp, tp, ROLES) is None
+    assert find_trainer_problem(geometry(name), Layout(tp=tp, ep=tp, etp=1), ROLES) is None
+    assert find_engine_problem(geometry(name), tp, tp, ROLES) is None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
     """One layer of each kind at real widths; the sum of all rectangles is the engine's size."""
-    model = one_of_each_layer(geometry(name))
+    model = keep_one_layer_per_kind(geometry(name))
     pairs = [(a, b) for a in WORKS[name] for b in WORKS[name]] if name in WORKS else [(2, 8), (8, 4)]
     for train_tp, rollout_tp in pairs:
         ep, rollout_ep = (train_tp, rollout_tp) if model.experts else (1, 1)
-        targets = engine_shards(model, rollout_tp, rollout_ep)
+        targets = build_engine_shards(model, rollout_tp, rollout_ep)
         train = Layout(tp=train_tp, ep=ep, etp=1 if model.experts else 0)
-        plan = moves(reshard(trainer_shards(model, train, quantised=True), targets, ROLES))
-        size = sum(piece.source.rows * piece.source.cols for shards in targets.values() for shard in shards for piece in shard.pieces)
-        assert sum(move.target_rect.rows * move.target_rect.cols for move in plan if move.kind != "scale") == size
+        plan = add_scale_transfers(reshard(build_trainer_shards(model, train, quantised=True), targets, ROLES))
+        size = sum(
+            region.tensor_rect.rows * region.tensor_rect.cols for shards in targets.values() for shard in shards for region in shard.regions
+        )
+        assert sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan if transfer.kind != "scale") == size
 
 
 def refused(name: str, train: Layout, rollout: tuple[int, int]) -> str:
     model = geometry(name)
     with pytest.raises(GeometryError) as caught:
-        reshard(trainer_shards(model, train, quantised=True), engine_shards(model, *rollout), ROLES)
-    return str(explained(caught.value, model, train, rollout, ROLES))
+        reshard(build_trainer_shards(model, train, quantised=True), build_engine_shards(model, *rollout), ROLES)
+    return str(add_layout_hints(caught.value, model, train, rollout, ROLES))
 
 
 @pytest.mark.parametrize(
@@ -176,16 +185,16 @@ def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, 
 
 def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
     model, asked = geometry("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
-    assert trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
-    found = nearest_layouts(model, asked, ROLES)
+    assert find_trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
+    found = find_nearest_layouts(model, asked, ROLES)
     assert found == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
-    assert all(trainer_problem(model, one, ROLES) is None for one in found)
-    assert all(engine_problem(model, tp, ep, ROLES) is None for tp, ep in nearest_engines(model, 8, 1, ROLES))
+    assert all(find_trainer_problem(model, one, ROLES) is None for one in found)
+    assert all(find_engine_problem(model, tp, ep, ROLES) is None for tp, ep in find_nearest_engines(model, 8, 1, ROLES))
 
 
 def test_a_model_that_no_layout_serves_gets_no_advice():
     model = ModelGeometry.from_hf_config(dense("llama", 1, 256, 2, 2, 200, 64))
-    assert nearest_layouts(model, Layout(), ROLES) == [] == nearest_engines(model, 1, 1, ROLES)
-    error = trainer_problem(model, Layout(), ROLES)
+    assert find_nearest_layouts(model, Layout(), ROLES) == [] == find_nearest_engines(model, 1, 1, ROLES)
+    error = find_trainer_problem(model, Layout(), ROLES)
     assert error is not None
-    assert "train layouts that work: none; rollout layouts that work: none" in str(explained(error, model, Layout(), (1, 1), ROLES))
+    assert "train layouts that work: none; rollout layouts that work: none" in str(add_layout_hints(error, model, Layout(), (1, 1), ROLES))

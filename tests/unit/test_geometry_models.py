@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_geometry_cases import CONFIGS, dense
 
-from parallel.model_geometry import Experts, GeometryError, Latent, ModelGeometry
+from parallel.model_geometry import GeometryError, MLAGeometry, ModelGeometry, MoEGeometry
 
 TINY = dense("", 3, 64, 4, 2, 96, 50, head_dim=32, pad_token_id=None)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}
@@ -59,8 +59,8 @@ def test_tensors_are_those_of_transformers(kind):
 
 def test_deepseek_v3_is_read_whole():
     geometry = ModelGeometry.from_hf_config(CONFIGS["DeepSeek-V3"])
-    assert geometry.latent == Latent(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
-    assert geometry.experts == Experts(256, 2048, shared_ffn=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True)
+    assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True)
     assert geometry.head_dim == 192
     assert sum(tensor.rows * tensor.cols for tensor in geometry.tensors().values()) == pytest.approx(671e9, rel=1e-3)
 

@@ -12,59 +12,90 @@ import torch
 from rich.console import Console
 
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.graph.decoder import Attention, Decoder, Experts, Gradients, LatentAttention, Layer, Mlp, Weighted, decoder_graph
-from megatron_rl.precision.graph.formats import activation, channels, common, granularity, plain, quantised, scale_format, tokens
-from megatron_rl.precision.graph.graph import Edge, Format, Graph, Node, compare, differences, folded, folded_json, merged, parts, spans
-from megatron_rl.precision.graph.svg import draw
+from megatron_rl.precision.graph.decoder import (
+    AttentionPrecision,
+    DecoderPrecision,
+    GradientFormats,
+    LayerPrecision,
+    MLAPrecision,
+    MLPPrecision,
+    MoEPrecision,
+    WeightedOpPrecision,
+    decoder_graph,
+)
+from megatron_rl.precision.graph.formats import (
+    block_format,
+    channel_format,
+    common_format,
+    group_format,
+    scale_format,
+    scale_granularity,
+    token_format,
+    unquantized_format,
+)
+from megatron_rl.precision.graph.graph import (
+    Edge,
+    Node,
+    PrecisionGraph,
+    TensorFormat,
+    compare_graphs,
+    describe_differences,
+    fold_layers,
+    fold_to_json,
+    format_layers,
+    merge_graphs,
+    split_by_layer,
+)
+from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
 
-HIGH, X, W = Format("bf16"), Format("e4m3", "1x128", "pow2"), Format("e4m3", "128x128", "pow2")
-FP32 = Format("fp32")
+HIGH, X, W = TensorFormat("bf16"), TensorFormat("e4m3", "1x128", "pow2"), TensorFormat("e4m3", "128x128", "pow2")
+FP32 = TensorFormat("fp32")
 
 
-def linear(trained: bool) -> Weighted:
-    return Weighted(X, W, gradients=Gradients(X, W, X, replace(X, granularity="128x1"), FP32, FP32) if trained else None)
+def linear(trained: bool) -> WeightedOpPrecision:
+    return WeightedOpPrecision(X, W, gradients=GradientFormats(X, W, X, replace(X, granularity="128x1"), FP32, FP32) if trained else None)
 
 
-def high(trained: bool) -> Weighted:
-    return Weighted(HIGH, HIGH, gradients=Gradients(HIGH, HIGH, HIGH, HIGH, FP32, FP32) if trained else None)
+def high(trained: bool) -> WeightedOpPrecision:
+    return WeightedOpPrecision(HIGH, HIGH, gradients=GradientFormats(HIGH, HIGH, HIGH, HIGH, FP32, FP32) if trained else None)
 
 
-def layer(trained: bool = False, experts: int = 0) -> Layer:
-    norm, mlp = high(trained), Mlp(linear(trained), linear(trained), experts or 1)
-    return Layer(
+def layer(trained: bool = False, experts: int = 0) -> LayerPrecision:
+    norm, mlp = high(trained), MLPPrecision(linear(trained), linear(trained), experts or 1)
+    return LayerPrecision(
         input_norm=norm,
-        attention=Attention(linear(trained), linear(trained), HIGH, HIGH, q_norm=norm, k_norm=norm),
+        attention=AttentionPrecision(linear(trained), linear(trained), HIGH, HIGH, q_norm=norm, k_norm=norm),
         post_attention_norm=norm,
-        mlp=Experts(norm, HIGH, mlp, shared=Mlp(linear(trained), linear(trained))) if experts else mlp,
+        mlp=MoEPrecision(norm, HIGH, mlp, shared=MLPPrecision(linear(trained), linear(trained))) if experts else mlp,
         residual=HIGH,
     )
 
 
-def decoder(layers: int = 3, trained: bool = False, experts: int = 0) -> Decoder:
+def decoder(layers: int = 3, trained: bool = False, experts: int = 0) -> DecoderPrecision:
     ends = {"embedding": high(trained), "norm": high(trained), "lm_head": high(trained), "logits": HIGH}
-    return Decoder(HIGH, {number: layer(trained, experts) for number in range(layers)}, **ends)
+    return DecoderPrecision(HIGH, {number: layer(trained, experts) for number in range(layers)}, **ends)
 
 
 TRAINING = decoder_graph(decoder(trained=True))
 ROLLOUT = decoder_graph(decoder())
 
 
-def changed(graph: Graph, name: str, **change: str) -> Graph:
+def changed(graph: PrecisionGraph, name: str, **change: str) -> PrecisionGraph:
     """The graph with the edges into `name` changed."""
     edges = (replace(edge, format=replace(edge.format, **change)) if edge.target == name else edge for edge in graph.edges)
-    return Graph(graph.nodes, tuple(edges))
+    return PrecisionGraph(graph.nodes, tuple(edges))
 
 
 @pytest.mark.parametrize("experts", [0, 8])
 def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
     training, rollout = (decoder_graph(decoder(trained=trained, experts=experts)) for trained in (True, False))
-    assert differences(rollout, training) == []
+    assert describe_differences(rollout, training) == []
     assert len(training.edges) > 2 * len(rollout.edges)  # the backward pass is not compared
-    assert set(training.forward().edges) == set(rollout.edges)
+    assert set(training.select_forward().edges) == set(rollout.edges)
 
 
-def every_layer(**change: object) -> Graph:
+def every_layer(**change: object) -> PrecisionGraph:
     """A rollout whose layers all differ in one part."""
     return decoder_graph(replace(decoder(), layers={number: replace(layer(), **change) for number in range(3)}))
 
@@ -78,7 +109,7 @@ PLANTED = {
         ],
     ),
     "scale format": (
-        every_layer(mlp=Mlp(Weighted(replace(X, scale="fp32"), W), linear(False))),
+        every_layer(mlp=MLPPrecision(WeightedOpPrecision(replace(X, scale="fp32"), W), linear(False))),
         ["layers 0..2: post_attention_norm -> mlp.gate_up (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training"],
     ),
     "an extra quantised layer": (
@@ -96,7 +127,7 @@ PLANTED = {
         ],
     ),
     "cache": (
-        every_layer(attention=replace(layer().attention, kv=Format("e4m3", "tensor", "fp32"))),
+        every_layer(attention=replace(layer().attention, kv=TensorFormat("e4m3", "tensor", "fp32"))),
         [
             "layers 0..2: attention.rope -> attention.core (k) is e4m3 tensor fp32 in the rollout, bf16 in training",
             "layers 0..2: attention.qkv -> attention.core (v) is e4m3 tensor fp32 in the rollout, bf16 in training",
@@ -117,38 +148,38 @@ PLANTED = {
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_difference_is_named(plant):
     rollout, expected = PLANTED[plant]
-    found = differences(rollout, TRAINING)
+    found = describe_differences(rollout, TRAINING)
     assert set(expected) <= set(found)
     if "absent" not in expected[0]:
         assert found == expected
 
 
 def test_latent_attention_that_absorbs_a_projection_shows_it():
-    def graph(trained: bool, read: Format) -> Graph:
+    def graph(trained: bool, read: TensorFormat) -> PrecisionGraph:
         norm, product = high(trained), linear(trained)
         kv_b = replace(product, x=read)
-        attention = LatentAttention(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm)
+        attention = MLAPrecision(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm)
         return decoder_graph(replace(decoder(1, trained), layers={0: replace(layer(trained), attention=attention)}))
 
-    assert differences(graph(False, X), graph(True, X)) == []
+    assert describe_differences(graph(False, X), graph(True, X)) == []
     line = "layer 0: attention.kv_a_norm -> attention.kv_b (x) is bf16 in the rollout, e4m3 1x128 pow2 in training"
-    assert differences(graph(False, HIGH), graph(True, X)) == [line]
+    assert describe_differences(graph(False, HIGH), graph(True, X)) == [line]
 
 
 def test_an_empty_rollout_is_no_subgraph():
-    assert len(compare(Graph((), ()), TRAINING)) == len(TRAINING.forward().nodes)
+    assert len(compare_graphs(PrecisionGraph((), ()), TRAINING)) == len(TRAINING.select_forward().nodes)
 
 
 def test_graphs_survive_json():
     for graph in (TRAINING, ROLLOUT):
-        assert Graph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+        assert PrecisionGraph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
 
 
 def test_layers_that_are_alike_are_folded():
-    assert [numbers for numbers, _ in folded(parts(TRAINING))] == [(), (0, 1, 2)]
+    assert [numbers for numbers, _ in fold_layers(split_by_layer(TRAINING))] == [(), (0, 1, 2)]
     other = changed(decoder_graph(decoder(layers=5)), "layers.3.mlp.down", scale="fp32")
-    assert [part["part"] for part in folded_json(other)] == ["model", "layers 0..2, 4", "layer 3"]
-    assert spans([7]) == "layer 7" and spans([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
+    assert [part["part"] for part in fold_to_json(other)] == ["model", "layers 0..2, 4", "layer 3"]
+    assert format_layers([7]) == "layer 7" and format_layers([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
 
 
 def test_every_edge_joins_two_nodes():
@@ -169,16 +200,16 @@ def test_pipeline_stages_make_the_whole_graph():
     whole = decoder(layers=4, trained=True)
     first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, norm=None, lm_head=None, logits=None)
     last = replace(whole, layers={2: whole.layers[2], 3: whole.layers[3]}, embedding=None)
-    found, expected = merged([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
+    found, expected = merge_graphs([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
     assert set(found.nodes) == set(expected.nodes)
     assert set(found.edges) == set(expected.edges)
 
 
 def test_ranks_that_disagree_are_refused():
     with pytest.raises(ValueError, match=r"layers.1.mlp.swiglu -> layers.1.mlp.down \(x\): e4m3 1x128 pow2 and e4m3 1x128 fp32"):
-        merged([ROLLOUT, changed(ROLLOUT, "layers.1.mlp.down", scale="fp32")])
+        merge_graphs([ROLLOUT, changed(ROLLOUT, "layers.1.mlp.down", scale="fp32")])
     with pytest.raises(ValueError, match="norm: norm and layer_norm"):
-        merged([ROLLOUT, Graph((Node("norm", "layer_norm"),), ())])
+        merge_graphs([ROLLOUT, PrecisionGraph((Node("norm", "layer_norm"),), ())])
 
 
 @pytest.mark.parametrize(
@@ -196,13 +227,13 @@ def test_ranks_that_disagree_are_refused():
     ],
 )
 def test_the_block_of_one_scale_is_read_from_the_shapes(data, scale, expected):
-    assert granularity(data, scale) == expected
+    assert scale_granularity(data, scale) == expected
 
 
 @pytest.mark.parametrize("wanted", ["pow2", "fp32"])
 def test_the_scale_format_is_read_from_the_scales(wanted):
     blocks = quantize_weight(torch.randn(256, 384, generator=torch.Generator().manual_seed(3)), wanted)
-    assert quantised(*blocks) == Format("e4m3", "128x128", wanted)
+    assert block_format(*blocks) == TensorFormat("e4m3", "128x128", wanted)
     assert scale_format(blocks.scale.to(torch.bfloat16)) == "bf16"
     for value in (torch.finfo(torch.float32).min, float("nan"), 0.0):
         blocks.scale[1, 1] = value
@@ -213,24 +244,27 @@ def test_int8_has_a_scale_per_channel_and_per_token():
     """A GPU's kernel keeps the weight transposed; its scales stay. Experts are stacked."""
     scale = torch.rand(256, 1) + 0.1
     for shape in ((256, 384), (384, 256)):
-        assert channels(torch.zeros(shape, dtype=torch.int8), scale) == Format("int8", "channel", "fp32")
-    assert channels(torch.zeros(4, 256, 384, dtype=torch.int8), scale.expand(4, 256, 1)) == Format("int8", "channel", "fp32")
-    assert str(tokens("int8")) == "int8 token fp32"
-    assert channels(torch.zeros(256, 384, dtype=torch.int8), -scale).scale == "invalid"
+        assert channel_format(torch.zeros(shape, dtype=torch.int8), scale) == TensorFormat("int8", "channel", "fp32")
+    assert channel_format(torch.zeros(4, 256, 384, dtype=torch.int8), scale.expand(4, 256, 1)) == TensorFormat("int8", "channel", "fp32")
+    assert str(token_format("int8")) == "int8 token fp32"
+    assert channel_format(torch.zeros(256, 384, dtype=torch.int8), -scale).scale == "invalid"
     for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(()), torch.ones(4, 256, 1)):
         with pytest.raises(ValueError, match="one per output channel is known"):
-            channels(torch.zeros(256, 384, dtype=torch.int8), other)
+            channel_format(torch.zeros(256, 384, dtype=torch.int8), other)
 
 
 def test_formats_in_words():
-    assert str(activation(128, "pow2")) == "e4m3 1x128 pow2" and str(activation(None, "fp32")) == "e4m3 tensor fp32"
-    assert str(plain(torch.empty(1, dtype=torch.bfloat16))) == "bf16" and plain(torch.empty(1, dtype=torch.int8)).dtype == "int8"
-    assert common([X, X]) == X and common([X, HIGH]) not in (X, HIGH)
+    assert str(group_format(128, "pow2")) == "e4m3 1x128 pow2" and str(group_format(None, "fp32")) == "e4m3 tensor fp32"
+    assert (
+        str(unquantized_format(torch.empty(1, dtype=torch.bfloat16))) == "bf16"
+        and unquantized_format(torch.empty(1, dtype=torch.int8)).dtype == "int8"
+    )
+    assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
 @pytest.mark.parametrize("rollout, wrong", [(ROLLOUT, 0), (PLANTED["an extra quantised layer"][0], 2), (PLANTED["scale format"][0], 1)])
 def test_the_drawing_is_well_formed_and_red_only_where_the_sides_differ(rollout, wrong):
-    drawing = draw(TRAINING, rollout)
+    drawing = draw_svg(TRAINING, rollout)
     texts = [element for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")]
     words = {element.text for element in texts}
     assert {"attention.qkv", "mlp.down", "lm_head", "layers 0..2", "e4m3 1x128 pow2", "DGrad", "WGrad"} <= words
@@ -241,7 +275,7 @@ def test_the_drawing_is_well_formed_and_red_only_where_the_sides_differ(rollout,
 
 
 def test_experts_are_drawn_with_their_number():
-    drawing = draw(*(decoder_graph(decoder(trained=trained, experts=8)) for trained in (True, False)))
+    drawing = draw_svg(*(decoder_graph(decoder(trained=trained, experts=8)) for trained in (True, False)))
     assert {"mlp.experts.gate_up x8", "mlp.router", "mlp.shared_experts.down"} <= {
         element.text for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")
     }

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.algorithm.advantages import advantages as group_advantages
+from megatron_rl.algorithm.advantages import compute_advantages as group_advantages
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.policy_loss import PolicyLoss as GRPOLoss
-from megatron_rl.batch.micro_batch import MicroBatch, micro_batches
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def advantages(rewards_G: list[float]) -> list[float]:
@@ -24,7 +24,7 @@ def advantages(rewards_G: list[float]) -> list[float]:
 
 
 quick = settings(max_examples=50, deadline=None, derandomize=True)
-ALGORITHM = Algorithm(clip_low=0.2, clip_high=0.28, kl_coef=0.05)
+ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.05)
 
 
 @quick
@@ -45,7 +45,7 @@ def test_one_right_answer_among_four():
     assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([math.sqrt(3)] + [-1 / math.sqrt(3)] * 3, rel=1e-5)
 
 
-def token_loss(logprob: float, old: float, reference: float, advantage: float, config: Algorithm) -> float:
+def token_loss(logprob: float, old: float, reference: float, advantage: float, config: AlgorithmConfig) -> float:
     """The loss of one answer token as the docstring of megatron_rl.algorithm.losses.ppo states it."""
     ratio = math.exp(logprob - old)
     clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
@@ -57,13 +57,13 @@ def token_loss(logprob: float, old: float, reference: float, advantage: float, c
 class Case:
     """Sequences with known values, and the current log-prob of each answer token."""
 
-    sequences: list[Sequence]
+    sequences: list[TrainingSample]
     logprobs: list[list[float]]
 
     def laid_out(self, batch: MicroBatch, elsewhere: float = -3.0) -> torch.Tensor:
         """float64 [1, t]: the current log-probs where `batch` has answer tokens, another number at all other positions."""
         found = torch.full(batch.mask.shape, elsewhere, dtype=torch.float64)
-        for index, places in batch.places(self.sequences):
+        for index, places in batch.iter_target_positions(self.sequences):
             found[0, places] = torch.tensor(self.logprobs[index], dtype=torch.float64)
         return found
 
@@ -86,7 +86,7 @@ def case() -> Case:
         length = source.randint(3, 11)
         old = torch.tensor([source.uniform(-4, -1) for _ in range(length)])
         reference = torch.tensor([source.uniform(-4, -1) for _ in range(length)])
-        sequences.append(Sequence([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference))
+        sequences.append(TrainingSample([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference))
         logprobs.append([value + math.log(source.choice(ratios)) for value in old.tolist()])
     return Case(sequences, logprobs)
 
@@ -99,17 +99,17 @@ def in_float64(batch: MicroBatch) -> MicroBatch:
 Result = tuple[float, dict[str, float], dict[int, list[float]]]
 
 
-def run(case: Case, most: int, config: Algorithm = ALGORITHM, elsewhere: float = -3.0) -> Result:
+def run(case: Case, most: int, config: AlgorithmConfig = ALGORITHM, elsewhere: float = -3.0) -> Result:
     """(loss, metrics, gradient by sequence) summed over micro-batches of at most `most` tokens."""
     total, metrics, gradients = 0.0, {}, {}
-    for batch in map(in_float64, micro_batches(rounded(case).sequences, most)):
+    for batch in map(in_float64, make_micro_batches(rounded(case).sequences, most)):
         logprobs = case.laid_out(batch, elsewhere).requires_grad_()
         loss, sums = GRPOLoss(config)(logprobs, batch)
         loss.backward()
         total += loss.item()
         metrics = {name: metrics.get(name, 0.0) + float(value) for name, value in sums.items()}
         assert not (logprobs.grad * (1 - batch.mask)).any(), "a token that is no answer has a gradient"
-        gradients |= {index: part.tolist() for index, part in batch.answers(logprobs.grad, case.sequences)}
+        gradients |= {index: part.tolist() for index, part in batch.split_by_sample(logprobs.grad, case.sequences)}
     return total, metrics, gradients
 
 
@@ -169,7 +169,7 @@ def test_clips_are_counted_by_the_sign_of_the_advantage_where_the_gradient_is_go
 )
 def test_each_side_of_the_clip(ratio, advantage, counts):
     before = torch.tensor([-2.0])
-    case = Case([Sequence([1], [2], advantage, old_logprobs=before, reference_logprobs=before)], [[-2.0 + math.log(ratio)]])
+    case = Case([TrainingSample([1], [2], advantage, old_logprobs=before, reference_logprobs=before)], [[-2.0 + math.log(ratio)]])
     _, metrics, _ = run(case, 1)
     assert (metrics["clip/positive"], metrics["clip/negative"]) == counts
 

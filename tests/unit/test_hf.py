@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.config import Architecture
+from megatron_rl.config import ArchitectureConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 
 
 def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
     target = tmp_path / "a" / "model"
-    with write.whole_folder(target) as folder:
+    with write.atomic_folder(target) as folder:
         (folder / "file").write_text("x")
         assert not target.exists() and folder.parent == target.parent
     assert (target / "file").read_text() == "x"
@@ -28,7 +28,7 @@ def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failure_leaves_nothing(tmp_path, error):
     def write_half() -> None:
-        with write.whole_folder(tmp_path / "model") as folder:
+        with write.atomic_folder(tmp_path / "model") as folder:
             (folder / "half").write_text("x")
             raise error
 
@@ -41,7 +41,7 @@ def test_a_folder_that_is_there_already_stays_as_it_was(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "old").write_text("precious")
     with pytest.raises(OSError):
-        with write.whole_folder(tmp_path / "model") as folder:
+        with write.atomic_folder(tmp_path / "model") as folder:
             (folder / "new").write_text("x")
     assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["old"]
 
@@ -80,7 +80,7 @@ def test_a_bad_config_json_is_the_users_error_in_one_line(tmp_path, content, rul
 def test_transformers_reads_a_new_config(tmp_path):
     from transformers import AutoConfig
 
-    made = write.new_config(Architecture(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), 7, "bf16")
+    made = write.make_hf_config(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), 7, "bf16")
     (tmp_path / "config.json").write_text(json.dumps(made))
     read = AutoConfig.from_pretrained(tmp_path)
     assert (type(read).__name__, read.hidden_size, read.tie_word_embeddings, read.eos_token_id) == ("Qwen3Config", 384, True, 7)
@@ -91,7 +91,7 @@ def test_transformers_reads_a_new_config_with_experts(tmp_path):
     from transformers import AutoConfig
 
     widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
-    (tmp_path / "config.json").write_text(json.dumps(write.new_config(Architecture(**widths), 7, "fp32")))
+    (tmp_path / "config.json").write_text(json.dumps(write.make_hf_config(ArchitectureConfig(**widths), 7, "fp32")))
     read = AutoConfig.from_pretrained(tmp_path)
     assert (type(read).__name__, read.norm_topk_prob, read.decoder_sparse_step, read.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
     assert {name: getattr(read, name) for name in widths} == widths
@@ -99,7 +99,7 @@ def test_transformers_reads_a_new_config_with_experts(tmp_path):
 
 def test_random_weights_repeat_with_the_seed_and_norms_are_one():
     shapes = {"w": (300, 400), "norm": (400,)}
-    first, again, other = (write.random_tensors({"initializer_range": 0.02}, shapes, seed) for seed in (1, 1, 2))
+    first, again, other = (write.make_random_tensors({"initializer_range": 0.02}, shapes, seed) for seed in (1, 1, 2))
     assert torch.equal(first["w"], again["w"]) and not torch.equal(first["w"], other["w"])
     assert (first["norm"] == 1).all() and all(tensor.dtype == torch.float32 for tensor in first.values())
     assert first["w"].std().item() == pytest.approx(0.02, rel=0.02) and abs(first["w"].mean().item()) < 1e-3

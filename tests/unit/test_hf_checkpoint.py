@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import SETTINGS, make_fp8_checkpoint, split
-from support.hollow import tensors_of, write_hollow
+from support.hollow import list_tensors, write_sparse_safetensors
 from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
-from megatron_rl.hf.read import INDEX, Checkpoint, is_fp8
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
-from parallel.model_geometry import ModelGeometry, Piece, Rect, whole
+from megatron_rl.hf.read import INDEX, HFCheckpoint, is_fp8_checkpoint
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from parallel.model_geometry import ModelGeometry, Rect, Region, whole
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
 SCALES = GATE + "_scale_inv"
@@ -38,8 +38,8 @@ def folder(request, made, tmp_path):
 high, fp8 = (pytest.mark.parametrize("folder", [which], indirect=True) for which in ("high", "fp8"))
 
 
-def opened(folder: Path) -> Checkpoint:
-    return Checkpoint(folder, write.read_config(folder))
+def opened(folder: Path) -> HFCheckpoint:
+    return HFCheckpoint(folder, write.read_config(folder))
 
 
 def geometry(folder: Path) -> ModelGeometry:
@@ -143,9 +143,9 @@ def test_other_quantisations(folder, told, line):
 
 
 def test_the_settings_that_are_read():
-    assert not is_fp8({}) and not is_fp8({"quantization_config": None})
-    assert is_fp8({"quantization_config": SETTINGS})
-    assert is_fp8({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
+    assert not is_fp8_checkpoint({}) and not is_fp8_checkpoint({"quantization_config": None})
+    assert is_fp8_checkpoint({"quantization_config": SETTINGS})
+    assert is_fp8_checkpoint({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
 
 
 @high
@@ -201,23 +201,23 @@ DEEPSEEK = {
 
 
 def test_deepseeks_layers_for_multi_token_prediction_are_not_read(tmp_path):
-    tensors = tensors_of(DEEPSEEK, "BF16") | {"model.layers.2.eh_proj.weight": ("BF16", [256, 512])}
+    tensors = list_tensors(DEEPSEEK, "BF16") | {"model.layers.2.eh_proj.weight": ("BF16", [256, 512])}
     config = {**DEEPSEEK, "num_nextn_predict_layers": 1}
-    write_hollow(tmp_path / "model.safetensors", tensors)
-    Checkpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
-    write_hollow(tmp_path / "model.safetensors", tensors | {"model.layers.3.eh_proj.weight": ("BF16", [256, 512])})
+    write_sparse_safetensors(tmp_path / "model.safetensors", tensors)
+    HFCheckpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
+    write_sparse_safetensors(tmp_path / "model.safetensors", tensors | {"model.layers.3.eh_proj.weight": ("BF16", [256, 512])})
     with pytest.raises(UserError, match=r"tensor model\.layers\.3\.eh_proj\.weight belongs to no deepseek_v3 model"):
-        Checkpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
+        HFCheckpoint(tmp_path, config).check(ModelGeometry.from_hf_config(config))
 
 
 def test_rectangles_of_values_and_of_blocks(made):
     tensor, checkpoint = geometry(made["fp8"]).tensors()[GATE], opened(made["fp8"])
     weights = load_file(made["fp8"] / "model.safetensors")
-    values = dequantize_weight(Blocks(weights[GATE], weights[SCALES]))
-    assert torch.equal(checkpoint.values(whole(tensor)), values)
-    uneven = Piece(tensor, Rect(100, 37, 200, 150))  # over the edges of blocks
-    assert torch.equal(checkpoint.values(uneven), values[100:300, 37:187])
-    data, scale = checkpoint.blocks(Piece(tensor, Rect(128, 128, 256, 128)))
+    values = dequantize_weight(Fp8Weight(weights[GATE], weights[SCALES]))
+    assert torch.equal(checkpoint.read_values(whole(tensor)), values)
+    uneven = Region(tensor, Rect(100, 37, 200, 150))  # over the edges of blocks
+    assert torch.equal(checkpoint.read_values(uneven), values[100:300, 37:187])
+    data, scale = checkpoint.read_blocks(Region(tensor, Rect(128, 128, 256, 128)))
     assert torch.equal(data.view(torch.uint8), weights[GATE][128:384, 128:256].view(torch.uint8))
     assert torch.equal(scale, weights[SCALES][1:3, 1:2])
 
@@ -229,9 +229,9 @@ def test_values_that_are_no_numbers(folder):
     broken.view(torch.uint8)[400, -4:] = torch.tensor([0x00, 0x00, 0x80, 0x7F])  # FP32 +inf; its last byte is the E4M3 NaN
     change(folder, **{GATE: broken})
     checkpoint = opened(folder)
-    checkpoint.values(Piece(tensor, Rect(0, 0, 384, 256)))  # what other ranks read
+    checkpoint.read_values(Region(tensor, Rect(0, 0, 384, 256)))  # what other ranks read
     with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
-        checkpoint.values(whole(tensor))
+        checkpoint.read_values(whole(tensor))
     if checkpoint.fp8:
         with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
-            checkpoint.blocks(whole(tensor))
+            checkpoint.read_blocks(whole(tensor))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.precision.int8 import product, quantize_channels, row_maxima
+from megatron_rl.precision.int8 import int8_matmul, quantize_int8_weight, row_maxima
 
 F = np.float32
 
@@ -39,7 +39,7 @@ def uneven(rows: int, cols: int, seed: int) -> torch.Tensor:
 def test_a_weight_is_quantised_as_sglangs_kernel_quantises_rows(dtype):
     weight = uneven(40, 300, 1).to(dtype)
     codes, scales = slow(weight)
-    found = quantize_channels(weight)
+    found = quantize_int8_weight(weight)
     assert (found.data.dtype, found.data.shape, found.scale.dtype, found.scale.shape) == (torch.int8, (40, 300), torch.float32, (40, 1))
     assert np.array_equal(found.data.numpy(), codes) and np.array_equal(found.scale.numpy(), scales)
     assert found.data.abs().amax(1).eq(127).all()  # the largest value of a row uses the whole range
@@ -48,11 +48,11 @@ def test_a_weight_is_quantised_as_sglangs_kernel_quantises_rows(dtype):
 def test_ties_go_away_from_zero_and_nearly_ties_do_not():
     """A row whose largest value is 127 is only rounded."""
     weight = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -2.5, 0.5 - 2**-25, 126.5, -0.0]])
-    assert quantize_channels(weight).data.tolist() == [[127, 1, 2, 3, -1, -3, 0, 127, 0]]
+    assert quantize_int8_weight(weight).data.tolist() == [[127, 1, 2, 3, -1, -3, 0, 127, 0]]
 
 
 def test_a_row_of_zeros_and_a_row_below_the_epsilon():
-    found = quantize_channels(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))
+    found = quantize_int8_weight(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))
     assert found.data.tolist() == [[0, 0], [127, -51], [1, 0]]
     assert found.scale.flatten().eq(F(1e-10) / F(127)).all()
 
@@ -62,38 +62,38 @@ def test_a_weight_that_is_not_finite_is_refused(bad):
     weight = torch.ones(3, 4)
     weight[1, 2] = bad
     with pytest.raises(ValueError, match="inf or NaN"):
-        quantize_channels(weight)
+        quantize_int8_weight(weight)
 
 
 def test_parts_of_rows_with_the_maxima_of_whole_rows_are_the_parts_of_the_whole():
     weight = uneven(16, 96, 2)
-    whole, amax = quantize_channels(weight), row_maxima(weight)
+    whole, amax = quantize_int8_weight(weight), row_maxima(weight)
     for part in (slice(0, 32), slice(32, 96)):
-        found = quantize_channels(weight[:, part], amax)
+        found = quantize_int8_weight(weight[:, part], amax)
         assert torch.equal(found.data, whole.data[:, part]) and torch.equal(found.scale, whole.scale)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([1, 100, 1023, 1024, 1025, 3000]), st.integers(0, 1000))
 def test_the_product_is_integer_sums_scaled_once(tokens, rows, cols, seed):
-    x, weight = uneven(tokens, cols, seed), quantize_channels(uneven(rows, cols, seed + 1))
+    x, weight = uneven(tokens, cols, seed), quantize_int8_weight(uneven(rows, cols, seed + 1))
     codes, scales = slow(x)
     exact = codes.astype(np.int64) @ weight.data.numpy().astype(np.int64).T
     expected = exact.astype(F) * (scales * weight.scale.numpy().T)
-    assert np.array_equal(product(x, weight.data.float(), weight.scale).numpy(), expected)
+    assert np.array_equal(int8_matmul(x, weight.data.float(), weight.scale).numpy(), expected)
 
 
 def test_the_largest_sums_are_exact():
     """5000 products of 127 * 127 and one of 1: FP32 would lose the last one, INT32 does not."""
     x, weight = torch.full((1, 5001), 127.0), torch.full((1, 5001), 127.0)
     x[0, 2500] = weight[0, 2500] = 1.0
-    found = quantize_channels(weight)
-    assert float(product(x, found.data.float(), found.scale)) == float(F(5000 * 127 * 127 + 1))
+    found = quantize_int8_weight(weight)
+    assert float(int8_matmul(x, found.data.float(), found.scale)) == float(F(5000 * 127 * 127 + 1))
     assert 5000 * 127 * 127 + 1 > 2**24
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_keeps_shape_and_dtype(dtype):
-    weight = quantize_channels(torch.randn(6, 10))
-    y = product(torch.randn(2, 3, 10, dtype=dtype), weight.data.float(), weight.scale)
+    weight = quantize_int8_weight(torch.randn(6, 10))
+    y = int8_matmul(torch.randn(2, 3, 10, dtype=dtype), weight.data.float(), weight.scale)
     assert y.shape == (2, 3, 6) and y.dtype == dtype

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import library_scales as library
 
-from megatron_rl.precision.fp8 import scales_of
+from megatron_rl.precision.fp8 import compute_scales
 
 ALL_BF16 = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32)  # zero, the subnormals and every finite value above
 CLAMPED = np.count_nonzero(np.less(ALL_BF16, np.float32(1e-10)))
@@ -16,7 +16,7 @@ ONE_BINADE = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(0x3F800000)).view(
 
 
 def ours(amax: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
-    scale, multiplier = scales_of(torch.from_numpy(amax), scale_format)
+    scale, multiplier = compute_scales(torch.from_numpy(amax), scale_format)
     return scale.numpy(), multiplier.numpy()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parallel.digest import byte_matrix, digest
+from parallel.digest import digest, view_bytes
 from parallel.model_geometry import Rect
 from rollout_sglang.rank_handler import live_tensors
 
@@ -19,5 +19,5 @@ def test_a_weight_kept_transposed_for_a_kernel_is_seen_and_written_by_rows():
     live = live_tensors(engine)
     assert {name: tuple(tensor.shape) for name, tensor in live.items()} == {"weight": (3, 4), "weight_scale": (3, 1), "norm": (4,)}
     assert digest(live["weight"], Rect(1, 1, 2, 2)) == digest(weight, Rect(1, 1, 2, 2))
-    byte_matrix(live["weight"])[2, 1] = 99
+    view_bytes(live["weight"])[2, 1] = 99
     assert engine.weight.shape == (4, 3) and engine.weight[1, 2] == 99

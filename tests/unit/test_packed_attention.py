@@ -37,7 +37,7 @@ def assert_same_gradients(found: torch.Tensor, wanted: torch.Tensor, inputs: lis
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_by_row_gives_the_bits_of_each_sequence_alone(shape, dtype):
     inputs = row(*shape, dtype)
-    found, wanted = packed_attention.row_by_row(*inputs, packed_attention.alike(LENGTHS)), alone(*inputs)
+    found, wanted = packed_attention.grouped_attention(*inputs, packed_attention.group_by_length(LENGTHS)), alone(*inputs)
     assert found.dtype == dtype and torch.equal(found, wanted)
     if dtype is torch.float32:
         assert_same_gradients(found, wanted, inputs)
@@ -53,7 +53,9 @@ def test_company_changes_no_bit_of_a_gradient(shape):
         ends = [0, *cuts, len(LENGTHS)]
         rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
         parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
-        found = torch.cat([packed_attention.row_by_row(*part, packed_attention.alike(lengths)) for *part, lengths in parts])
+        found = torch.cat(
+            [packed_attention.grouped_attention(*part, packed_attention.group_by_length(lengths)) for *part, lengths in parts]
+        )
         return torch.autograd.grad(found, inputs, gradient)
 
     together = gradients()
@@ -65,7 +67,7 @@ def test_company_changes_no_bit_of_a_gradient(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_by_one_gives_the_same_numbers(shape):
     inputs = row(*shape)
-    found, wanted = packed_attention.one_by_one(*inputs, LENGTHS, None), alone(*inputs)
+    found, wanted = packed_attention.sdpa_per_sequence(*inputs, LENGTHS, None), alone(*inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert_same_gradients(found, wanted, inputs)
 
@@ -78,12 +80,12 @@ def test_flash_is_asked_for_the_same(shape, monkeypatch):
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         assert enable_gqa == (query.shape[1] != key.shape[1]) and window_size == (-1, 0)
         assert starts_q.dtype == starts_k.dtype == torch.int32 and longest_q == longest_k == max(LENGTHS)
-        return packed_attention.one_by_one(query, key, value, starts_q.diff().tolist(), scale)
+        return packed_attention.sdpa_per_sequence(query, key, value, starts_q.diff().tolist(), scale)
 
     inputs = row(*shape)
     monkeypatch.setattr(packed_attention, "varlen_attn", stand_in)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    found = packed_attention.flash(*inputs, starts, max(LENGTHS), None)
+    found = packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None)
     torch.testing.assert_close(found, alone(*inputs), rtol=1e-5, atol=1e-5)
 
 
@@ -92,5 +94,5 @@ def test_flash_fits_the_installed_operator():
     query, key, value = (
         torch.empty(20, count, width, dtype=torch.bfloat16, device="meta") for count, width in ((4, 192), (2, 192), (2, 128))
     )
-    found = packed_attention.flash(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
+    found = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
     assert found.shape == (20, 4, 128) and found.dtype is torch.bfloat16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.observability.hang_watchdog import Stand, _ranks, clear, describe, read_stand, watched
+from megatron_rl.observability.hang_watchdog import RankStatus, _ranks, clear_rank_files, describe_ranks, read_rank_status, watch_for_hangs
 
 RANK = """
 import sys, time
@@ -28,11 +28,11 @@ def say(line):
 def wait_for_another_rank():
     time.sleep(60)
 
-with rank_log(folder, rank, 2) as log, phases.watched(folder, rank, 2, 2.0, log, say):
+with rank_log(folder, rank, 2) as log, phases.watch_for_hangs(folder, rank, 2, 2.0, log, say):
     while not all((folder / "ranks" / f"rank_0000{one}.json").exists() for one in range(2)):
         time.sleep(0.05)
     for step in range(1, steps + 1):
-        phases.enter("train", step)
+        phases.enter_phase("train", step)
         time.sleep(0.5)
     (folder / f"reached{rank}").touch()
     wait_for_another_rank()
@@ -90,7 +90,7 @@ def test_all_ranks_write_their_stacks_and_one_speaks(start, tmp_path):
     assert "rank 0: in train of step 1 for " in line and "; rank 1: in train of step 2 for " in line
     logs = [(tmp_path / "ranks" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
     assert all("in wait_for_another_rank" in log for log in logs)
-    clear(tmp_path)
+    clear_rank_files(tmp_path)
     assert sorted(file.name for file in (tmp_path / "ranks").iterdir()) == ["rank_00000.log", "rank_00001.log"]
 
 
@@ -98,18 +98,18 @@ def test_a_rank_may_wait_long_for_one_that_goes_on(start, tmp_path):
     start(1, 12)
     time.sleep(5)
     assert (tmp_path / "reached0").exists() and not (tmp_path / "said").exists()
-    assert read_stand(tmp_path / "ranks", 0).seconds > 2
+    assert read_rank_status(tmp_path / "ranks", 0).seconds > 2
 
 
 def test_a_limit_of_its_own_does_not_count(tmp_path):
-    stand = Stand(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, heard=50.0)
-    assert stand.idle(now=55.0) == 15.0
+    stand = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
+    assert stand.idle_seconds(now=55.0) == 15.0
 
 
 def test_ranks_that_stand_together_are_told_together():
-    stands = [Stand(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, heard=1000.0) for rank in range(6)]
-    stands[5] = Stand(5, "host", 105, "train", 7, 20.0, 0.0, heard=900.0)
-    told = describe(stands, 1000.0, lambda stand, now: now - stand.heard > 50)
+    stands = [RankStatus(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, last_seen=1000.0) for rank in range(6)]
+    stands[5] = RankStatus(5, "host", 105, "train", 7, 20.0, 0.0, last_seen=900.0)
+    told = describe_ranks(stands, 1000.0, lambda stand, now: now - stand.last_seen > 50)
     assert told == (
         "ranks 0-2, 4: in train of step 7 for 60 s; rank 3: in sync of step 7 for 60 s; "
         "rank 5: in train of step 7, not heard for 100 s (process 105 on host: held, or gone)"
@@ -118,11 +118,11 @@ def test_ranks_that_stand_together_are_told_together():
 
 
 def test_nobody_watches_where_it_is_turned_off(tmp_path):
-    with watched(tmp_path, 0, 1, 0.0, sys.stderr, print):
+    with watch_for_hangs(tmp_path, 0, 1, 0.0, sys.stderr, print):
         assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_read_is_no_stand(tmp_path):
-    assert read_stand(tmp_path, 0) is None
+    assert read_rank_status(tmp_path, 0) is None
     (tmp_path / "rank_00000.json").write_text("{")
-    assert read_stand(tmp_path, 0) is None
+    assert read_rank_status(tmp_path, 0) is None

@@ -15,36 +15,38 @@ from test_geometry import model
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import BLOCK
 from parallel.layout import Layout
-from parallel.megatron_shards import megatron_shards, row_order, trainer_shards
-from parallel.model_geometry import Experts, GeometryError, ModelGeometry, Rect, Shard, Tensor, stack, whole
-from parallel.reshard import Move, moves, reshard, scale_name
-from parallel.sglang_shards import engine_shards, padded_vocabulary
-from parallel.shards import rows_at
+from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
+from parallel.model_geometry import GeometryError, HFTensor, ModelGeometry, MoEGeometry, Rect, Shard, stack_regions, take_all
+from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
+from parallel.sglang_shards import build_engine_shards, padded_vocabulary
+from parallel.shards import take_rows
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)  # derandomised: CI and a person see the same cases
 
 
 def sources_of(case: Case) -> dict[int, list[Shard]]:
-    return trainer_shards(case.model, case.train, quantised=True)
+    return build_trainer_shards(case.model, case.train, quantised=True)
 
 
 def targets_of(case: Case) -> dict[int, list[Shard]]:
-    return engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
+    return build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
 
 
-def planned(case: Case, roles: frozenset[str] = ROLES) -> list[Move]:
-    return moves(reshard(sources_of(case), targets_of(case), roles))
+def planned(case: Case, roles: frozenset[str] = ROLES) -> list[Transfer]:
+    return add_scale_transfers(reshard(sources_of(case), targets_of(case), roles))
 
 
 def is_padding(shard: Shard) -> np.ndarray:
-    """bool [rows, cols]: True where no piece of the checkpoint lies."""
+    """bool [rows, cols]: True where no region of the checkpoint lies."""
     padding = np.ones((shard.rows, shard.cols), bool)
-    for piece in shard.pieces:
-        padding[piece.row : piece.row + piece.source.rows, piece.col : piece.col + piece.source.cols] = False
+    for region in shard.regions:
+        padding[
+            region.shard_row : region.shard_row + region.tensor_rect.rows, region.shard_col : region.shard_col + region.tensor_rect.cols
+        ] = False
     return padding
 
 
-def assert_written_once(shards: list[Shard], written: slow_cut.Planes) -> None:
+def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
     by_name = {shard.name: shard for shard in shards}
     for name, times in written.items():
         padding = is_padding(by_name[name]) if name in by_name else np.zeros(times.shape, bool)
@@ -68,9 +70,12 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
 @given(cases())
 def test_without_fp8_roles_every_element_moves_as_it_is(case):
     plan = planned(case, frozenset())
-    assert {move.kind for move in plan} <= {"high", "fp32"}
-    assert sum(move.target_rect.rows * move.target_rect.cols for move in plan) == sum(
-        piece.source.rows * piece.source.cols for shards in targets_of(case).values() for shard in shards for piece in shard.pieces
+    assert {transfer.kind for transfer in plan} <= {"high", "fp32"}
+    assert sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan) == sum(
+        region.tensor_rect.rows * region.tensor_rect.cols
+        for shards in targets_of(case).values()
+        for shard in shards
+        for region in shard.regions
     )
 
 
@@ -78,7 +83,7 @@ def test_without_fp8_roles_every_element_moves_as_it_is(case):
 @given(cases())
 def test_export_writes_the_checkpoint_back(case):
     source = slow_cut.checkpoint(case.model)
-    plan = moves(reshard(sources_of(case), {0: case.model.checkpoint_shards()}, ROLES))
+    plan = add_scale_transfers(reshard(sources_of(case), {0: case.model.build_checkpoint_shards()}, ROLES))
     filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(sources_of(case), source), {0: source})
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values())
@@ -88,7 +93,7 @@ def test_export_writes_the_checkpoint_back(case):
 @given(cases())
 def test_import_fills_the_trainers_shards(case):
     source = slow_cut.checkpoint(case.model)
-    plan = moves(reshard({0: case.model.checkpoint_shards()}, sources_of(case), ROLES))
+    plan = add_scale_transfers(reshard({0: case.model.build_checkpoint_shards()}, sources_of(case), ROLES))
     expected = slow_cut.cut_all(sources_of(case), source)
     filled, written = slow_cut.carry_out(plan, {0: source}, expected)
     slow_cut.assert_same(filled, expected)
@@ -105,24 +110,24 @@ def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp
     random = np.random.default_rng(0)
     fp8 = {name: tensor for name, tensor in geometry.tensors().items() if tensor.role in ROLES}
     weights = {name: random.standard_normal((tensor.rows, tensor.cols), np.float32) for name, tensor in fp8.items()}
-    grid = {name: planes_of_weight(name, weight, scale_format) for name, weight in weights.items()}
+    grid = {name: quantize_to_arrays(name, weight, scale_format) for name, weight in weights.items()}
     for rank in range(tp):
-        quantised = {shard.name: shard for shard in megatron_shards(geometry, layout, layout.coordinates(rank), quantised=True)}
-        for shard in megatron_shards(geometry, layout, layout.coordinates(rank)):
+        quantised = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), quantised=True)}
+        for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank)):
             if shard.role in ROLES:
                 master = np.empty((shard.rows, shard.cols), np.float32)
-                for piece in shard.pieces:
-                    a = piece.source
-                    values = weights[piece.tensor.name][a.row : a.row + a.rows, a.col : a.col + a.cols]
-                    master[piece.row : piece.row + a.rows, piece.col : piece.col + a.cols] = values
-                order = row_order(geometry, layout, layout.coordinates(rank), shard.name)
+                for region in shard.regions:
+                    a = region.tensor_rect
+                    values = weights[region.tensor.name][a.row : a.row + a.rows, a.col : a.col + a.cols]
+                    master[region.shard_row : region.shard_row + a.rows, region.shard_col : region.shard_col + a.cols] = values
+                order = compute_row_order(geometry, layout, layout.coordinates(rank), shard.name)
                 assert (order is not None) == (bool(widths) and "linear_qkv" in shard.name)
                 master = master if order is None else master[order]
-                expected = slow_cut.cut([quantised[shard.name]], {key: value for planes in grid.values() for key, value in planes.items()})
-                slow_cut.assert_same({0: planes_of_weight(shard.name, master, scale_format)}, {0: expected})
+                expected = slow_cut.cut([quantised[shard.name]], {key: value for arrays in grid.values() for key, value in arrays.items()})
+                slow_cut.assert_same({0: quantize_to_arrays(shard.name, master, scale_format)}, {0: expected})
 
 
-def planes_of_weight(name: str, weight: np.ndarray, scale_format: str) -> slow_cut.Planes:
+def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow_cut.Arrays:
     blocks = quantize_weight(torch.from_numpy(weight), scale_format)
     return {name: blocks.data.view(torch.uint8).numpy(), scale_name(name): blocks.scale.numpy()}
 
@@ -131,7 +136,7 @@ def planes_of_weight(name: str, weight: np.ndarray, scale_format: str) -> slow_c
 @given(cases())
 def test_fp8_moves_are_whole_blocks_with_one_scale_each(case):
     plan = planned(case)
-    data, scales = ([move for move in plan if move.kind == kind] for kind in ("fp8", "scale"))
+    data, scales = ([transfer for transfer in plan if transfer.kind == kind] for kind in ("fp8", "scale"))
     assert len(data) == len(scales) > 0
     for weight, scale in zip(data, scales, strict=True):
         assert (scale.source, scale.target) == (weight.source + "_scale_inv", weight.target + "_scale_inv")
@@ -146,20 +151,20 @@ def test_fp8_moves_are_whole_blocks_with_one_scale_each(case):
 def test_equal_tensor_parallelism_moves_nothing_across_ranks(tp, dp):
     """With a vocabulary that needs no padding; SGLang shifts the ranks' rows of a padded one."""
     plan = planned(Case(model(vocab=512), Layout(tp=tp, dp=dp), tp))
-    assert plan and all(move.source_rank == move.target_rank for move in plan)
+    assert plan and all(transfer.source_rank == transfer.target_rank for transfer in plan)
 
 
 def test_with_the_engines_padding_of_the_vocabulary_nothing_crosses_ranks():
     wide = model(vocab=300)
-    sources = trainer_shards(wide, Layout(tp=2), vocab_rows=padded_vocabulary(300, 2))
-    plan = reshard(sources, engine_shards(wide, 2), ROLES)
+    sources = build_trainer_shards(wide, Layout(tp=2), vocab_rows=padded_vocabulary(300, 2))
+    plan = reshard(sources, build_engine_shards(wide, 2), ROLES)
     assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_equal_expert_parallelism_moves_nothing_across_ranks(ep):
-    moe = model(kind="qwen3_moe", experts=Experts(count=8, ffn=512), vocab=512)
-    plan = reshard(trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), engine_shards(moe, 4, ep), ROLES)
+    moe = model(kind="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512)
+    plan = reshard(build_trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), build_engine_shards(moe, 4, ep), ROLES)
     assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
 
 
@@ -168,17 +173,19 @@ def test_equal_expert_parallelism_moves_nothing_across_ranks(ep):
 def test_sources_that_overlap_each_other_write_every_byte_once(case):
     """Engines and a whole checkpoint as sources: kv heads are held by several ranks, and all rectangles of one side cut the other's."""
     source = slow_cut.checkpoint(case.model)
-    sources = {**targets_of(case), 100: case.model.checkpoint_shards()}
-    targets = {0: case.model.checkpoint_shards()}
-    filled, written = slow_cut.carry_out(moves(reshard(sources, targets, ROLES)), slow_cut.cut_all(sources, source), {0: source})
+    sources = {**targets_of(case), 100: case.model.build_checkpoint_shards()}
+    targets = {0: case.model.build_checkpoint_shards()}
+    filled, written = slow_cut.carry_out(
+        add_scale_transfers(reshard(sources, targets, ROLES)), slow_cut.cut_all(sources, source), {0: source}
+    )
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values())
 
 
 def test_an_overlap_is_taken_from_the_targets_own_rank():
-    tensor = Tensor("t", 10, 4, "norm")
-    sources = {0: [Shard("whole", 10, 4, (whole(tensor),))], 1: [stack("middle", [rows_at(tensor, 3, 4)])]}
-    plan = reshard(sources, {1: [Shard("target", 10, 4, (whole(tensor),))]}, ROLES)
+    tensor = HFTensor("t", 10, 4, "norm")
+    sources = {0: [Shard("whole", 10, 4, (take_all(tensor),))], 1: [stack_regions("middle", [take_rows(tensor, 3, 4)])]}
+    plan = reshard(sources, {1: [Shard("target", 10, 4, (take_all(tensor),))]}, ROLES)
     assert [(copy.source_rank, copy.source_rect, copy.target_rect) for copy in plan] == [
         (1, Rect(0, 0, 4, 4), Rect(3, 0, 4, 4)),
         (0, Rect(0, 0, 3, 4), Rect(0, 0, 3, 4)),
@@ -198,7 +205,7 @@ def test_engines_on_their_own_devices_draw_evenly_on_all_replicas():
 
 def test_a_padded_vocabulary_crosses_ranks_only_in_embedding_and_output_layer():
     plan = planned(Case(model(vocab=300), Layout(tp=2), 2))
-    crossing = {move.target for move in plan if move.source_rank != move.target_rank}
+    crossing = {transfer.target for transfer in plan if transfer.source_rank != transfer.target_rank}
     assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
@@ -253,7 +260,7 @@ def test_a_boundary_that_cuts_mlp_blocks_is_refused(train_tp, rollout_tp):
 def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in_bf16():
     """k of a group would start in the middle of a block of linear_qkv."""
     geometry = model(head_dim=64, heads=4, kv_heads=4)
-    sources, targets = trainer_shards(geometry, Layout()), engine_shards(geometry, 1)
+    sources, targets = build_trainer_shards(geometry, Layout()), build_engine_shards(geometry, 1)
     with pytest.raises(GeometryError, match="model.layers.0.self_attn.q_proj.weight = rows 0..64, .* at its row 0"):
         reshard(sources, targets, ROLES)
     assert reshard(sources, targets, frozenset())

@@ -5,71 +5,73 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from golden import slow_cut
-from golden.slow_cut import ROLES, Case, Planes, cases
+from golden.slow_cut import ROLES, Arrays, Case, cases
 from hypothesis import given, settings
 from test_geometry import model
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import planes_of
+from parallel.chunking import list_tensor_specs
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
-from parallel.model_geometry import Experts, ModelGeometry, Rect, Shard
-from parallel.reshard import Move, moves, reshard, scale_name
-from parallel.sglang_shards import engine_shards
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry, MoEGeometry, Rect, Shard
+from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
+from parallel.sglang_shards import build_engine_shards
 
 NONE: frozenset[str] = frozenset()
 
 
-def checkpoint(geometry: ModelGeometry) -> Planes:
+def checkpoint(geometry: ModelGeometry) -> Arrays:
     """Random bytes of every tensor; quantised ones with a different scale for every row."""
-    planes = slow_cut.checkpoint(geometry)
+    arrays = slow_cut.checkpoint(geometry)
     for tensor in geometry.tensors().values():
         if tensor.role in ROLES:
-            del planes[scale_name(tensor.name)]
-            planes[scale_name(tensor.name, "int8")] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
-    return planes
+            del arrays[scale_name(tensor.name)]
+            arrays[scale_name(tensor.name, "int8")] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
+    return arrays
 
 
-def cut(shards: list[Shard], source: Planes) -> Planes:
+def cut(shards: list[Shard], source: Arrays) -> Arrays:
     """What a rank holds, cut directly: data by rectangles, scales by rows."""
-    planes: Planes = {}
+    arrays: Arrays = {}
     for shard in shards:
-        planes[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.pieces[0].tensor.name].dtype)
+        arrays[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
         scales = np.zeros((shard.rows, 1), np.float32)
-        for piece in shard.pieces:
-            row, col, rows, cols = piece.source
-            there = slice(piece.row, piece.row + rows)
-            planes[shard.name][there, piece.col : piece.col + cols] = source[piece.tensor.name][row : row + rows, col : col + cols]
+        for region in shard.regions:
+            row, col, rows, cols = region.tensor_rect
+            there = slice(region.shard_row, region.shard_row + rows)
+            arrays[shard.name][there, region.shard_col : region.shard_col + cols] = source[region.tensor.name][
+                row : row + rows, col : col + cols
+            ]
             if shard.role in ROLES:
-                scales[there] = source[scale_name(piece.tensor.name, "int8")][row : row + rows]
+                scales[there] = source[scale_name(region.tensor.name, "int8")][row : row + rows]
         if shard.role in ROLES:
-            planes[scale_name(shard.name, "int8")] = scales
-    return planes
+            arrays[scale_name(shard.name, "int8")] = scales
+    return arrays
 
 
-def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Move]:
-    return moves(reshard(sources, targets, NONE, int8_roles=ROLES))
+def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Transfer]:
+    return add_scale_transfers(reshard(sources, targets, NONE, int8_roles=ROLES))
 
 
-def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Planes) -> None:
+def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
     expected = {rank: cut(shards, source) for rank, shards in targets.items()}
     filled, written = slow_cut.carry_out(planned(sources, targets), {rank: cut(held, source) for rank, held in sources.items()}, expected)
     slow_cut.assert_same(filled, expected)
-    for rank, planes in written.items():
-        assert all((times <= 1).all() for times in planes.values())  # padding is never written
-        for plane in planes_of({rank: targets[rank]}, NONE, 2, ROLES):
-            assert planes[plane.name].shape[1] == plane.cols and (planes[plane.name][: plane.rows] == 1).all(), plane.name
+    for rank, arrays in written.items():
+        assert all((times <= 1).all() for times in arrays.values())  # padding is never written
+        for spec in list_tensor_specs({rank: targets[rank]}, NONE, 2, ROLES):
+            assert arrays[spec.name].shape[1] == spec.cols and (arrays[spec.name][: spec.rows] == 1).all(), spec.name
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(cases())
 def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
-    sources = trainer_shards(case.model, case.train)
-    targets = engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
+    sources = build_trainer_shards(case.model, case.train)
+    targets = build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
     assert_carried(sources, targets, checkpoint(case.model))
-    assert_carried(sources, {0: case.model.checkpoint_shards()}, checkpoint(case.model))
+    assert_carried(sources, {0: case.model.build_checkpoint_shards()}, checkpoint(case.model))
 
 
 @pytest.mark.parametrize(
@@ -79,28 +81,30 @@ def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
 def test_any_boundary_is_good(geometry, train, rollout):
     """Boundaries that cut 128x128 blocks, which FP8 refuses."""
     case = Case(geometry, train, rollout)
-    assert_carried(trainer_shards(case.model, case.train), engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
+    assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
 
 
 def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
-    contract = PrecisionContract.of(Precision(mode="int8_rollout"))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(model(), Layout(tp=2), (2, 1), contract, 1 << 20)
     rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
     high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
-    assert sum(map(plan.bytes_of, plan.moves)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
-    assert sum(piece.nbytes for bucket in plan.buckets for piece in bucket) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(map(plan.count_bytes, plan.transfers)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(part.nbytes for bucket in plan.buckets for part in bucket) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
 
 
 def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
     """Two of four experts on each engine rank, from trainer ranks that hold half of an expert each (etp = 2): w13 [2, 256, 256] holds gate
     and up of one after the other, w2 [2, 256, 128] is told with two sources of columns and one of scales."""
-    geometry = model(kind="qwen3_moe", experts=Experts(count=4, ffn=128))
-    contract = PrecisionContract.of(Precision(mode="int8_rollout"))
+    geometry = model(kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
     prefix = "model.layers.0.mlp.experts."
     shapes = {shard.name: (shard.shape, shard.scale_shape_of("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
     assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
-    written = [(m.source, m.target.removeprefix(prefix), m.target_rect) for m in plan.moves if m.target_rank == 1 and prefix in m.target]
+    written = [
+        (m.source, m.target.removeprefix(prefix), m.target_rect) for m in plan.transfers if m.target_rank == 1 and prefix in m.target
+    ]
     fc1, fc2 = (f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))  # expert 3 is its second
     assert {place for source, target, place in written if (source, target) == (fc1 + "_scale", "w13_weight_scale")} == {
         Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)

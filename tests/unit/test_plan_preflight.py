@@ -8,13 +8,13 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import make_fp8_checkpoint
-from support.hollow import tensors_of, write_hollow
+from support.hollow import list_tensors, write_sparse_safetensors
 from support.models import ARCHITECTURES
 from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
-from megatron_rl.config import Architecture, load_config
-from megatron_rl.data.files import FIX
+from megatron_rl.config import ArchitectureConfig, load_config
+from megatron_rl.data.files import SOURCE_FIX
 from megatron_rl.hf import write
 from megatron_rl.training.preflight import preflight
 from parallel.layout import Layout
@@ -35,11 +35,11 @@ def workplace(tmp_path, monkeypatch):
 
 
 def write_config(workplace, **changes: object) -> None:
-    config = {**write.new_config(Architecture(), 0, "fp32"), **changes}
+    config = {**write.make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
     config = {key: value for key, value in config.items() if value != "absent"}
     (workplace / "model" / "config.json").write_text(json.dumps(config))
     with contextlib.suppress(GeometryError):  # it is no model: config.json alone must be refused
-        write_hollow(workplace / "model" / "model.safetensors", tensors_of(config))
+        write_sparse_safetensors(workplace / "model" / "model.safetensors", list_tensors(config))
 
 
 def refused(*overrides: str) -> str:
@@ -80,13 +80,13 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
         ),
         (
             ["--data.train=no.jsonl"],
-            f"data.train = 'no.jsonl': does not exist; {FIX}",
+            f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}",
         ),
         (
             ["--data.eval=no.jsonl"],
-            f"data.eval = 'no.jsonl': does not exist; {FIX}",
+            f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}",
         ),
-        (["--data.train=model"], f"data.train = 'model': is a folder; {FIX}"),
+        (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),
         (
             ["--rollout.max_new_tokens=513"],
             "rollout.max_new_tokens = 513: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
@@ -187,10 +187,10 @@ def test_a_checkpoint_of_another_kind(workplace, changes, start):
 
 def test_weights_that_are_not_those_of_the_config(workplace):
     file = workplace / "model" / "model.safetensors"
-    tensors = tensors_of(write.new_config(Architecture(), 0, "fp32"))
-    write_hollow(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
+    tensors = list_tensors(write.make_hf_config(ArchitectureConfig(), 0, "fp32"))
+    write_sparse_safetensors(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
     assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
-    write_hollow(file, {name: told for name, told in tensors.items() if name != "model.norm.weight"})
+    write_sparse_safetensors(file, {name: told for name, told in tensors.items() if name != "model.norm.weight"})
     assert "tensor model.norm.weight is missing" in refused()
     file.unlink()
     assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; give a folder with safetensors weights"

@@ -16,11 +16,11 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.cross_checks import check_placement
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
-from megatron_rl.planner.candidate import Candidate, Job, is_field, setting
+from megatron_rl.planner.candidate import Candidate, Workload, get_setting, has_field
 from megatron_rl.planner.hardware import GIB, GPUS, Cluster
-from megatron_rl.planner.search import Planner, reason
-from megatron_rl.planner.sync_traffic import sync_load
-from megatron_rl.precision.backends.deep_gemm import DeepGemm
+from megatron_rl.planner.search import Planner, explain_rank
+from megatron_rl.planner.sync_traffic import estimate_sync_traffic
+from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
 from megatron_rl.precision.backends.transformer_engine import _padded
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
@@ -30,7 +30,7 @@ from parallel.model_geometry import ModelGeometry
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"qwen3_8b": 1, "qwen2_5_32b": 4, "qwen3_30b_a3b": 2, "qwen3_235b_a22b": 16}
-NODE = Cluster.of(1, 8, "h100")
+NODE = Cluster.from_options(1, 8, "h100")
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +38,12 @@ def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)  # paths of shipped configurations are relative to it
 
 
-def job(name: str = "Qwen3-8B", sharded: bool = False, **sections: object) -> Job:
+def job(name: str = "Qwen3-8B", sharded: bool = False, **sections: object) -> Workload:
     table = {"model": {"path": "x"}, "precision": {"backend": "transformer_engine"}, **sections}
     model = {"rope_theta": 1e6, "max_position_embeddings": 40960, **CONFIGS[name]}
-    return replace(Job.of(Config.model_validate_json(json.dumps(table)), model), sharded_optimizer=sharded, shares_tokens=False)
+    return replace(
+        Workload.from_config(Config.model_validate_json(json.dumps(table)), model), sharded_optimizer=sharded, dense_sequence_parallel=False
+    )
 
 
 def test_a_dense_models_bytes_by_hand():
@@ -49,7 +51,7 @@ def test_a_dense_models_bytes_by_hand():
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
     vectors = 36 * (2 * 4096 + 2 * 128) + 4096
     embeddings, fp8 = 2 * 151936 * 4096, 36 * layer
-    held = memory.trainer_held(job(), Candidate(Layout()), 0)
+    held = memory.count_trainer_memory(job(), Candidate(Layout()), 0)
     assert held.weights == 4 * fp8 + 2 * (embeddings + vectors)
     assert held.blocks == fp8 + 4 * fp8 // 128**2
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
@@ -58,16 +60,16 @@ def test_a_dense_models_bytes_by_hand():
 
 
 def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
-    whole = memory.trainer_held(job(), Candidate(Layout()), 0)
-    stages = [memory.trainer_held(job(), Candidate(Layout(pp=4, vpp=3)), stage) for stage in range(4)]
+    whole = memory.count_trainer_memory(job(), Candidate(Layout()), 0)
+    stages = [memory.count_trainer_memory(job(), Candidate(Layout(pp=4, vpp=3)), stage) for stage in range(4)]
     assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = memory.trainer_held(job(sharded=True), Candidate(Layout(dp=8)), 0)
+    shared = memory.count_trainer_memory(job(sharded=True), Candidate(Layout(dp=8)), 0)
     assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
 
 
 def test_experts_are_shared_out_by_their_own_replicas():
     moe = job("Qwen3-30B-A3B", sharded=True)
-    alone, spread = (memory.trainer_held(moe, Candidate(layout), 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
+    alone, spread = (memory.count_trainer_memory(moe, Candidate(layout), 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
     experts = 48 * 128 * 3 * 2048 * 768
     assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
     assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
@@ -76,53 +78,53 @@ def test_experts_are_shared_out_by_their_own_replicas():
 @pytest.mark.parametrize("rows, cols", [(256, 384), (1536, 4096)])
 def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
-    transposed, scales = DeepGemm("pow2").prepare(blocks, None).dgrad
-    assert memory.operand_bytes("deep_gemm", rows, cols) == transposed.numel() + 4 * scales.numel()
+    transposed, scales = DeepGemmBackend("pow2").prepare(blocks, None).dgrad
+    assert memory.count_operand_bytes("deep_gemm", rows, cols) == transposed.numel() + 4 * scales.numel()
     padded = _padded(blocks.scale).numel() + _padded(blocks.scale.t()).numel()
-    assert memory.operand_bytes("transformer_engine", rows, cols) == rows * cols + 4 * padded
+    assert memory.count_operand_bytes("transformer_engine", rows, cols) == rows * cols + 4 * padded
 
 
 @pytest.mark.parametrize("tp, kv_heads", [(1, 8), (8, 1), (16, 1)])
 def test_the_kv_cache_of_a_rank(tp, kv_heads):
-    assert memory.kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
+    assert memory.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
 
 
 def test_mla_keeps_one_latent_for_all_heads():
     deepseek = CONFIGS["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     config = Config.model_validate_json('{"model": {"path": "x"}}')
-    assert memory.kv_bytes_per_token(Job.of(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
+    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():
     """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
     model = ModelGeometry.from_hf_config(CONFIGS["Qwen3-8B"])
     small, one = replace(model, layers=2), job()
-    plan = SyncPlan.make(small, Layout(), (1, 1), PrecisionContract.of(one.config.precision), 1 << 28)
-    assert memory.engine_weights(replace(one, model=small), Candidate(Layout())) == sum(map(plan.bytes_of, plan.moves))
+    plan = SyncPlan.make(small, Layout(), (1, 1), PrecisionContract.from_config(one.config.precision), 1 << 28)
+    assert memory.count_engine_weights(replace(one, model=small), Candidate(Layout())) == sum(map(plan.count_bytes, plan.transfers))
 
 
 def test_in_fp8_rollout_a_sync_makes_the_blocks():
     rollout = job(precision={"mode": "fp8_rollout"})
-    made = memory.quantised_for_sync(rollout, Candidate(Layout()), 0)
-    assert made == memory.trainer_held(job(), Candidate(Layout()), 0).blocks
-    assert memory.quantised_for_sync(job(), Candidate(Layout()), 0) == 0
+    made = memory.count_sync_quantisation(rollout, Candidate(Layout()), 0)
+    assert made == memory.count_trainer_memory(job(), Candidate(Layout()), 0).blocks
+    assert memory.count_sync_quantisation(job(), Candidate(Layout()), 0) == 0
 
 
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     one = job()
 
     def kept(layout: Layout, recompute: str = "none") -> float:
-        return activation_memory.training(one, Candidate(layout, recompute=recompute), 0).kept
+        return activation_memory.count_training_activations(one, Candidate(layout, recompute=recompute), 0).kept
 
     assert kept(Layout(tp=8)) < kept(Layout(tp=2)) < kept(Layout())
-    places = one.places(1)
+    places = one.tokens_per_rank(1)
     assert kept(Layout(pp=2), "full") == 18 * places * 4096 * 2 * 2  # 18 layers' inputs of two micro-batches
     assert kept(Layout(), "full") < kept(Layout(), "selective") < kept(Layout())
 
 
 def test_a_sequence_that_is_longer_than_the_bound_has_a_pass_of_its_own():
     long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
-    assert (long.places(1), long.places(4)) == (17408, 8192)
+    assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +138,18 @@ def test_a_sequence_that_is_longer_than_the_bound_has_a_pass_of_its_own():
     ],
 )
 def test_micro_batches_in_flight(layout, stage, count, flying):
-    assert activation_memory.in_flight(layout, stage, count) == flying
+    assert activation_memory.count_in_flight(layout, stage, count) == flying
 
 
 @pytest.mark.parametrize("pp, vpp, m, share", [(1, 1, 7, 0), (4, 1, 8, 3 / 11), (4, 2, 8, 3 / 19), (8, 1, 1, 7 / 8)])
 def test_the_pipelines_bubble(pp, vpp, m, share):
-    assert roofline.bubble(pp, vpp, m) == pytest.approx(share)
+    assert roofline.bubble_fraction(pp, vpp, m) == pytest.approx(share)
 
 
 def test_the_bubble_is_that_of_a_schedule_told_step_by_step():
     """1F1B with equal forward and backward steps: the last stage's first forward starts pp - 1 steps late, and so ends the first."""
     pp, m = 4, 8
-    assert roofline.bubble(pp, 1, m) == pytest.approx(1 - m / (m + pp - 1))
+    assert roofline.bubble_fraction(pp, 1, m) == pytest.approx(1 - m / (m + pp - 1))
 
 
 @pytest.mark.parametrize(
@@ -157,26 +159,32 @@ def test_the_syncs_bytes_are_those_of_the_whole_plan(name, train, tp, ep):
     one = job(name)
     model = replace(one.model, layers=2)
     candidate = Candidate(train, tp, ep, engines=1, placement="disaggregated")
-    load = sync_load(replace(one, model=model), candidate, Cluster.of(2, 8, "h100"))
+    load = estimate_sync_traffic(replace(one, model=model), candidate, Cluster.from_options(2, 8, "h100"))
     plan = SyncPlan.make(model, train, (tp, ep), one.contract, 1 << 30)
-    assert sum(load.total.values()) == sum(map(plan.bytes_of, plan.moves))
+    assert sum(load.total.values()) == sum(map(plan.count_bytes, plan.transfers))
     assert load.total["same"] == 0
 
 
 def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
-    load = sync_load(job(), Candidate(Layout(tp=4, dp=2), 4, 1, 2), NODE)
+    load = estimate_sync_traffic(job(), Candidate(Layout(tp=4, dp=2), 4, 1, 2), NODE)
     assert load.total["node"] == load.total["network"] == 0 < load.total["same"]
-    apart = sync_load(job(), Candidate(Layout(tp=8), 8, 1, 1, "disaggregated"), Cluster.of(2, 8, "h100"))
+    apart = estimate_sync_traffic(job(), Candidate(Layout(tp=8), 8, 1, 1, "disaggregated"), Cluster.from_options(2, 8, "h100"))
     assert apart.total["same"] == apart.total["node"] == 0 < apart.total["network"]
     assert apart.seconds > apart.busiest["network"] / 50e9
 
 
 def test_shared_gpus_hold_by_turns():
-    sides = {side.phase: side for side in memory_by_phase.phases(job(), Candidate(Layout(tp=8), 8, 1, 1))}
+    sides = {side.phase: side for side in memory_by_phase.estimate_phase_memory(job(), Candidate(Layout(tp=8), 8, 1, 1))}
     assert "KV cache" in sides["generate"].parts and "KV cache" not in sides["train"].parts
     assert "optimizer" in sides["train"].parts and "optimizer" not in sides["generate"].parts
-    assert {side.gpus for side in memory_by_phase.phases(job(), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"))} == {"trainer", "engine"}
-    assert memory_by_phase.offloaded(job(), Candidate(Layout(tp=8), 8)) == memory.trainer_held(job(), Candidate(Layout(tp=8)), 0).optimizer
+    assert {side.gpus for side in memory_by_phase.estimate_phase_memory(job(), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"))} == {
+        "trainer",
+        "engine",
+    }
+    assert (
+        memory_by_phase.count_offloaded_bytes(job(), Candidate(Layout(tp=8), 8))
+        == memory.count_trainer_memory(job(), Candidate(Layout(tp=8)), 0).optimizer
+    )
 
 
 def test_the_search_ranks_what_fits_and_says_why():
@@ -185,28 +193,28 @@ def test_the_search_ranks_what_fits_and_says_why():
     steps = [verdict.seconds.step for verdict in found.ranked]
     assert steps == sorted(steps) and all(verdict.fits for verdict in found.ranked)
     assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in found.ranked}) == 3
-    assert reason(found.ranked[0], found.ranked[0]).startswith("the fastest that fits")
-    assert reason(found.ranked[1], found.ranked[0])[0] == "+"
+    assert explain_rank(found.ranked[0], found.ranked[0]).startswith("the fastest that fits")
+    assert explain_rank(found.ranked[1], found.ranked[0])[0] == "+"
 
 
 def test_alignment_names_what_is_cut():
     cut = Candidate(Layout(tp=4, etp=4), 8)  # 768 / 4 = 192 rows of an expert
-    rows = {row.name: row for row in block_alignment.rows(job("Qwen3-30B-A3B"), cut) if row.cut}
+    rows = {row.name: row for row in block_alignment.check_alignment(job("Qwen3-30B-A3B"), cut) if row.cut}
     assert any("linear_fc1" in name for name in rows) and any("w13" in name for name in rows)
-    refused = block_alignment.trainer_refusal(job("Qwen3-30B-A3B"), cut.train)
-    line = str(block_alignment.told(refused, job("Qwen3-30B-A3B"), cut))
+    refused = block_alignment.validate_trainer_layout(job("Qwen3-30B-A3B"), cut.train)
+    line = str(block_alignment.to_user_error(refused, job("Qwen3-30B-A3B"), cut))
     assert "cuts a 128x128 FP8 block" in line and "train layouts that work: tp=4 ep=1 etp=2" in line
 
 
 def test_only_fields_that_exist_are_suggested():
-    assert is_field("train.layout.tp") and not is_field("train.layout.nothing") and not is_field("train.layout.tp.more")
+    assert has_field("train.layout.tp") and not has_field("train.layout.nothing") and not has_field("train.layout.tp.more")
     config = load_config(ROOT / "configs" / "quickstart.toml")
-    assert setting(config, "train.layout.nothing", 7) == 7 and setting(config, "train.layout.tp", 7) == 1
+    assert get_setting(config, "train.layout.nothing", 7) == 7 and get_setting(config, "train.layout.tp", 7) == 1
     words = Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides(config)
     assert {"--train.layout.tp=2", "--train.layout.pp=2", "--train.layout.dp=2", "--rollout.tp=2"} <= set(words)
-    assert all(is_field(word.removeprefix("--").partition("=")[0]) for word in words)
-    cluster = Cluster.of(1, 1, "h100")
-    assert Candidate.of_config(config, cluster).overrides(config) == []
+    assert all(has_field(word.removeprefix("--").partition("=")[0]) for word in words)
+    cluster = Cluster.from_options(1, 1, "h100")
+    assert Candidate.from_config(config, cluster).overrides(config) == []
 
 
 ALONE = "--placement.kind=disaggregated"
@@ -243,7 +251,7 @@ def test_train_and_plan_refuse_the_same_layouts():
         (experts, Layout(tp=2), "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2"),
     ]
     for one, layout, line in mistakes:
-        assert str(block_alignment.trainer_refusal(one, layout)).startswith(line)
+        assert str(block_alignment.validate_trainer_layout(one, layout)).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +267,7 @@ def test_train_and_plan_refuse_the_same_layouts():
     ],
 )
 def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
-    assert candidate.not_started(Cluster.of(nodes, 8, "h100")) == problem
+    assert candidate.find_launch_problem(Cluster.from_options(nodes, 8, "h100")) == problem
 
 
 def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):

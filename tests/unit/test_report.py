@@ -10,11 +10,18 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.graph.decoder import Attention, Decoder, Layer, Mlp, Weighted, decoder_graph
-from megatron_rl.precision.graph.graph import Format
-from megatron_rl.precision.graph.svg import draw
-from megatron_rl.reporting.metric_glossary import CAUSES, byte_text, duration, toml_text, visible
-from megatron_rl.reporting.plots import SECTIONS, svg
+from megatron_rl.precision.graph.decoder import (
+    AttentionPrecision,
+    DecoderPrecision,
+    LayerPrecision,
+    MLPPrecision,
+    WeightedOpPrecision,
+    decoder_graph,
+)
+from megatron_rl.precision.graph.graph import TensorFormat
+from megatron_rl.precision.graph.svg import draw_svg
+from megatron_rl.reporting.metric_glossary import CAUSE_LABELS, format_bytes, format_duration, format_toml, visible
+from megatron_rl.reporting.plots import SECTIONS, render_svg
 from megatron_rl.reporting.report import headline, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
@@ -28,7 +35,7 @@ STEP = {
     "router/load/layer_0": 1.0, "router/entropy": 1.5, "router/entropy_min": 1.4, "router/differs": 0.01, "staleness/mean": 0.5,
     "memory/train_mb": 900.0,
 }  # fmt: skip
-STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSES for what in ("abs_mean", "abs_max", "mean", "k3")}
+STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:
@@ -98,7 +105,7 @@ def test_whole_page(tmp_path: Path):
         for plot in plots:
             assert plot.title in page.text and plot.caption in page.text
     assert page.tags.count("svg") == sum(map(len, SECTIONS.values()))
-    assert "Where the mismatch comes from" in page.text and all(words in page.text for words in CAUSES.values())
+    assert "Where the mismatch comes from" in page.text and all(words in page.text for words in CAUSE_LABELS.values())
     assert "✗ wrong" in page.text and "✓ correct" in page.text
     assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text
 
@@ -116,10 +123,10 @@ def test_evaluations_of_the_runs_checkpoints_are_part_of_the_page(tmp_path: Path
 
 def test_the_precision_graph_is_part_of_the_page(tmp_path: Path):
     run = make_run(tmp_path, full_rows())
-    high, weighted = Format("bf16"), Weighted(Format("bf16"), Format("bf16"))
-    layer = Layer(weighted, Attention(weighted, weighted, high, high), weighted, Mlp(weighted, weighted), high)
-    graph = decoder_graph(Decoder(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
-    (run / "graph.svg").write_text(draw(graph, graph))
+    high, weighted = TensorFormat("bf16"), WeightedOpPrecision(TensorFormat("bf16"), TensorFormat("bf16"))
+    layer = LayerPrecision(weighted, AttentionPrecision(weighted, weighted, high, high), weighted, MLPPrecision(weighted, weighted), high)
+    graph = decoder_graph(DecoderPrecision(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
+    (run / "graph.svg").write_text(draw_svg(graph, graph))
     page = Page(write_report(run))
     assert "Precision graph" in page.text and "lm_head" in page.text
     assert page.tags.count("svg") == 1 + sum(map(len, SECTIONS.values())) and "script" not in page.tags
@@ -219,7 +226,7 @@ def test_plots_have_no_colour_of_their_own():
     drawable = [{**row, "sync/megabytes": 2.0} for row in full_rows()]
     for plots in SECTIONS.values():
         for plot in plots:
-            picture = svg(plot, drawable)
+            picture = render_svg(plot, drawable)
             assert picture.startswith("<svg viewBox=") and "var(--ink)" in picture
             assert "#00000" not in picture and "DejaVu" not in picture
 
@@ -229,18 +236,18 @@ def test_many_levels_or_sets_are_told_apart(names):
     (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == "Held-out accuracy by level or set")
     rows = [{"step": step, **{f"eval/{name}": 0.1 * step for name in names}} for step in (0, 1)]
     labels = [name.replace("level_", "level ").removeprefix("source_") for name in names]
-    assert [label for _, label in plot.panels[0].found(rows)] == labels  # level 10 comes after level 9
-    assert all(label in svg(plot, rows) for label in labels)
+    assert [label for _, label in plot.panels[0].find_series(rows)] == labels  # level 10 comes after level 9
+    assert all(label in render_svg(plot, rows) for label in labels)
 
 
 def test_long_runs_stay_small():
     rows = [{"step": step, "reward/mean": math.sin(step), "time/generate": 1.0 + step % 3, "time/train": 2.0} for step in range(2000)]
-    pictures = {plot.title: svg(plot, rows) for plots in SECTIONS.values() for plot in plots}
+    pictures = {plot.title: render_svg(plot, rows) for plots in SECTIONS.values() for plot in plots}
     assert 0 < len(pictures["Reward"]) < 300_000 and 0 < len(pictures["Time by phase"]) < 500_000
 
 
 def test_words():
-    assert [byte_text(size) for size in (999, 3_213_312, 2.5e12)] == ["999 B", "3.21 MB", "2.5 TB"]
-    assert [duration(seconds) for seconds in (59.4, 61, 3725)] == ["59 s", "1 min 01 s", "1 h 02 min"]
-    assert toml_text({"a": {"b": None, "c": "x", "d": {"e": [1, 2]}}}) == '[a]\n# b is not set\nc = "x"\n\n[a.d]\ne = [1, 2]'
+    assert [format_bytes(size) for size in (999, 3_213_312, 2.5e12)] == ["999 B", "3.21 MB", "2.5 TB"]
+    assert [format_duration(seconds) for seconds in (59.4, 61, 3725)] == ["59 s", "1 min 01 s", "1 h 02 min"]
+    assert format_toml({"a": {"b": None, "c": "x", "d": {"e": [1, 2]}}}) == '[a]\n# b is not set\nc = "x"\n\n[a.d]\ne = [1, 2]'
     assert visible("a\tb\n\x00\x9f\udc80é") == "a\tb\n\\x00\\x9f\\xdc80é"

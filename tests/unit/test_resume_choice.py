@@ -11,8 +11,8 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import RunLog, read_metrics, read_run, read_samples
-from megatron_rl.training.resume import choose, run_to_resume
-from megatron_rl.versions import versions
+from megatron_rl.training.resume import choose_checkpoint, find_run_to_resume
+from megatron_rl.versions import collect_versions
 
 
 def config(tmp_path: Path, resume: str = "auto", **sections: dict) -> Config:
@@ -21,34 +21,34 @@ def config(tmp_path: Path, resume: str = "auto", **sections: dict) -> Config:
 
 
 def make_run(tmp_path: Path, steps: tuple[int, ...] = (2,), **sections: dict) -> RunLog:
-    log = RunLog.create(tmp_path / "runs", config(tmp_path, **sections).model_dump(mode="json"), versions())
+    log = RunLog.create(tmp_path / "runs", config(tmp_path, **sections).model_dump(mode="json"), collect_versions())
     for step in steps:
         folder = checkpoints.checkpoint_folder(log.dir, step)
-        hidden = checkpoints.unfinished(folder)
+        hidden = checkpoints.unfinished_folder(folder)
         hidden.mkdir(parents=True)
-        state = {"step": step, "adam_step": step, "layout": {"tp": 1}, "versions": versions(), "files": {}}
+        state = {"step": step, "adam_step": step, "layout": {"tp": 1}, "versions": collect_versions(), "files": {}}
         checkpoints.write_state(hidden, state)
         checkpoints.publish(hidden, folder, 0)
     return log
 
 
 def test_auto_takes_up_the_newest_run_that_is_not_finished(tmp_path):
-    assert run_to_resume(config(tmp_path)) is None, "nothing ran yet"
+    assert find_run_to_resume(config(tmp_path)) is None, "nothing ran yet"
     log = make_run(tmp_path)
-    assert run_to_resume(config(tmp_path)) == log.dir.resolve()
-    assert run_to_resume(config(tmp_path, "never")) is None
+    assert find_run_to_resume(config(tmp_path)) == log.dir.resolve()
+    assert find_run_to_resume(config(tmp_path, "never")) is None
     log.finish("finished")
-    assert run_to_resume(config(tmp_path)) is None
-    assert run_to_resume(config(tmp_path, str(log.dir))) == log.dir.resolve(), "a finished run goes on when it is named"
+    assert find_run_to_resume(config(tmp_path)) is None
+    assert find_run_to_resume(config(tmp_path, str(log.dir))) == log.dir.resolve(), "a finished run goes on when it is named"
     make_run(tmp_path, steps=()).finish("broken")
-    assert run_to_resume(config(tmp_path)) is None, "it broke before its first checkpoint"
+    assert find_run_to_resume(config(tmp_path)) is None, "it broke before its first checkpoint"
 
 
 @pytest.mark.parametrize("given", ["nowhere", "runs"])
 def test_a_folder_without_checkpoints_is_refused(tmp_path, given):
     make_run(tmp_path)
     with pytest.raises(UserError, match="checkpoint.resume = .*: holds no checkpoints/step_NNNNN; give the folder of a run"):
-        run_to_resume(config(tmp_path, str(tmp_path / given)))
+        find_run_to_resume(config(tmp_path, str(tmp_path / given)))
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,13 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path, given):
 def test_what_decides_the_numbers_must_not_differ(tmp_path, section, field, value, before):
     make_run(tmp_path)
     with pytest.raises(UserError, match=rf"^{section}.{field} = .*{value}.*: the run that goes on, .*, has {before}; set it back"):
-        run_to_resume(config(tmp_path, **{section: {field: value}}))
+        find_run_to_resume(config(tmp_path, **{section: {field: value}}))
 
 
 def test_steps_layout_and_places_may_differ(tmp_path):
     log = make_run(tmp_path)
     changed = {"train": {"steps": 99, "layout": {"tp": 2}}, "rollout": {"start_timeout": 5.0}, "sync": {"bucket_mb": 3}}
-    assert run_to_resume(config(tmp_path, **changed)) == log.dir.resolve()
+    assert find_run_to_resume(config(tmp_path, **changed)) == log.dir.resolve()
 
 
 def test_the_run_of_another_version_of_the_project_is_refused(tmp_path):
@@ -79,42 +79,42 @@ def test_the_run_of_another_version_of_the_project_is_refused(tmp_path):
     run["config"]["train"]["forgotten"] = 1
     (log.dir / "run.json").write_text(json.dumps(run))
     with pytest.raises(UserError, match="its configuration is none that this version of the project knows"):
-        run_to_resume(config(tmp_path))
+        find_run_to_resume(config(tmp_path))
 
 
 def test_the_newest_whole_checkpoint_is_chosen_and_what_differs_is_said(tmp_path):
     log = make_run(tmp_path, steps=(2, 4))
     (log.dir / "checkpoints" / "step_00004" / "state.json").write_text("{")
-    found = choose(log.dir, 9)
-    assert found.remarks({"tp": 1}) == [
+    found = choose_checkpoint(log.dir, 9)
+    assert found.describe({"tp": 1}) == [
         "step_00004 is not whole: state.json cannot be read (JSONDecodeError); the checkpoint before it is used",
         f"going on from {found.folder}, step 2",
     ]
-    assert found.remarks({"tp": 2})[2].startswith("another train.layout wrote it: ")
+    assert found.describe({"tp": 2})[2].startswith("another train.layout wrote it: ")
     found.state["versions"]["torch"] = "1.0"
-    assert found.remarks({"tp": 1})[2].startswith("other versions wrote it, so numbers may differ: torch 1.0 -> ")
+    assert found.describe({"tp": 1})[2].startswith("other versions wrote it, so numbers may differ: torch 1.0 -> ")
 
 
 def test_no_whole_checkpoint_or_no_step_left_is_refused(tmp_path):
     log = make_run(tmp_path)
     with pytest.raises(UserError, match="train.steps = 2: .*step_00002 is at step 2 already"):
-        choose(log.dir, 2)
+        choose_checkpoint(log.dir, 2)
     (log.dir / "checkpoints" / "step_00002" / "state.json").unlink()
     with pytest.raises(UserError, match="holds no whole checkpoint .step_00002: holds no state.json."):
-        choose(log.dir, 9)
+        choose_checkpoint(log.dir, 9)
 
 
 def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
     log = make_run(tmp_path)
     for step in range(4):
-        log.step({"step": step, "policy_version": step, "reward/mean": 0.5})
-        log.samples(step, [{"prompt": str(step)}])
+        log.write_step({"step": step, "policy_version": step, "reward/mean": 0.5})
+        log.write_samples(step, [{"prompt": str(step)}])
     with pytest.raises(UserError, match="is still being written by another process"):
-        RunLog.reopen(log.dir, {}, versions(), 2)
+        RunLog.reopen(log.dir, {}, collect_versions(), 2)
     log.finish("broken", "a reason")
     with (log.dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
-    again = RunLog.reopen(log.dir, {"train": {"steps": 5}}, versions(), 2)
+    again = RunLog.reopen(log.dir, {"train": {"steps": 5}}, collect_versions(), 2)
     again.step({"step": 3, "policy_version": 3, "reward/mean": 0.25})
     again.finish("finished")
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(log.dir)] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.data import Source
-from megatron_rl.data.sets import read_set
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.sets import read_problem_set
 from megatron_rl.rewards import arithmetic, load_function, match
 from megatron_rl.rewards import math as math_reward
 from megatron_rl.types import Problem, Reward
@@ -110,14 +110,14 @@ def test_math_verify_decides_the_rest(text, gold, correct):
 )
 def test_exact_compares_word_for_word(text, pattern, correct):
     settings = {"pattern": pattern} if pattern else {}
-    assert match.exact(text, _problem("Paris"), **settings) == Reward(float(correct), correct)
+    assert match.match_answer(text, _problem("Paris"), **settings) == Reward(float(correct), correct)
 
 
 @pytest.mark.parametrize(
     "text, fits", [("<think>\na\n\nb</think> 5", True), ("\n<think></think>5 \n", True), ("so <think>a</think>5", False), ("", False)]
 )
 def test_format_matches_the_whole_completion(text, fits):
-    assert match.whole(text, _problem("5"), pattern="<think>.*</think>.+") == Reward(float(fits), fits)
+    assert match.match_format(text, _problem("5"), pattern="<think>.*</think>.+") == Reward(float(fits), fits)
 
 
 async def asynchronous(text, problem): ...
@@ -161,7 +161,7 @@ def _correct(texts: list[str], golds: list[str]) -> int:
 
 @needs_gsm8k
 def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
-    golds = [problem.answer for problem in read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")]
+    golds = [problem.answer for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")]
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     assert _correct(texts, golds) == _correct([rf"\boxed{{{gold}}}" for gold in golds], golds) == len(golds) == 1319
     others = golds[1:] + golds[:1]
@@ -187,7 +187,7 @@ def test_shuffled_math500_golds_fail():
 
 @needs_gsm8k
 def test_real_gsm8k_golds_verify_through_math_verify_too():
-    for problem in read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:200]:
+    for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:200]:
         text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
         assert math_reward.compare_integers(text, problem.answer) is None
         assert math_reward.reward(text, problem).correct

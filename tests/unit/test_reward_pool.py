@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.data import Source
-from megatron_rl.data.sets import read_set
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import RunError
 from megatron_rl.rewards.worker_pool import RewardPool
 from megatron_rl.types import Problem, Reward
@@ -209,7 +209,7 @@ def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
 
 @pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
 def test_real_gsm8k_golds_verify_in_the_pool():
-    problems = read_set(Source(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
+    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     with pool_of("math", 2, 5.0) as pool:
         assert all(reward.correct for reward in judged(pool, texts, problems))

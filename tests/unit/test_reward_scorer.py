@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config import load_config
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.errors import RunError, UserError
-from megatron_rl.rewards.scorer import Scorer, check_rewards, length_value
+from megatron_rl.rewards.scorer import Scorer, check_rewards, compute_length_reward
 from megatron_rl.types import Problem, Reward
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
@@ -77,8 +77,8 @@ def test_the_examples_of_the_documentation_are_right(load):
 
 
 def test_the_first_that_judges_the_answer_decides():
-    assert config(FORMAT, LENGTH, MATH, {"name": "exact"}).judge == "math"
-    assert config(LENGTH, FORMAT).judge == "format"
+    assert config(FORMAT, LENGTH, MATH, {"name": "exact"}).correctness_label == "math"
+    assert config(LENGTH, FORMAT).correctness_label == "format"
     assert list(config(FORMAT, MATH, FORMAT).parts) == ["format", "math", "format_2"]
 
 
@@ -101,8 +101,8 @@ def test_a_single_function_has_no_parts():
 
 @pytest.mark.parametrize("tokens, value", [(0, 1.0), (256, 1.0), (448, 0.75), (1024, 0.0), (5000, 0.0)])
 def test_the_value_of_a_length(tokens, value):
-    assert length_value(tokens, 256, 1024) == pytest.approx(value)
-    assert length_value(tokens, 1024, 256) == pytest.approx(1 - value), "the other way round long answers are worth more"
+    assert compute_length_reward(tokens, 256, 1024) == pytest.approx(value)
+    assert compute_length_reward(tokens, 1024, 256) == pytest.approx(1 - value), "the other way round long answers are worth more"
 
 
 SLOW = {"name": "exact", "pattern": "((?:a+)+b)"}

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from megatron_rl.config.reward import RewardConfig, RewardPart
+from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.http import RewardServer
+from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.types import Problem, Reward
 
@@ -69,8 +69,8 @@ def server():
         thread.join()
 
 
-def client(server, path: str, **settings: object) -> RewardServer:
-    return RewardServer(RewardPart(name="http", url=f"http://127.0.0.1:{server.server_port}{path}", **settings))
+def client(server, path: str, **settings: object) -> HttpRewardClient:
+    return HttpRewardClient(RewardFunctionConfig(name="http", url=f"http://127.0.0.1:{server.server_port}{path}", **settings))
 
 
 def test_the_protocol(server, monkeypatch):
@@ -122,7 +122,7 @@ def test_single_completions_without_a_verdict(server):
 def test_nobody_there():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
-        part = RewardPart(name="http", url=f"http://127.0.0.1:{taken.getsockname()[1]}", retries=0)
+        part = RewardFunctionConfig(name="http", url=f"http://127.0.0.1:{taken.getsockname()[1]}", retries=0)
         said: list[str] = []
         with Scorer(RewardConfig(functions=(part,), on_error="exclude"), said.append) as scorer:
             rewards = scorer.score(TEXTS, PROBLEMS, [1] * 5)
@@ -136,7 +136,7 @@ def test_nobody_there():
 def test_a_token_that_is_none_is_refused_and_not_shown(monkeypatch, token):
     monkeypatch.setenv("REWARD_TOKEN", token)
     with pytest.raises(UserError, match="reward.functions.token_env = 'REWARD_TOKEN': ") as caught:
-        RewardServer(RewardPart(name="http", url="http://localhost", token_env="REWARD_TOKEN"))
+        HttpRewardClient(RewardFunctionConfig(name="http", url="http://localhost", token_env="REWARD_TOKEN"))
     assert not token or token not in str(caught.value)
 
 
@@ -155,7 +155,8 @@ def test_the_documentations_server_beside_a_function_in_a_worker(tmp_path):
         port = running.servers[0].sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}/score"
         config = RewardConfig(
-            functions=(RewardPart(name="http", url=url), RewardPart(name="format", pattern="so.*", weight=0.5)), workers=1
+            functions=(RewardFunctionConfig(name="http", url=url), RewardFunctionConfig(name="format", pattern="so.*", weight=0.5)),
+            workers=1,
         )
         check_rewards(config)
         with Scorer(config, print) as scorer:

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.errors import RunError
-from megatron_rl.rollout.worker import Rollout, RolloutWorker, accuracies, rollout_metrics, sample_rows
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, build_sample_rows, compute_accuracies, compute_rollout_metrics
 from megatron_rl.types import Completion, Generation, Problem, Reward
 
 
@@ -23,16 +23,16 @@ def completion(
 
 def test_accuracy_overall_and_by_level():
     completions = [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)]
-    assert accuracies(completions, "all", "level_", "source_") == {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5}
+    assert compute_accuracies(completions, "all", "level_", "source_") == {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5}
 
 
 def test_several_sets_are_told_by_set_as_their_levels_do_not_compare():
     completions = [completion(1, True), completion(1, False, source="math"), completion(3, True, source="math"), completion(2, False)]
-    assert accuracies(completions, "all", "level_", "source_") == {"all": 0.5, "source_": 0.5, "source_math": 0.5}
+    assert compute_accuracies(completions, "all", "level_", "source_") == {"all": 0.5, "source_": 0.5, "source_math": 0.5}
 
 
 def test_a_single_level_is_not_told_twice():
-    assert accuracies([completion(0, True), completion(0, False)], "all", "level_", "source_") == {"all": 0.5}
+    assert compute_accuracies([completion(0, True), completion(0, False)], "all", "level_", "source_") == {"all": 0.5}
 
 
 def test_metrics_of_a_step():
@@ -42,7 +42,7 @@ def test_metrics_of_a_step():
         completion(2, False, length=3, error="timed out"),
         completion(2, True, length=8, finish="length"),
     ]
-    metrics = rollout_metrics(Rollout(completions, {"time/generate": 4.0, "time/reward": 1.0}))
+    metrics = compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0, "time/reward": 1.0}))
     assert metrics == pytest.approx(
         {
             "reward/mean": 0.625,
@@ -67,17 +67,17 @@ def test_metrics_leave_out_what_is_excluded():
     completions = [completion(0, True), completion(0, False), completion(0, False, error="timed out"), completion(0, False, error="died")]
     for member, parts in zip(completions, [{"math": 1.0, "format": 0.0}, {"math": 0.0, "format": 1.0}, {}, {}], strict=True):
         member.reward.parts, member.reward.excluded = parts, bool(member.reward.error)
-    metrics = rollout_metrics(Rollout(completions, {"time/generate": 4.0}))
+    metrics = compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0}))
     assert (metrics["reward/mean"], metrics["reward/std"], metrics["reward/errors"]) == (0.5, 0.5, 2)
     assert (metrics["reward/part/math"], metrics["reward/part/format"]) == (0.5, 0.5)
     assert metrics["accuracy/train"] == 0.25, "without a verdict nothing is correct"
     for member in completions:
         member.reward.excluded = True
-    assert rollout_metrics(Rollout(completions, {"time/generate": 4.0}))["reward/mean"] == 0.0
+    assert compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0}))["reward/mean"] == 0.0
 
 
 def test_a_sample_row_tells_all_of_a_completion_and_is_json():
-    (row,) = sample_rows(7, [completion(3, False, finish="length", error="timed out", value=0.125)], 8)
+    (row,) = build_sample_rows(7, [completion(3, False, finish="length", error="timed out", value=0.125)], 8)
     assert json.loads(json.dumps(row)) == {
         "step": 7, "level": 3, "prompt": "prompt 3", "completion": "text 3", "answer": "42", "reward": 0.125, "correct": False,
         "parts": {}, "advantage": 0.25, "finish_reason": "length", "error": "timed out",
@@ -86,12 +86,12 @@ def test_a_sample_row_tells_all_of_a_completion_and_is_json():
 
 @pytest.mark.parametrize("held, count, rows", [(8, 0, 0), (3, 8, 3), (8, 8, 8), (256, 8, 8), (0, 8, 0)])
 def test_as_many_sample_rows_as_asked_or_all(held, count, rows):
-    assert len(sample_rows(0, [completion(index, True) for index in range(held)], count)) == rows
+    assert len(build_sample_rows(0, [completion(index, True) for index in range(held)], count)) == rows
 
 
 @pytest.mark.parametrize("held, count", [(256, 8), (15, 8), (10, 4), (9, 5), (7, 2)])
 def test_sample_rows_are_spread_evenly(held, count):
-    levels = [row["level"] for row in sample_rows(0, [completion(index, True) for index in range(held)], count)]
+    levels = [row["level"] for row in build_sample_rows(0, [completion(index, True) for index in range(held)], count)]
     gaps = [after - before for before, after in zip([-1, *levels], [*levels, held], strict=True)]
     assert max(gaps) <= -(-held // count) + 1, f"rows {levels} leave a part of {held} completions out"
 
@@ -141,12 +141,12 @@ def test_groups_lie_side_by_side(worker):
 
 def test_draws_are_a_function_of_version_and_place(worker):
     worker.collect(5)
-    first = [sampling.seed for sampling in worker._turns._engine.sampling]
+    first = [sampling.seed for sampling in worker._sampler._engine.sampling]
     assert len(set(first)) == 8
     worker.collect(5)
-    assert [sampling.seed for sampling in worker._turns._engine.sampling] == first, "the problems differ, the draws' place does not"
+    assert [sampling.seed for sampling in worker._sampler._engine.sampling] == first, "the problems differ, the draws' place does not"
     worker.evaluate(5)
-    assert not {sampling.seed for sampling in worker._turns._engine.sampling} & set(first)
+    assert not {sampling.seed for sampling in worker._sampler._engine.sampling} & set(first)
 
 
 def test_a_completion_of_another_policy_version_breaks_the_run(worker):
@@ -188,7 +188,7 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing(worker):
     assert [member.problem.id for member in rollout.discarded_B] == ["0"] * 4 + ["2"] * 4 + ["3"] * 4
     assert rewards.asked == [2, 1, 1, 1]
     assert rollout.sampling == {"sampling/rounds": 4, "sampling/discarded": 3, "sampling/without_signal": 0}
-    metrics = rollout_metrics(rollout)
+    metrics = compute_rollout_metrics(rollout)
     assert metrics["reward/mean"] == (3 * 4 + 2 * 2) / 20, "what was left out was sampled as well"
     assert metrics["tokens/generated"] == 20 and metrics["sampling/rounds"] == 4
 
@@ -226,7 +226,7 @@ def test_length_penalties_stay_beside_the_reward_and_give_no_signal(worker):
     worker, _ = dynamic(worker, 1, {"0": EQUAL, "1": EQUAL}, overlong_share=0.5, overlong_penalty=0.75)
     worker._config = worker._config.model_copy(update={"rollout": worker._config.rollout.model_copy(update={"max_new_tokens": 1})})
     rollout = worker.collect(5)
-    assert {(member.reward.value, member.overlong) for member in rollout.completions_B} == {(1.0, -0.75)}
+    assert {(member.reward.value, member.length_penalty) for member in rollout.completions_B} == {(1.0, -0.75)}
     assert rollout.sampling["sampling/without_signal"] == 2
-    assert rollout_metrics(rollout)["reward/overlong"] == -0.75
+    assert compute_rollout_metrics(rollout)["reward/overlong"] == -0.75
     assert {member.score for member in rollout.completions_B} == {0.25}

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models import ARCHITECTURES
 
-from megatron_rl.batch.micro_batch import micro_batches
-from megatron_rl.batch.training_sample import Sequence
+from megatron_rl.batch.micro_batch import make_micro_batches
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.errors import RunError
-from megatron_rl.hf.routing_record import RoutingShape, extended
-from megatron_rl.rollout.worker import Rollout
-from megatron_rl.training.loop import to_sequences
+from megatron_rl.hf.routing_record import RoutingShape, extend_routing_record
+from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.training.loop import to_training_samples
 from megatron_rl.types import Completion, Problem
-from rollout_sglang.routing_record import RecordedRouting
+from rollout_sglang.routing_record import RoutedExpertsReader
 
-SHAPE = RoutingShape(depth=3, layers=(1, 2), count=8, top_k=2)
+SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 
 
 def record(tokens: int, seed: int = 0) -> np.ndarray:
@@ -31,8 +31,8 @@ def record(tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def test_the_shape_is_the_models():
-    assert RoutingShape.of(ARCHITECTURES["qwen3_moe"]) == RoutingShape(4, (0, 2, 3), 4, 2)
-    assert RoutingShape.of(ARCHITECTURES["deepseek_v3"]) == RoutingShape(4, (1, 2, 3), 8, 4)
+    assert RoutingShape.from_hf_config(ARCHITECTURES["qwen3_moe"]) == RoutingShape(4, (0, 2, 3), 4, 2)
+    assert RoutingShape.from_hf_config(ARCHITECTURES["deepseek_v3"]) == RoutingShape(4, (1, 2, 3), 8, 4)
     assert RoutingShape(1, (0,), 256, 8).dtype is np.uint8 and RoutingShape(1, (0,), 257, 8).dtype is np.int16
 
 
@@ -58,17 +58,17 @@ def _with(value: int) -> np.ndarray:
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
-    completion = Completion(Problem("1", "", ""), [1, 2, 3], [4, 5], [-1.0, -1.0], "stop", 0, "", experts_T=wrong)
+    completion = Completion(Problem("1", "", ""), [1, 2, 3], [4, 5], [-1.0, -1.0], "stop", 0, "", routed_experts_T=wrong)
     with pytest.raises(RunError, match=line) as raised:
-        to_sequences(Rollout([completion]), routing=SHAPE)
+        to_training_samples(RolloutBatch([completion]), routing=SHAPE)
     assert "\n" not in str(raised.value)
 
 
 def test_another_turn_keeps_what_is_known():
     first, second = record(4, seed=1), record(9, seed=2)
-    joined = extended(extended(None, first), second)
+    joined = extend_routing_record(extend_routing_record(None, first), second)
     assert (joined[:3] == first).all() and (joined[3:] == second[3:]).all() and len(joined) == 8
-    assert extended(None, None) is None
+    assert extend_routing_record(None, None) is None
 
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)
@@ -83,20 +83,23 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 )
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replicas, multiple):
     found = [
-        Sequence([10 * index + 1] * prompt, [2] * answer, experts=torch.from_numpy(record(prompt + answer, seed=index)))
+        TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))
         for index, (prompt, answer) in enumerate(lengths)
     ]
     seen, numbers = 0, []
     for replica in range(replicas):
-        for batch in micro_batches(found, most, replica, replicas, multiple):
-            assert batch.experts.shape == (1, batch.tokens.shape[1], 3, 2)
-            assert ((batch.numbers >= 0).sum(), batch.numbers.shape) == (batch.tokens.shape[1] - batch.padding, batch.tokens.shape)
-            parts = batch.experts[0].split(batch.lengths)
-            for part, index in zip(parts, batch.rows, strict=False):
-                assert torch.equal(part, found[index].experts)
+        for batch in make_micro_batches(found, most, replica, replicas, multiple):
+            assert batch.routed_experts.shape == (1, batch.tokens.shape[1], 3, 2)
+            assert ((batch.token_indices >= 0).sum(), batch.token_indices.shape) == (
+                batch.tokens.shape[1] - batch.padding,
+                batch.tokens.shape,
+            )
+            parts = batch.routed_experts[0].split(batch.lengths)
+            for part, index in zip(parts, batch.sample_indices, strict=False):
+                assert torch.equal(part, found[index].routed_experts)
                 seen += 1
-            assert (batch.experts[batch.numbers < 0] == torch.tensor([0, 1])).all()
-            numbers += batch.numbers[batch.numbers >= 0].tolist()
+            assert (batch.routed_experts[batch.token_indices < 0] == torch.tensor([0, 1])).all()
+            numbers += batch.token_indices[batch.token_indices >= 0].tolist()
     assert seen == len(found) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in found)))
 
 
@@ -105,7 +108,7 @@ def answer(values: np.ndarray) -> dict:
 
 
 def test_the_engines_answers_are_read_and_checked():
-    reader = RecordedRouting(SHAPE)
+    reader = RoutedExpertsReader(SHAPE)
     assert (reader.read(answer(record(5)), 5) == record(5)).all()
     for told, line in (
         ({"meta_info": {}}, "without the routing that it was asked for"),

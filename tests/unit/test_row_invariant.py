@@ -31,12 +31,12 @@ def attention_inputs(heads: int, groups: int, width: int, values: int, batch: in
 @pytest.mark.parametrize("columns, rows", [(256, 768), (512, 256), (1024, 384), (2048, 64), (256, 4)])
 def test_a_row_of_a_product_is_the_same_in_any_batch_and_order_of_columns(threads, columns, rows):
     x, weight = random(300, columns, seed=0), random(rows, columns, seed=1)
-    whole = batch_invariant.product(x, weight)
+    whole = batch_invariant.invariant_matmul(x, weight)
     torch.testing.assert_close(whole, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-3)
     for count in (1, 2, 3, 7, 15, 16, 17, 100):
-        assert torch.equal(batch_invariant.product(x[40 : 40 + count], weight), whole[40 : 40 + count])
+        assert torch.equal(batch_invariant.invariant_matmul(x[40 : 40 + count], weight), whole[40 : 40 + count])
     other = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
-    assert torch.equal(batch_invariant.product(x[None, :5], weight[other])[0], whole[:5, other])
+    assert torch.equal(batch_invariant.invariant_matmul(x[None, :5], weight[other])[0], whole[:5, other])
 
 
 def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
@@ -71,7 +71,7 @@ def test_attention_is_that_of_torch_and_so_is_its_gradient(shape, monkeypatch):
     gradient = random(*wanted.shape, seed=9)
     for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    monkeypatch.setattr(batch_invariant, "_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
+    monkeypatch.setattr(batch_invariant, "_MAX_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
     assert torch.equal(batch_invariant.causal_attention(*inputs), found)
 
 

@@ -25,9 +25,9 @@ def log(tmp_path: Path):
 
 
 def test_round_trip(log: RunLog):
-    log.step({"step": 0, "policy_version": 0, "eval/accuracy": 0.5})
-    log.step({"step": 1, "policy_version": 1, "reward/mean": np.float32(0.25)})
-    log.samples(1, [{"prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}])
+    log.write_step({"step": 0, "policy_version": 0, "eval/accuracy": 0.5})
+    log.write_step({"step": 1, "policy_version": 1, "reward/mean": np.float32(0.25)})
+    log.write_samples(1, [{"prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}])
     # read before the run ends: each row is on the disk when step() returns
     rows = read_metrics(log.dir)
     assert [(row["step"], row.get("eval/accuracy"), row.get("reward/mean")) for row in rows] == [(0, 0.5, None), (1, None, 0.25)]
@@ -41,15 +41,15 @@ def test_round_trip(log: RunLog):
 
 def test_tensorboard_has_the_scalars(log: RunLog):
     for step in range(3):
-        log.step({"step": step, "reward/mean": step / 2})
+        log.write_step({"step": step, "reward/mean": step / 2})
     log.finish("finished")
     events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
 def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
-    log.step({"step": 1, "loss/policy": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
-    log.samples(1, [{"advantage": math.nan}])
+    log.write_step({"step": 1, "loss/policy": math.nan, "grad_norm": math.inf, "reward/mean": 0.5})
+    log.write_samples(1, [{"advantage": math.nan}])
     for line in [*(log.dir / "metrics.jsonl").open(), *(log.dir / "samples.jsonl").open()]:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     row = read_metrics(log.dir)[0]
@@ -58,8 +58,8 @@ def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFi
 
 
 def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
-    log.step({"step": 0})
-    log.step({"step": 1})
+    log.write_step({"step": 0})
+    log.write_step({"step": 1})
     path = log.dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     assert [row["step"] for row in read_metrics(log.dir)] == [0]
@@ -92,7 +92,7 @@ def break_run(parent: Path, error: BaseException, finished: bool = False) -> Run
     if finished:
         log.finish("finished")
     else:
-        log.step({"step": 0})
+        log.write_step({"step": 0})
     with pytest.raises(type(error)):
         with log:
             raise error
@@ -118,7 +118,7 @@ def test_an_interrupt_and_a_silent_error_have_a_reason(tmp_path: Path):
 
 
 def test_events_are_one_line_and_never_markup(log: RunLog, capsys: pytest.CaptureFixture[str]):
-    log.event("a [/bold] bracket \ud800\nsecond")
+    log.write_event("a [/bold] bracket \ud800\nsecond")
     assert "a [/bold] bracket" in (text := capsys.readouterr().out)
     assert text.endswith(" | second\n")
     assert "a [/bold] bracket \\ud800 | second" in (log.dir / "run.log").read_text()
@@ -154,7 +154,7 @@ def test_proof_verdict():
 
 
 def test_long_lines_are_not_broken_in_a_log_file(log: RunLog, capsys: pytest.CaptureFixture[str]):
-    log.step(
+    log.write_step(
         {"step": 1, **{f"time/{phase}": 1.0 for phase in ("generate", "reward", "logprobs", "train", "sync", "proof", "eval", "step")}}
     )
     assert len(capsys.readouterr().out.splitlines()[-1]) > 80

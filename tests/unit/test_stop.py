@@ -16,12 +16,12 @@ def own_handler():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
-    signals._asked = ""
+    signals._signal_name = ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_run_of_one_process_unwinds_at_once(number):
-    signals.listen(alone=True)
+    signals.install_signal_handlers(alone=True)
     with pytest.raises(SystemExit) as raised:
         signal.raise_signal(number)
     assert raised.value.code == 143
@@ -29,11 +29,11 @@ def test_a_run_of_one_process_unwinds_at_once(number):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_stop_where_the_loop_asks_and_at_once_when_told_twice(number):
-    signals.listen(alone=False)
+    signals.install_signal_handlers(alone=False)
     signals.check_stop()
-    assert not signals.asked()
+    assert not signals.stop_requested()
     signal.raise_signal(number)
-    assert signals.asked()
+    assert signals.stop_requested()
     with pytest.raises(signals.StopError, match=f"stopped by {number.name}") as raised:
         signals.check_stop()
     assert raised.value.exit_code == 143
@@ -42,8 +42,8 @@ def test_ranks_stop_where_the_loop_asks_and_at_once_when_told_twice(number):
 
 
 def test_what_breaks_after_the_signal_is_the_stop():
-    signals.listen(alone=False)
+    signals.install_signal_handlers(alone=False)
     broken = RunError("the engine is gone")
-    assert signals.stop_or(broken) is broken
+    assert signals.prefer_stop_error(broken) is broken
     signal.raise_signal(signal.SIGTERM)
-    assert str(signals.stop_or(broken)) == "stopped by SIGTERM"
+    assert str(signals.prefer_stop_error(broken)) == "stopped by SIGTERM"

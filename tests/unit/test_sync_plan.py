@@ -7,25 +7,25 @@ import dataclasses
 import pytest
 from test_geometry import model
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.rollout.engine import LiveTensor
+from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout import Layout
-from parallel.model_geometry import Experts, Latent, ModelGeometry
+from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 FP8 = "('float8_e4m3fn', (1024, 256))"
 
 
 def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = None, rollout_tp: int = 2, **widths: object) -> SyncPlan:
-    contract = PrecisionContract.of(Precision(mode=mode, high=high))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode=mode, high=high))
     return SyncPlan.make(model(**widths), train or Layout(), (rollout_tp, 1), contract, 1 << 20)
 
 
-def live_engine(high: str = "bfloat16") -> list[dict[str, LiveTensor]]:
+def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
     """What SGLang holds of `model()` at tp = 2, by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 300 -> 320."""
     layer = {
         "input_layernorm.weight": (high, (256,)),
@@ -43,7 +43,7 @@ def live_engine(high: str = "bfloat16") -> list[dict[str, LiveTensor]]:
     }
     held = {"model.embed_tokens.weight": (high, (160, 256)), "model.norm.weight": (high, (256,)), "lm_head.weight": (high, (160, 256))}
     held |= {f"model.layers.{index}.{name}": tensor for index in range(2) for name, tensor in layer.items()}
-    return [{name: LiveTensor(*tensor) for name, tensor in held.items()} for _ in range(2)]
+    return [{name: EngineTensorSpec(*tensor) for name, tensor in held.items()} for _ in range(2)]
 
 
 def test_an_engine_that_holds_what_the_contract_says_passes():
@@ -56,13 +56,13 @@ def test_an_engine_that_holds_what_the_contract_says_passes():
     [
         (QKV, None, "absent", FP8),
         (QKV + "_scale_inv", None, "absent", "('float32', (8, 2))"),
-        ("model.layers.0.self_attn.qkv_proj.bias", LiveTensor("bfloat16", (1024,)), "('bfloat16', (1024,))", "absent"),
-        (QKV, LiveTensor("float8_e4m3fn", (512, 256)), "('float8_e4m3fn', (512, 256))", FP8),
-        (QKV, LiveTensor("bfloat16", (1024, 256)), "('bfloat16', (1024, 256))", FP8),
-        (QKV + "_scale_inv", LiveTensor("bfloat16", (8, 2)), "('bfloat16', (8, 2))", "('float32', (8, 2))"),
-        ("model.norm.weight", LiveTensor("float32", (256,)), "('float32', (256,))", "('bfloat16', (256,))"),
-        ("model.norm.weight", LiveTensor("bfloat16", (256, 1)), "('bfloat16', (256, 1))", "('bfloat16', (256,))"),
-        ("lm_head.weight", LiveTensor("float8_e4m3fn", (160, 256)), "('float8_e4m3fn', (160, 256))", "('bfloat16', (160, 256))"),
+        ("model.layers.0.self_attn.qkv_proj.bias", EngineTensorSpec("bfloat16", (1024,)), "('bfloat16', (1024,))", "absent"),
+        (QKV, EngineTensorSpec("float8_e4m3fn", (512, 256)), "('float8_e4m3fn', (512, 256))", FP8),
+        (QKV, EngineTensorSpec("bfloat16", (1024, 256)), "('bfloat16', (1024, 256))", FP8),
+        (QKV + "_scale_inv", EngineTensorSpec("bfloat16", (8, 2)), "('bfloat16', (8, 2))", "('float32', (8, 2))"),
+        ("model.norm.weight", EngineTensorSpec("float32", (256,)), "('float32', (256,))", "('bfloat16', (256,))"),
+        ("model.norm.weight", EngineTensorSpec("bfloat16", (256, 1)), "('bfloat16', (256, 1))", "('bfloat16', (256,))"),
+        ("lm_head.weight", EngineTensorSpec("float8_e4m3fn", (160, 256)), "('float8_e4m3fn', (160, 256))", "('bfloat16', (160, 256))"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
@@ -90,13 +90,13 @@ def test_an_unquantised_engine_is_refused_in_fp8_and_right_in_bf16():
 class FakeEngine:
     """An engine with the right weights, that quantises activations as told."""
 
-    def __init__(self, formats: dict[str, str], live: list[dict[str, LiveTensor]] | None = None) -> None:
+    def __init__(self, formats: dict[str, str], live: list[dict[str, EngineTensorSpec]] | None = None) -> None:
         self._formats, self._live = formats, live or live_engine()
 
-    def live_tensors(self) -> list[dict[str, LiveTensor]]:
+    def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return self._live
 
-    def activation_scale_formats(self) -> dict[str, str]:
+    def read_activation_scale_formats(self) -> dict[str, str]:
         return self._formats
 
 
@@ -113,12 +113,12 @@ def test_an_engine_that_quantises_activations_otherwise_is_refused(formats, told
         check_live_engine(make(), FakeEngine(formats))
 
 
-def int8_engine() -> list[dict[str, LiveTensor]]:
+def int8_engine() -> list[dict[str, EngineTensorSpec]]:
     """`live_engine` in INT8: one scale per row of a weight."""
     found = []
     for rank in live_engine():
-        data = {name: LiveTensor("int8", tensor.shape) for name, tensor in rank.items() if tensor.dtype == "float8_e4m3fn"}
-        scales = {name + "_scale": LiveTensor("float32", (tensor.shape[0], 1)) for name, tensor in data.items()}
+        data = {name: EngineTensorSpec("int8", tensor.shape) for name, tensor in rank.items() if tensor.dtype == "float8_e4m3fn"}
+        scales = {name + "_scale": EngineTensorSpec("float32", (tensor.shape[0], 1)) for name, tensor in data.items()}
         found.append({name: tensor for name, tensor in rank.items() if tensor.dtype == "bfloat16"} | data | scales)
     return found
 
@@ -150,8 +150,8 @@ def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize)
     fp8 = 2 * (2 * 1024 * 256 + 2 * 512 * 256) * 2  # ranks, matrices of qkv and gate_up and of o and down, layers
     norms, vocabulary = 2 * (256 * 5 + 128 * 4), 2 * 300 * 256
     weights = fp8 * itemsize if mode == "bf16" else fp8 + fp8 // 128**2 * 4
-    assert sum(map(plan.bytes_of, plan.moves)) == weights + (norms + vocabulary) * itemsize
-    assert 0 < max(sum(piece.nbytes for piece in bucket) for bucket in plan.buckets) <= 1 << 20
+    assert sum(map(plan.count_bytes, plan.transfers)) == weights + (norms + vocabulary) * itemsize
+    assert 0 < max(sum(rows.nbytes for rows in bucket) for bucket in plan.buckets) <= 1 << 20
 
 
 @pytest.mark.parametrize(
@@ -174,10 +174,10 @@ def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):
 def test_a_bucket_smaller_than_a_row_is_refused():
     wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
     with pytest.raises(UserError, match=r"sync.bucket_mb = 1: one row of .* is \d+ bytes, a bucket holds 1048576; raise it"):
-        SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.of(Precision()), 1 << 20)
+        SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)
 
 
 def test_int8_latent_attention_is_refused():
-    latent = Latent(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
+    latent = MLAGeometry(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
     with pytest.raises(UserError, match=r"precision.mode = 'int8_rollout': is not built for latent attention \(MLA\): .*; use fp8_rollout"):
-        make("int8_rollout", kind="deepseek_v3", latent=latent, experts=Experts(count=4, ffn=128))
+        make("int8_rollout", kind="deepseek_v3", latent=latent, experts=MoEGeometry(count=4, ffn=128))

@@ -9,20 +9,20 @@ import pytest
 import torch
 from test_geometry import MOE, model
 
-from megatron_rl.config import Precision
-from megatron_rl.config.sync import Sync
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import Chunk, chunks_of
-from parallel.digest import byte_matrix, digest
+from parallel.chunking import Chunk, make_chunks
+from parallel.digest import digest, view_bytes
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
+from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import kind_of, scale_name
 from parallel.shards import Rect, Shard
-from parallel.transport.pack import Memory, check_targets, source_memory, target_memory
+from parallel.transport.pack import ChunkPacker, check_targets, make_source_packer, make_target_packer
 
-CONTRACT = PrecisionContract.of(Precision())
+CONTRACT = PrecisionContract.from_config(PrecisionConfig())
 
 
 def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
@@ -63,14 +63,16 @@ DENSE = model()
 )
 def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
     plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
-    chunks = chunks_of(plan.moves, plan.buckets)
+    chunks = make_chunks(plan.transfers, plan.buckets)
     assert max(chunk.nbytes for chunk in chunks) <= limit
-    assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.bytes_of, plan.moves))
-    planes = {rank: tensors_of(shards, random_bytes) for rank, shards in trainer_shards(geometry, train, quantised=True).items()}
+    assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
+    named_tensors = {
+        rank: tensors_of(shards, random_bytes) for rank, shards in build_trainer_shards(geometry, train, quantised=True).items()
+    }
     live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
-    sources = {rank: source_memory(planes[rank], chunks, rank) for rank in planes}
-    targets = {rank: target_memory(live[rank], [chunk for chunk in chunks if chunk.target == rank]) for rank in live}
-    sent = dict.fromkeys(planes, 0)
+    sources = {rank: make_source_packer(named_tensors[rank], chunks, rank) for rank in named_tensors}
+    targets = {rank: make_target_packer(live[rank], [chunk for chunk in chunks if chunk.target == rank]) for rank in live}
+    sent = dict.fromkeys(named_tensors, 0)
     for chunk in chunks:
         assert chunk.offset == sent[chunk.source]
         sent[chunk.source] += chunk.nbytes
@@ -79,9 +81,9 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
         assert told == replace(chunk, sources=())
         before = sources[chunk.source].pack(chunk.sources, flat, hashing=True)
         assert targets[chunk.target].unpack(told.targets, flat, hashing=True) == before
-    for move in plan.moves:
-        assert digest(planes[move.source_rank][move.source], move.source_rect) == digest(
-            live[move.target_rank][move.target], move.target_rect
+    for transfer in plan.transfers:
+        assert digest(named_tensors[transfer.source_rank][transfer.source], transfer.source_rect) == digest(
+            live[transfer.target_rank][transfer.target], transfer.target_rect
         )
     vocabulary = live[rollout - 1]["model.embed_tokens.weight"].view(torch.uint8)
     padding = rollout * vocabulary.shape[0] - geometry.vocab
@@ -90,21 +92,21 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
 
 def test_engine_ranks_take_turns():
     plan = SyncPlan.make(model(), Layout(), (2, 1), CONTRACT, 50_000)
-    order = [chunk.target for chunk in chunks_of(plan.moves, plan.buckets)]
+    order = [chunk.target for chunk in make_chunks(plan.transfers, plan.buckets)]
     assert order[:6] == [0, 1] * 3
 
 
 def test_the_largest_chunk_keeps_to_the_setting():
-    assert Sync(bucket_mb=1).chunk_bytes == 512 << 10
+    assert SyncConfig(bucket_mb=1).chunk_bytes == 512 << 10
     for transport in ("shared_memory", "process_group", "gloo", "cuda_ipc", "disk"):
         for bucket_mb in (1, 2, 16, 4096):
-            assert 2 * Sync(transport=transport, bucket_mb=bucket_mb).chunk_bytes <= bucket_mb << 20
+            assert 2 * SyncConfig(transport=transport, bucket_mb=bucket_mb).chunk_bytes <= bucket_mb << 20
 
 
 def test_padding_columns_of_a_plane_stay_behind():
-    """Transformer Engine keeps scales in tensors wider than they are: a plane is a view of them."""
+    """Transformer Engine keeps scales in tensors wider than they are: a tensor is a view of them."""
     padded = torch.arange(4 * 8, dtype=torch.float32).reshape(4, 8)
-    memory = Memory({"scale": padded[:, :5]}, ["scale"])
+    memory = ChunkPacker({"scale": padded[:, :5]}, ["scale"])
     flat = torch.empty(2 * 3 * 4, dtype=torch.uint8)
     memory.pack([("scale", Rect(1, 2, 2, 3))], flat.numpy(), hashing=False)
     assert flat.view(torch.float32).tolist() == [10, 11, 12, 18, 19, 20]
@@ -117,25 +119,25 @@ def test_one_wrong_byte_changes_the_digest(byte):
     """In a tensor larger than what is hashed in one go, whole or as a block of columns; staged bytes are hashed after their copy."""
     for rect in (Rect(0, 0, 700, 1024), Rect(0, 1024, 700, 1024)):
         values = torch.randint(0, 256, (700, 2048), dtype=torch.uint8)
-        places, flat = [("w", rect)], torch.empty(700 * 1024, dtype=torch.uint8).numpy()
-        sent = Memory({"w": values}, ["w"]).pack(places, flat, hashing=True)
-        staging, live = (Memory({"w": torch.zeros(700, 2048, dtype=torch.uint8)}, ["w"]) for _ in range(2))
-        assert staging.unpack(places, flat, hashing=True) == sent
-        assert live.copy(places, staging, hashing=True) == sent
+        named_rects, flat = [("w", rect)], torch.empty(700 * 1024, dtype=torch.uint8).numpy()
+        sent = ChunkPacker({"w": values}, ["w"]).pack(named_rects, flat, hashing=True)
+        staging, live = (ChunkPacker({"w": torch.zeros(700, 2048, dtype=torch.uint8)}, ["w"]) for _ in range(2))
+        assert staging.unpack(named_rects, flat, hashing=True) == sent
+        assert live.copy(named_rects, staging, hashing=True) == sent
         flat[byte] ^= 1
-        assert staging.unpack(places, flat, hashing=True) != sent
-        assert live.copy(places, staging, hashing=True) != sent
+        assert staging.unpack(named_rects, flat, hashing=True) != sent
+        assert live.copy(named_rects, staging, hashing=True) != sent
         assert live.hash_seconds > 0
 
 
 def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
     for tensor in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, 5), torch.zeros(4, 6, dtype=torch.float8_e4m3fn)):
-        matrix = byte_matrix(tensor)
+        matrix = view_bytes(tensor)
         assert matrix.shape == (tensor.shape[0], tensor[0].numel() * tensor.element_size())
         matrix[...] = 1
         assert tensor.view(torch.uint8).eq(1).all()
     with pytest.raises(ValueError, match="no rows of bytes"):
-        byte_matrix(torch.zeros(3, 5).T)
+        view_bytes(torch.zeros(3, 5).T)
 
 
 @pytest.mark.parametrize(
@@ -150,4 +152,4 @@ def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
 )
 def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, told):
     with pytest.raises(ValueError, match=told):
-        check_targets(target_memory({"w": torch.zeros(3, 5)}, [chunk := Chunk(0, 0, 0, nbytes, (), (place,))]), [chunk])
+        check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk := Chunk(0, 0, 0, nbytes, (), (place,))]), [chunk])

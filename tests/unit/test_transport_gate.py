@@ -8,10 +8,10 @@ import time
 import pytest
 
 from megatron_rl.errors import RunError
-from rollout_sglang.request_gate import Gate
+from rollout_sglang.request_gate import RequestGate
 
 
-def hold(gate: Gate, release: threading.Event) -> threading.Thread:
+def hold(gate: RequestGate, release: threading.Event) -> threading.Thread:
     """A request that runs until `release`."""
     inside = threading.Event()
 
@@ -27,9 +27,9 @@ def hold(gate: Gate, release: threading.Event) -> threading.Thread:
 
 
 def test_a_change_waits_for_what_runs_and_new_requests_wait_for_the_change():
-    gate, release, order = Gate(10), threading.Event(), []
+    gate, release, order = RequestGate(10), threading.Event(), []
     running = hold(gate, release)
-    shutting = threading.Thread(target=lambda: (gate.shut(), order.append("shut")))
+    shutting = threading.Thread(target=lambda: (gate.drain(), order.append("shut")))
     shutting.start()
     time.sleep(0.1)
 
@@ -52,44 +52,44 @@ def test_a_change_waits_for_what_runs_and_new_requests_wait_for_the_change():
 
 
 def test_who_runs_is_hurried_until_he_is_gone():
-    gate, release, hurried = Gate(10), threading.Event(), []
+    gate, release, hurried = RequestGate(10), threading.Event(), []
 
-    def hurry() -> None:
+    def on_wait() -> None:
         hurried.append(1)
         if len(hurried) == 3:
             release.set()
 
     running = hold(gate, release)
-    gate.shut(hurry)
+    gate.drain(on_wait)
     running.join(5)
     assert len(hurried) >= 3
 
 
 def test_no_wait_is_endless():
-    gate, release = Gate(0.2), threading.Event()
+    gate, release = RequestGate(0.2), threading.Event()
     running = hold(gate, release)
     with pytest.raises(RunError, match="requests were still running after 0.2 s"):
-        gate.shut()
+        gate.drain()
     with gate.passing():  # it opened again
         pass
     release.set()
     running.join(5)
-    gate.shut()
+    gate.drain()
     with pytest.raises(RunError, match="the engine's weights were being changed for 0.2 s"), gate.passing():
         pass
 
 
 def test_a_request_that_fails_leaves():
-    gate = Gate(1)
+    gate = RequestGate(1)
     with pytest.raises(KeyError), gate.passing():
         raise KeyError
-    gate.shut()
+    gate.drain()
 
 
 def test_a_gate_may_be_shut_behind_those_who_are_inside():
-    gate, release = Gate(0.2), threading.Event()
+    gate, release = RequestGate(0.2), threading.Event()
     running = hold(gate, release)
-    gate.shut_behind()
+    gate.close()
     with pytest.raises(RunError, match="weights were being changed"), gate.passing():
         pass
     gate.open()

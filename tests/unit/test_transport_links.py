@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config.sync import Sync
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.sync.transport_check import check_hosts, check_transport
-from parallel.chunking import IN_FLIGHT, Chunk
+from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import cuda_ipc, gloo, process_group, ring
 from parallel.transport.base import Link, make_inbox, make_outbox
 
@@ -35,11 +35,11 @@ def content(chunk: Chunk, turn: int) -> torch.Tensor:
     return torch.randint(0, 256, (chunk.nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def settings(transport: str, folder: Path, timeout: float = 20.0) -> Sync:
-    return Sync(transport=transport, dir=folder, timeout=timeout)
+def settings(transport: str, folder: Path, timeout: float = 20.0) -> SyncConfig:
+    return SyncConfig(transport=transport, dir=folder, timeout=timeout)
 
 
-def link_of(sync: Sync, chunks: list[Chunk], addresses: dict[int, object]) -> Link:
+def link_of(sync: SyncConfig, chunks: list[Chunk], addresses: dict[int, object]) -> Link:
     sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
     told = {str(rank): address for rank, address in addresses.items()}
     return Link(sync.transport, told, sources, targets, max(chunk.nbytes for chunk in chunks), sync.timeout)
@@ -51,7 +51,7 @@ def run_all(*calls):
         return [future.result(60) for future in [pool.submit(call) for call in calls]]
 
 
-def open_all(sync: Sync, chunks: list[Chunk]):
+def open_all(sync: SyncConfig, chunks: list[Chunk]):
     """Outboxes and inboxes by rank, connected."""
     sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
     outboxes = {rank: make_outbox(sync, rank, chunks) for rank in sources}
@@ -116,11 +116,11 @@ def test_no_more_than_two_chunks_are_under_way(transport, tmp_path):
     sender = threading.Thread(target=send)
     sender.start()
     sender.join(0.5)
-    assert sender.is_alive() and len(filled) <= IN_FLIGHT
+    assert sender.is_alive() and len(filled) <= CHUNKS_IN_FLIGHT
     if transport == "shared_memory":
-        assert outbox._ring.numel() == IN_FLIGHT * 100_000
+        assert outbox._ring.numel() == CHUNKS_IN_FLIGHT * 100_000
     else:
-        assert sum(buffer.numel() for buffer in (*outbox._buffers, *inbox._buffers)) == 2 * IN_FLIGHT * 100_000
+        assert sum(buffer.numel() for buffer in (*outbox._buffers, *inbox._buffers)) == 2 * CHUNKS_IN_FLIGHT * 100_000
     for number, chunk in enumerate(chunks):
         assert inbox.receive(chunk).eq(number).all()
         inbox.release(chunk)
@@ -174,25 +174,25 @@ def test_a_file_that_is_not_whole_is_refused(tmp_path):
 
 def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="sync.dir: must be set for sync.transport = disk"):
-        check_transport(Sync(transport="disk"))
+        check_transport(SyncConfig(transport="disk"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="sync.transport = 'cuda_ipc': needs CUDA.*; use shared_memory"):
-        check_transport(Sync(transport="cuda_ipc"))
+        check_transport(SyncConfig(transport="cuda_ipc"))
     for transport in ("shared_memory", "cuda_ipc"):
-        check_hosts(Sync(transport=transport), ["a", "a"])
+        check_hosts(SyncConfig(transport=transport), ["a", "a"])
         with pytest.raises(UserError, match="needs trainer and engine on one host; the trainer's ranks are on 2; use process_group, gloo"):
-            check_hosts(Sync(transport=transport), ["a", "b", "a"])
+            check_hosts(SyncConfig(transport=transport), ["a", "b", "a"])
     for transport in ("process_group", "gloo"):
-        check_hosts(Sync(transport=transport), ["a", "b"])
-        check_transport(Sync(transport=transport), shared=True)
+        check_hosts(SyncConfig(transport=transport), ["a", "b"])
+        check_transport(SyncConfig(transport=transport), shared=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    check_transport(Sync(transport="gloo"), shared=True)
-    check_transport(Sync(transport="process_group"), shared=False)
+    check_transport(SyncConfig(transport="gloo"), shared=True)
+    check_transport(SyncConfig(transport="process_group"), shared=False)
     with pytest.raises(UserError, match="'process_group': is NCCL's, which takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
-        check_transport(Sync(transport="process_group"), shared=True)
+        check_transport(SyncConfig(transport="process_group"), shared=True)
     for transport in ("shared_memory", "disk"):
         with pytest.raises(UserError, match="moves what lies in the host's memory, and here trainer and engines are on GPUs; use cuda_ipc"):
-            check_transport(Sync(transport=transport, dir=tmp_path))
+            check_transport(SyncConfig(transport=transport, dir=tmp_path))
 
 
 def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch):

@@ -11,11 +11,11 @@ import torch
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.rollout.environment_pool import EnvironmentPool
-from megatron_rl.rollout.environments.base import Episode, Message, Reply, load_environment
-from megatron_rl.rollout.generation import Turns
-from megatron_rl.rollout.worker import Rollout, rollout_metrics, sample_rows
-from megatron_rl.training.loop import to_sequences
-from megatron_rl.types import Completion, Generation, Problem, Sampling
+from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
+from megatron_rl.rollout.generation import MultiTurnSampler
+from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics
+from megatron_rl.training.loop import to_training_samples
+from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 VERSION = 5
 PAIR = 1000
@@ -54,7 +54,9 @@ class ScriptedEngine:
             kept = ids[: one.max_new_tokens]
             logprobs = [-float(token) for token in kept]
             routing = np.full((len(prompt) + len(kept) - 1, 1, 1), len(self.asked), np.uint8)  # every token goes to the turn's number
-            found.append(Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], experts_T=routing))
+            found.append(
+                Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], routed_experts_T=routing)
+            )
         return found
 
 
@@ -63,24 +65,24 @@ class Scripted:
 
     stop = (">",)
 
-    def __init__(self, replies: list[list[Reply | None]], **limits: int) -> None:
+    def __init__(self, replies: list[list[StepResult | None]], **limits: int) -> None:
         self.config = EnvironmentConfig(name="scripted", **limits)
         self._replies, self.told = [list(script) for script in replies], []
 
     def step(self, texts, episodes):
         self.told.append(list(zip((episode.id for episode in episodes), texts, (episode.state for episode in episodes), strict=True)))
-        return [self._replies[int(episode.id)].pop(0) or Reply() for episode in episodes]
+        return [self._replies[int(episode.id)].pop(0) or StepResult() for episode in episodes]
 
 
-def say(text: str, error: str = "", state: bytes = b"") -> Reply:
-    return Reply(Message(text, error), state=state)
+def say(text: str, error: str = "", state: bytes = b"") -> StepResult:
+    return StepResult(Message(text, error), state=state)
 
 
-def converse(scripts: list[str | list], replies: list[list[Reply | None]], budget: int = 9, **limits: int):
+def converse(scripts: list[str | list], replies: list[list[StepResult | None]], budget: int = 9, **limits: int):
     engine = ScriptedEngine([[turn if isinstance(turn, list) else [ord(x) for x in turn] for turn in script] for script in scripts])
     scripted = Scripted(replies, **limits)
     problems = [Problem(str(number), "ABC"[number], "", source="here") for number in range(len(scripts))]
-    found = Turns(engine, PairTokenizer(), scripted).answer(problems, Sampling(1.0, budget), VERSION)  # type: ignore[arg-type]
+    found = MultiTurnSampler(engine, PairTokenizer(), scripted).sample(problems, SamplingParams(1.0, budget), VERSION)  # type: ignore[arg-type]
     return found, engine, scripted
 
 
@@ -91,12 +93,12 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert engine.asked == [[([65], 9)], [([65, a, a, stop, b + PAIR], 6)], [([65, a, a, stop, b + PAIR, b, stop, ord("d")], 4)]]
     assert completion.prompt_ids_T == [65]
     assert completion.output_ids_T == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
-    assert completion.sampled_T == [True] * 3 + [False] + [True] * 2 + [False] + [True]
+    assert completion.response_mask_T == [True] * 3 + [False] + [True] * 2 + [False] + [True]
     assert completion.logprobs_T == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
-    assert completion.experts_T is not None
-    assert completion.experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
+    assert completion.routed_experts_T is not None
+    assert completion.routed_experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
     assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
-    assert (completion.turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
+    assert (completion.num_turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
     assert scripted.told == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]
 
 
@@ -117,13 +119,13 @@ def test_only_answers_that_go_on_are_sampled_again():
         (["a>", "b>", "c"], [say("12"), say("34"), None], {"max_tokens": 4}, "a>12b>34c", "stop"),
         (["a>", "b>"], [say("1"), say("2")], {"max_turns": 2}, "a>1b>", "turns"),
         (["a>", "b"], [say("1"), None], {"max_turns": 2}, "a>1b", "stop"),
-        (["a>", "b>"], [say("1"), Reply(error="timeout after 5 s")], {}, "a>1b>", "environment"),
+        (["a>", "b>"], [say("1"), StepResult(error="timeout after 5 s")], {}, "a>1b>", "environment"),
     ],
 )
 def test_where_an_answer_ends(turns, replies, limits, text, finish):
     (completion,), _, _ = converse([turns], [replies], **limits)
     assert (completion.text, completion.finish_reason) == (text, finish)
-    assert len(completion.output_ids_T) == len(completion.logprobs_T) == len(completion.sampled_T)
+    assert len(completion.output_ids_T) == len(completion.logprobs_T) == len(completion.response_mask_T)
     assert completion.environment_error == ("timeout after 5 s" if finish == "environment" else "")
 
 
@@ -132,7 +134,7 @@ def test_every_turns_policy_version_is_checked():
     engine.versions[2] = VERSION + 1
     scripted = Scripted([[say("1"), None]])
     with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
-        Turns(engine, PairTokenizer(), scripted).answer([Problem("0", "A", "")], Sampling(1.0, 9), VERSION)  # type: ignore[arg-type]
+        MultiTurnSampler(engine, PairTokenizer(), scripted).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
 
 
 def test_without_an_environment_an_answer_is_one_turn():
@@ -141,29 +143,29 @@ def test_without_an_environment_an_answer_is_one_turn():
             assert {one.stop for one in samplings} == {()}
             return [Generation([97, 62], [-1.0, -2.0], "stop", VERSION) for _ in prompts_B]
 
-    (completion,) = Turns(Engine(), PairTokenizer()).answer([Problem("0", "A", "")], Sampling(1.0, 9), VERSION)  # type: ignore[arg-type]
+    (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
     assert completion == Completion(Problem("0", "A", ""), [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>", versions_T=[VERSION] * 2)
-    assert completion.sampled_count == 2 and "dialogue" not in sample_rows(1, [completion], 1)[0]
+    assert completion.sampled_count == 2 and "dialogue" not in build_sample_rows(1, [completion], 1)[0]
 
 
 def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
-    found, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [Reply(error="ValueError: no")]])
-    metrics = rollout_metrics(Rollout(found, {"time/generate": 2.0}))
+    found, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [StepResult(error="ValueError: no")]])
+    metrics = compute_rollout_metrics(RolloutBatch(found, {"time/generate": 2.0}))
     expected = {
         "length/mean": 3, "length/max": 4, "tokens/generated": 6, "tokens/per_second": 3, "environment/turns": 1.5,
         "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
-    assert [row["dialogue"] for row in sample_rows(1, found, 2)] == [["ab>", "?", "c"], ["d>"]]
+    assert [row["dialogue"] for row in build_sample_rows(1, found, 2)] == [["ab>", "?", "c"], ["d>"]]
 
 
 def test_the_trainer_never_reads_a_log_prob_of_the_environment():
     found, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
     found[0].logprobs_T[3:5] = [float("nan")] * 2
-    (sequence,) = to_sequences(Rollout(found))
+    (sequence,) = to_training_samples(RolloutBatch(found))
     assert sequence.rollout_logprobs.tolist() == [-97.0, -98.0, -62.0, -99.0]
-    assert sequence.answer_ids == found[0].output_ids_T and sequence.sampled_count == 4
-    assert torch.tensor([0, *sequence.answer_ids])[sequence.places + 1].tolist() == [97, 98, 62, 99]
+    assert sequence.response_ids == found[0].output_ids_T and sequence.sampled_count == 4
+    assert torch.tensor([0, *sequence.response_ids])[sequence.target_positions + 1].tolist() == [97, 98, 62, 99]
 
 
 HOSTILE = """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from megatron_rl.errors import LostError, RunError
-from rollout_sglang.health_watch import Watch
+from megatron_rl.errors import EngineLostError, RunError
+from rollout_sglang.health_watch import HealthMonitor
 
 
 def test_a_silent_engine_is_given_up_once():
@@ -13,9 +13,9 @@ def test_a_silent_engine_is_given_up_once():
 
     def ask() -> None:
         asked.append(1)
-        raise LostError("silent")
+        raise EngineLostError("silent")
 
-    watch = Watch(ask, given_up.set, 0.01)
+    watch = HealthMonitor(ask, given_up.set, 0.01)
     with watch.working(), watch.working():
         assert given_up.wait(10)
     assert len(asked) == 1
@@ -23,7 +23,7 @@ def test_a_silent_engine_is_given_up_once():
 
 def test_an_engine_is_asked_only_while_it_works():
     asked = threading.Semaphore(0)
-    watch = Watch(lambda: asked.release(), lambda: None, 0.01)
+    watch = HealthMonitor(lambda: asked.release(), lambda: None, 0.01)
     for _ in range(2):
         with watch.working():
             assert asked.acquire(timeout=10) and asked.acquire(timeout=10)
@@ -34,17 +34,17 @@ def test_an_engine_is_asked_only_while_it_works():
 
 def test_an_engine_that_rests_is_not_asked_though_somebody_waits():
     asked = threading.Semaphore(0)
-    watch = Watch(lambda: asked.release(), lambda: None, 0.01)
-    watch.rest()
+    watch = HealthMonitor(lambda: asked.release(), lambda: None, 0.01)
+    watch.suspend()
     with watch.working():
         assert not asked.acquire(timeout=0.1)
-        watch.go_on()
+        watch.resume()
         assert asked.acquire(timeout=10)
-        watch.rest()
+        watch.suspend()
         while asked.acquire(timeout=0.2):
             pass
-        watch.go_on()
-        watch.go_on()
+        watch.resume()
+        watch.resume()
         assert asked.acquire(timeout=10)
 
 
@@ -56,7 +56,7 @@ def test_a_question_that_fails_after_the_work_is_done_is_no_loss():
         done.wait(10)
         raise RunError("closed")
 
-    watch = Watch(ask, lambda: given_up.append(1), 0.01)
+    watch = HealthMonitor(ask, lambda: given_up.append(1), 0.01)
     with watch.working():
         assert asking.wait(10)
     done.set()

@@ -13,7 +13,7 @@ from gpu_parts.differences import compare
 from gpu_parts.found import find
 from gpu_parts.one_layer import SIZES, actor, batch_of, loss
 from gpu_parts.rows import Rows, run_part
-from megatron_rl.config import Architecture, Precision
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
 
@@ -28,7 +28,7 @@ def part(rows: Rows) -> None:
         stop_megatron()
 
 
-def check(rows: Rows, backends: list[str], architecture: Architecture, tokens: int) -> None:
+def check(rows: Rows, backends: list[str], architecture: ArchitectureConfig, tokens: int) -> None:
     """`emulated` first, then each back end, in both scale formats."""
     for scale_format in FORMATS:
         with rows.guarded(f"emulated, {scale_format}"):
@@ -53,11 +53,11 @@ def told(rows: Rows, what: str, got: dict[str, torch.Tensor], wanted: dict[str, 
     )
 
 
-def computed(backend: str, scale_format: str, architecture: Architecture, tokens: int) -> dict[str, torch.Tensor]:
+def computed(backend: str, scale_format: str, architecture: ArchitectureConfig, tokens: int) -> dict[str, torch.Tensor]:
     """float32 `log-probs` [answer tokens], and the gradient of their sum by parameter."""
-    trained = actor(architecture, Precision.model_validate({"backend": backend, "scale_format": scale_format}))
+    trained = actor(architecture, PrecisionConfig.model_validate({"backend": backend, "scale_format": scale_format}))
     batch = batch_of(tokens, length=min(tokens, 256))
-    found = {"log-probs": torch.cat(trained.logprobs(batch)[0])}
+    found = {"log-probs": torch.cat(trained.compute_logprobs(batch)[0])}
     trained.update(batch, loss)
     return found | {name: parameter.main_grad.float().clone() for name, parameter in trained.chunks[0].named_parameters()}
 

@@ -16,8 +16,8 @@ from gpu_parts.differences import compare
 from gpu_parts.found import Machine, find
 from gpu_parts.rows import Rows, run_part
 from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.base import Backend
-from megatron_rl.precision.fp8 import Blocks, quantize_1x128, quantize_weight
+from megatron_rl.precision.backends.base import Fp8Backend
+from megatron_rl.precision.fp8 import Fp8Weight, quantize_1x128, quantize_weight
 
 SHAPES = ((256, 512, 384), (1000, 1536, 2048), (4096, 4096, 7168))
 """Tokens, N, K."""
@@ -47,7 +47,7 @@ def check(rows: Rows, backends: list[str], shapes: tuple[tuple[int, int, int], .
         against_each_other(rows, found, where)
 
 
-def products(backend: Backend, blocks: Blocks, x: torch.Tensor, dy: torch.Tensor) -> Products:
+def products(backend: Fp8Backend, blocks: Fp8Weight, x: torch.Tensor, dy: torch.Tensor) -> Products:
     """All three of x [T, K], dy [T, N] and a weight [N, K]."""
     weight = backend.prepare(blocks, None)
     forward, gradient = (backend.quantize(value, rows=True, columns=True) for value in (x, dy))
@@ -59,7 +59,7 @@ def products(backend: Backend, blocks: Blocks, x: torch.Tensor, dy: torch.Tensor
 
 
 def against_emulated(
-    rows: Rows, found: dict[str, Products], blocks: Blocks, x: torch.Tensor, dy: torch.Tensor, scale_format: str, where: str
+    rows: Rows, found: dict[str, Products], blocks: Fp8Weight, x: torch.Tensor, dy: torch.Tensor, scale_format: str, where: str
 ) -> None:
     """A row per back end and product; `of_bound` is the largest error as a share of what is allowed at its place."""
     emulated = make_backend("emulated", scale_format)
@@ -93,7 +93,7 @@ def _has_sglang_products(machine: Machine) -> bool:
     return machine.has("sglang") and machine.has("triton")
 
 
-def _sglang_fprop(x: torch.Tensor, blocks: Blocks, scale_format: str) -> torch.Tensor:
+def _sglang_fprop(x: torch.Tensor, blocks: Fp8Weight, scale_format: str) -> torch.Tensor:
     """What the engine computes where DeepGEMM is not installed."""
     from sglang.kernels.ops.gemm.fp8_kernel import w8a8_block_fp8_matmul_triton
 

@@ -18,9 +18,9 @@ _PREFERRED = ("deep_gemm", "transformer_engine", "emulated")
 
 
 def part(rows: Rows) -> None:
-    backend = next(name for name in _PREFERRED if not requirements.missing(name))
+    backend = next(name for name in _PREFERRED if not requirements.find_missing(name))
     for name in _PREFERRED[: _PREFERRED.index(backend)]:
-        rows.add(f"back end {name}", f"not used: {', '.join(what for what, _ in requirements.missing(name))}")
+        rows.add(f"back end {name}", f"not used: {', '.join(what for what, _ in requirements.find_missing(name))}")
     train(rows, f"fp8_unified, {backend}", SETTINGS | {"precision.backend": backend})
 
 

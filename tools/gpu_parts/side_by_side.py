@@ -11,19 +11,23 @@ from typing import Any
 import torch
 
 from gpu_parts.rows import Rows
-from megatron_rl.config import Architecture, Config, Precision
+from megatron_rl.config import ArchitectureConfig, Config, PrecisionConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.hf import write
 from megatron_rl.precision.contract import PrecisionContract
 from rollout_sglang.engine import SGLangEngine
-from rollout_sglang.launch_args import Start
+from rollout_sglang.launch_args import EngineLaunchSpec
 
 Engines = dict[str, SGLangEngine]
 
 
 @contextmanager
 def started(
-    folder: Path, architecture: Architecture, precisions: Mapping[str, Precision], rollout: Mapping[str, Any], batches: Sequence[int]
+    folder: Path,
+    architecture: ArchitectureConfig,
+    precisions: Mapping[str, PrecisionConfig],
+    rollout: Mapping[str, Any],
+    batches: Sequence[int],
 ) -> Iterator[Engines]:
     """One engine for each precision, none of them ready yet; all are ended afterwards. `rollout`: settings of that section; `batches`:
     CUDA graphs are captured for decoding so many sequences and no others, which takes seconds each."""
@@ -36,7 +40,7 @@ def started(
             model = write_model(folder / name, architecture, precision)
             sections = {"model": {"path": model}, "precision": precision, "rollout": dict(rollout)}
             config = Config.model_validate({**sections, "placement": {"kind": "disaggregated"}})  # these give no memory back
-            engines[name] = SGLangEngine(Start(config, model, model, arguments=arguments))
+            engines[name] = SGLangEngine(EngineLaunchSpec(config, model, model, arguments=arguments))
             stack.callback(engines[name].stop)
         yield engines
 
@@ -51,11 +55,11 @@ def those_up(rows: Rows, engines: Engines) -> Engines:
     return up
 
 
-def write_model(folder: Path, architecture: Architecture, precision: Precision) -> Path:
+def write_model(folder: Path, architecture: ArchitectureConfig, precision: PrecisionConfig) -> Path:
     """A checkpoint's folder without weights."""
-    contract = PrecisionContract.of(precision)
+    contract = PrecisionContract.from_config(precision)
     make_byte_tokenizer(folder)
-    config = write.new_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
+    config = write.make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
     quantised = contract.hf_quantization_config()
     (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantised} if quantised else {})))
     return folder

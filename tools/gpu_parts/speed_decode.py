@@ -15,11 +15,15 @@ from gpu_parts.rows import Rows, run_part
 from gpu_parts.side_by_side import Engines, started, those_up
 from gpu_parts.sizes import LAYERS_OF_8B, VOCABULARY_OF_8B, stack
 from gpu_parts.targets import add
-from megatron_rl.config import Precision
-from megatron_rl.types import Sampling
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.types import SamplingParams
 from rollout_sglang.engine import SGLangEngine
 
-PRECISIONS = {"bf16": Precision(mode="bf16"), "fp8": Precision(mode="fp8_unified"), "int8": Precision(mode="int8_rollout")}
+PRECISIONS = {
+    "bf16": PrecisionConfig(mode="bf16"),
+    "fp8": PrecisionConfig(mode="fp8_unified"),
+    "int8": PrecisionConfig(mode="int8_rollout"),
+}
 BATCHES = (1, 16, 64, 256)
 _PROMPT = 32
 _ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 90.0, "request_timeout": 90.0}
@@ -48,7 +52,7 @@ def decoded(engine: SGLangEngine, batch: int, tokens: int) -> float:
     """Tokens per second of one call: sequences end early only where they draw the end token."""
     prompts = [[(7 * index + place) % 250 for place in range(_PROMPT)] for index in range(batch)]
     start = time.perf_counter()
-    answers = engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=tokens))
+    answers = engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens))
     return sum(len(answer.output_ids_T) for answer in answers) / (time.perf_counter() - start)
 
 

@@ -14,7 +14,7 @@ from gpu_parts.found import find
 from gpu_parts.one_layer import SIZES, actor, batch_of, loss
 from gpu_parts.rows import Rows, run_part
 from gpu_parts.targets import add
-from megatron_rl.config import Architecture, Precision
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig
 from megatron_rl.mcore.model import start_megatron, stop_megatron
 from parallel.layout import Layout
 
@@ -32,7 +32,7 @@ def part(rows: Rows) -> None:
 def measure(
     rows: Rows,
     name: str,
-    architecture: Architecture,
+    architecture: ArchitectureConfig,
     backends: list[str],
     tokens: int,
     repeat: int,
@@ -40,13 +40,18 @@ def measure(
 ) -> None:
     """Medians of `repeat` turns after one to warm up; all cases take turns. `targets`: names of `gpu_parts.targets` to hold `forward` and
     `step` against."""
-    precisions = {"bf16": Precision(mode="bf16")} | {backend: Precision.model_validate({"backend": backend}) for backend in backends}
+    precisions = {"bf16": PrecisionConfig(mode="bf16")} | {
+        backend: PrecisionConfig.model_validate({"backend": backend}) for backend in backends
+    }
     actors = {case: actor(architecture, precision) for case, precision in precisions.items()}
     batch = batch_of(tokens, length=min(tokens, 512))
     seconds: dict[tuple[str, str], list[float]] = {}
     for turn in range(repeat + 1):
         for case, trained in actors.items():
-            for what, call in {"forward": lambda a=trained: a.logprobs(batch), "step": lambda a=trained: a.update(batch, loss)}.items():
+            for what, call in {
+                "forward": lambda a=trained: a.compute_logprobs(batch),
+                "step": lambda a=trained: a.update(batch, loss),
+            }.items():
                 took = timed(call)
                 if turn:
                     seconds.setdefault((what, case), []).append(took)

@@ -25,18 +25,18 @@ from gpu_parts.sizes import ACTOR, ENGINE, LAYERS_OF_8B, REFERENCE, SIZES, layer
 from gpu_parts.speed_layer import timed
 from gpu_parts.targets import TO_BEAT, add
 from megatron_rl.algorithm.policy_loss import PolicyLoss
-from megatron_rl.batch.training_sample import Sequence
-from megatron_rl.config import Architecture, Precision
-from megatron_rl.config.algorithm import Algorithm
-from megatron_rl.config.sync import Sync
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.load_weights import planes, this_rank_shards
-from megatron_rl.mcore.model import frozen, start_megatron, stop_megatron
+from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors
+from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
-from megatron_rl.types import Sampling
+from megatron_rl.types import SamplingParams
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from rollout_sglang.engine import SGLangEngine
@@ -50,10 +50,10 @@ _ORDER = ("rollout", "reference forward", "actor forward", "actor update", "sync
 def part(rows: Rows) -> None:
     machine = find()
     backend = next(iter(usable(machine, rows)), "emulated")
-    precisions = {"bf16": Precision(mode="bf16"), "fp8": Precision.model_validate({"backend": backend})}
+    precisions = {"bf16": PrecisionConfig(mode="bf16"), "fp8": PrecisionConfig.model_validate({"backend": backend})}
     layers = layers_here(machine)
     rows.add("layers", f"{layers} of {LAYERS_OF_8B} fit on {machine.memory_gib} GiB; back end {backend}")
-    transport = Sync(transport="cuda_ipc", proof="streamed", timeout=30.0)
+    transport = SyncConfig(transport="cuda_ipc", proof="streamed", timeout=30.0)
     with tempfile.TemporaryDirectory() as folder:
         run(rows, Path(folder), stack("8B", layers), precisions, transport, _ROLLOUT, (_PROMPTS, _PROMPT, _NEW_TOKENS), repeat=3)
 
@@ -66,9 +66,9 @@ def layers_here(machine: Machine) -> int:
 def run(
     rows: Rows,
     folder: Path,
-    architecture: Architecture,
-    precisions: Mapping[str, Precision],
-    settings: Sync,
+    architecture: ArchitectureConfig,
+    precisions: Mapping[str, PrecisionConfig],
+    settings: SyncConfig,
     rollout: Mapping[str, Any],
     size: tuple[int, int, int],
     repeat: int,
@@ -86,13 +86,13 @@ def run(
 class OneRun:
     """Actor, reference and sync of one precision, in front of its engine."""
 
-    def __init__(self, architecture: Architecture, precision: Precision, engine: SGLangEngine, settings: Sync) -> None:
-        hf_config, contract = write.new_config(architecture, 0, precision.high), PrecisionContract.of(precision)
+    def __init__(self, architecture: ArchitectureConfig, precision: PrecisionConfig, engine: SGLangEngine, settings: SyncConfig) -> None:
+        hf_config, contract = write.make_hf_config(architecture, 0, precision.high), PrecisionContract.from_config(precision)
         self.actor, self.engine, self.version = actor(architecture, precision), engine, 0
-        self.reference = Policy(frozen(model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
-        shards, geometry = this_rank_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)
+        self.reference = Policy(freeze(model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
+        shards, geometry = build_own_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)
         plan = SyncPlan.make(geometry, Layout(), (1, 1), contract, settings.chunk_bytes)
-        self.sync = WeightSync(plan, engine, lambda: planes(self.actor.model, shards, contract), settings)
+        self.sync = WeightSync(plan, engine, lambda: collect_named_tensors(self.actor.model, shards, contract), settings)
 
     def update_engine(self) -> int:
         """The engine serves the actor's weights, as the next version; returns the tensors proved."""
@@ -102,21 +102,21 @@ class OneRun:
     def step(self, prompts: list[list[int]], new_tokens: int) -> tuple[dict[str, float], float]:
         """One RL step: (seconds by phase, mean |log-prob of engine - of trainer|)."""
         start = time.perf_counter()
-        answers = self.engine.generate(prompts, Sampling(temperature=1.0, max_new_tokens=new_tokens))
+        answers = self.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=new_tokens))
         seconds = {"rollout": time.perf_counter() - start}
         batch = [
-            Sequence(prompt, answer.output_ids_T, advantage=(-1.0) ** number, rollout_logprobs=torch.tensor(answer.logprobs_T))
+            TrainingSample(prompt, answer.output_ids_T, advantage=(-1.0) ** number, rollout_logprobs=torch.tensor(answer.logprobs_T))
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
         found: dict[str, list[torch.Tensor]] = {}
 
         def ask(name: str, policy: Policy) -> None:
-            found[name] = policy.logprobs(batch)[0]
+            found[name] = policy.compute_logprobs(batch)[0]
 
         phases: dict[str, Callable[[], object]] = {
             "reference forward": partial(ask, "reference", self.reference),
             "actor forward": partial(ask, "actor", self.actor),
-            "actor update": lambda: self.actor.update(batch, PolicyLoss(Algorithm(kl_coef=0.001))),
+            "actor update": lambda: self.actor.update(batch, PolicyLoss(AlgorithmConfig(kl_coef=0.001))),
             "sync": self.update_engine,
         }
         for name, phase in phases.items():

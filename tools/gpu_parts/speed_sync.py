@@ -16,18 +16,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from bench_sync import MODELS, Model, PlainEngine, empty_planes, plan_of
-from sync_baselines import GatherAndQuantise, Setup, contract
+from bench_sync import MODELS, EngineModel, PipeEngine, make_empty_tensors, make_plan
+from sync_baselines import BenchSetup, GatherAndQuantise, contract
 
 from gpu_parts.rows import Rows, run_part
 from gpu_parts.speed_layer import timed
 from gpu_parts.targets import add
-from megatron_rl.config.sync import Sync
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout
-from parallel.megatron_shards import trainer_shards
-from parallel.sglang_shards import engine_shards
+from parallel.megatron_shards import build_trainer_shards
+from parallel.sglang_shards import build_engine_shards
 from rollout_sglang import rank_handler
 
 _NAME = "gpu"
@@ -41,15 +41,15 @@ _COPY, _BARE, _PROVED = "copy on the device", "sync without its proof", "sync wi
 def part(rows: Rows) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        settings = [Sync(transport="cuda_ipc", proof="streamed", timeout=25.0, bucket_mb=size) for size in BUCKETS_MB]
+        settings = [SyncConfig(transport="cuda_ipc", proof="streamed", timeout=25.0, bucket_mb=size) for size in BUCKETS_MB]
         measure(rows, "8b", settings, "cuda", repeat=3)
     finally:
         dist.destroy_process_group()
 
 
-def measure(rows: Rows, model: str, settings: Sequence[Sync], device: str, repeat: int) -> None:
+def measure(rows: Rows, model: str, settings: Sequence[SyncConfig], device: str, repeat: int) -> None:
     """All cases with each of the settings, one after the other, to one process that plays the engine."""
-    setup = Setup(MODELS[model], Layout(), 1, repeat, "")
+    setup = BenchSetup(MODELS[model], Layout(), 1, repeat, "")
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     engine = spawn.Process(target=serve, args=(there, setup, device), daemon=True)
@@ -57,16 +57,16 @@ def measure(rows: Rows, model: str, settings: Sequence[Sync], device: str, repea
     there.close()
     try:
         with torch.device(device):
-            planes = empty_planes(trainer_shards(setup.model, setup.train)[0], contract(True))
-            high = empty_planes(trainer_shards(setup.model, setup.train, quantised=False)[0], contract(False))
-        planes = {name: random_bytes(plane) for name, plane in planes.items()}
+            named_tensors = make_empty_tensors(build_trainer_shards(setup.model, setup.train)[0], contract(True))
+            high = make_empty_tensors(build_trainer_shards(setup.model, setup.train, quantised=False)[0], contract(False))
+        named_tensors = {name: random_bytes(tensor) for name, tensor in named_tensors.items()}
         gathered = GatherAndQuantise(setup, high)
         for one in settings:
             where = f"{one.transport}, model {model}, bucket_mb {one.bucket_mb}"
             with rows.guarded(where):
-                sync = WeightSync(plan_of(setup, True, one), cast(Engine, PlainEngine([here], _NAME, True)), lambda: planes, one)
+                sync = WeightSync(make_plan(setup, True, one), cast(Engine, PipeEngine([here], _NAME, True)), lambda: named_tensors, one)
                 try:
-                    size = sum(map(sync.plan.bytes_of, sync.plan.moves))
+                    size = sum(map(sync.plan.count_bytes, sync.plan.transfers))
                     tell(rows, where, size, medians(sync, gathered, size, device, repeat))
                 finally:
                     sync.close()
@@ -95,10 +95,10 @@ def medians(sync: WeightSync, gathered: GatherAndQuantise, size: int, device: st
     return {case: statistics.median(values) for case, values in seconds.items()}
 
 
-def random_bytes(plane: torch.Tensor) -> torch.Tensor:
+def random_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Filled in place, so that the proof says something; nobody computes with them."""
-    plane.view(torch.uint8).random_(0, 256)
-    return plane
+    tensor.view(torch.uint8).random_(0, 256)
+    return tensor
 
 
 def tell(rows: Rows, where: str, size: int, seconds: dict[str, float]) -> None:
@@ -115,10 +115,10 @@ def tell(rows: Rows, where: str, size: int, seconds: dict[str, float]) -> None:
     rows.add(f"{where}: against gathering, converting, quantising", f"{common:.2f} times as fast, proof included", None, ratio=common)
 
 
-def serve(pipe: Connection, setup: Setup, device: str) -> None:
+def serve(pipe: Connection, setup: BenchSetup, device: str) -> None:
     """The engine's side: tensors under SGLang's names, filled by the real receiver."""
     with torch.device(device):
-        held = Model(empty_planes(engine_shards(setup.model, 1)[0], contract(True)))
+        held = EngineModel(make_empty_tensors(build_engine_shards(setup.model, 1)[0], contract(True)))
     while True:
         try:
             _, _, request = pipe.recv()

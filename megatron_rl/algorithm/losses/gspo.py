@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 
-def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses [1, t], bool [1, t]: tokens of sequences whose gradient the clip removes). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
-    ratio = torch.exp(batch.sequence_means(logprobs - batch.old_logprobs))
+    ratio = torch.exp(batch.average_by_sample(logprobs - batch.old_logprobs))
     low, high = 1 - config.clip_low, 1 + config.clip_high
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
     return loss, (ratio > high) & (advantage > 0) | (ratio < low) & (advantage < 0)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.config.algorithm import Algorithm
+from megatron_rl.config.algorithm import AlgorithmConfig
 
 
-def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: Algorithm) -> tuple[torch.Tensor, torch.Tensor]:
+def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """(losses [1, t], bool [1, t]: tokens whose gradient the clip removes). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
     ratio = torch.exp(logprobs - batch.old_logprobs)

@@ -19,12 +19,12 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_rl.distributed import gathered, on_rank0, raise_together
+from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks, run_on_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.checkpoint.folder import describe
+from megatron_rl.mcore.checkpoint.folder import checksum_files
 
 
-class Saving:
+class AsyncSave:
     """A sharded state dict that is being written into the empty folder `parent/mcore`. All methods but the thread's are collective.
 
     Raises RunError on every rank where the disk has no room for it.
@@ -49,14 +49,14 @@ class Saving:
 
     def _check_room(self, buckets: list[Any]) -> None:
         own = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
-        wanted = sum(gathered(own))
+        wanted = sum(gather_from_ranks(own))
 
         def check() -> None:
             free = shutil.disk_usage(self._parent).free
             if free < wanted:
                 raise RunError(f"it takes {wanted / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB left")
 
-        on_rank0(check)
+        run_on_rank0(check)
 
     def _write(self, buckets: list[Any], transforms: Any, results: queue.Queue[Any]) -> None:
         try:
@@ -71,18 +71,18 @@ class Saving:
                     raise written[number]
             if buckets:
                 results.put(written)
-            self.files = describe(self._parent, [f"mcore/{bucket[1]}" for bucket in buckets])
+            self.files = checksum_files(self._parent, [f"mcore/{bucket[1]}" for bucket in buckets])
         except BaseException as error:
             self._error = f"rank {dist.get_rank()}: {_reason(error)}"
 
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether every rank has written its files, or failed to."""
-        return not any(gathered(self._thread.is_alive()))
+        return not any(gather_from_ranks(self._thread.is_alive()))
 
     def finish(self) -> None:
         """Waits for all ranks and completes the folder. Raises RunError on every rank where one could not write."""
         self._thread.join()
-        raise_together(RunError(self._error) if self._error else None)
+        raise_on_all_ranks(RunError(self._error) if self._error else None)
         try:
             for complete in self._request.finalize_fns:
                 complete()

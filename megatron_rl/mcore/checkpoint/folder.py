@@ -30,7 +30,7 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step_{step:05d}"
 
 
-def unfinished(folder: Path) -> Path:
+def unfinished_folder(folder: Path) -> Path:
     """The hidden folder that a checkpoint is written in."""
     return folder.with_name(f".{folder.name}.unfinished")
 
@@ -41,14 +41,14 @@ def clear_unfinished(parent: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def newest_first(run: Path) -> list[Path]:
+def list_newest_first(run: Path) -> list[Path]:
     """The checkpoints of a run by name, whole or not."""
     parent = run / "checkpoints"
     named = [(int(match[1]), folder) for folder in (parent.iterdir() if parent.is_dir() else ()) if (match := _NAME.fullmatch(folder.name))]
     return [folder for _, folder in sorted(named, reverse=True)]
 
 
-def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Path relative to `folder` -> size in bytes and XXH3-128 of files, each of which is on the disk afterwards. Raises OSError."""
     found = {}
     for name in names:
@@ -59,7 +59,7 @@ def describe(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def files_in(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     """Every file below a folder, by its path relative to it."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -71,7 +71,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     for part in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
-        sync_folder(part)
+        fsync_folder(part)
 
 
 def publish(hidden: Path, folder: Path, keep: int) -> None:
@@ -79,8 +79,8 @@ def publish(hidden: Path, folder: Path, keep: int) -> None:
     if folder.exists():
         _remove(folder)  # it was not whole: else the run would have gone on from it
     hidden.rename(folder)
-    sync_folder(folder.parent)
-    for old in newest_first(folder.parent.parent)[keep:] if keep else []:
+    fsync_folder(folder.parent)
+    for old in list_newest_first(folder.parent.parent)[keep:] if keep else []:
         _remove(old)
 
 
@@ -92,7 +92,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(hidden)
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Brings a folder's entries to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -101,7 +101,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def fault(folder: Path) -> str:
+def find_damage(folder: Path) -> str:
     """Why a checkpoint is not whole; "" where it is. Reads every byte of it."""
     try:
         files = json.loads((folder / _STATE).read_bytes())["files"]
@@ -110,11 +110,11 @@ def fault(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_STATE} cannot be read ({type(error).__name__})"
     with ThreadPoolExecutor(_READERS) as pool:  # reading and hashing leave Python to others
-        found = list(pool.map(lambda name: _fault_of_file(folder, name, files[name]), files))
+        found = list(pool.map(lambda name: _find_damage_in_file(folder, name, files[name]), files))
     return next(filter(None, found), "")
 
 
-def _fault_of_file(folder: Path, name: str, told: dict[str, Any]) -> str:
+def _find_damage_in_file(folder: Path, name: str, told: dict[str, Any]) -> str:
     try:
         with open(folder / name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -127,11 +127,11 @@ def _fault_of_file(folder: Path, name: str, told: dict[str, Any]) -> str:
     return ""
 
 
-def newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
+def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
     """(the newest whole checkpoint of a run, what is wrong with those that are newer)."""
     torn: dict[Path, str] = {}
-    for folder in newest_first(run):
-        reason = fault(folder)
+    for folder in list_newest_first(run):
+        reason = find_damage(folder)
         if not reason:
             return folder, torn
         torn[folder] = reason

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 from megatron_rl.mcore.checkpoint import folder as checkpoints
@@ -27,41 +27,41 @@ from parallel.model_geometry import Shard
 
 
 def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint of the weights alone; see `checkpoint_writer.Checkpoint`. Collective."""
-    from megatron_rl.mcore.checkpoint.write import Checkpoint
+    """Writes a checkpoint of the weights alone; see `checkpoint_writer.CheckpointWriter`. Collective."""
+    from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 
-    Checkpoint(folder, model, hf_config, tokenizer, state).finish()
+    CheckpointWriter(folder, model, hf_config, tokenizer, state).finish()
 
 
-def read_state(folder: Path) -> tuple[dict[str, Any], Precision]:
+def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
     """(state.json, its precision section) of a checkpoint. Raises UserError where the folder is no whole checkpoint."""
     path = folder / "state.json"
     if not path.is_file():
         raise UserError("--checkpoint", str(folder), "holds no state.json", "give a folder like RUN_DIR/checkpoints/step_00030")
     try:
         state = json.loads(path.read_text())
-        return state, Precision.model_validate_json(json.dumps(state["precision"]))
+        return state, PrecisionConfig.model_validate_json(json.dumps(state["precision"]))
     except (json.JSONDecodeError, KeyError, ValidationError) as error:
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
 
 
-def load_alone(folder: Path) -> tuple[Any, list[Shard], Precision, dict[str, Any]]:
+def load_in_one_process(folder: Path) -> tuple[Any, list[Shard], PrecisionConfig, dict[str, Any]]:
     """(model, its shards, precision, HF config) of a checkpoint, loaded whole into this one process. Raises UserError for a torn one."""
     _, precision = read_state(folder)
-    if reason := checkpoints.fault(folder):
+    if reason := checkpoints.find_damage(folder):
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
     from megatron.core import dist_checkpointing
 
     from megatron_rl.mcore.layers.fp8_linear import quantize_model
-    from megatron_rl.mcore.load_weights import rank_shards
+    from megatron_rl.mcore.load_weights import build_rank_shards
     from megatron_rl.mcore.model import build_model, start_megatron
-    from megatron_rl.mcore.names import chunks_of
+    from megatron_rl.mcore.names import get_model_chunks
     from megatron_rl.precision.contract import PrecisionContract
 
     hf_config = write.read_config(folder / "hf")
     start_megatron(Layout(), seed=0)
-    (model,) = chunks_of(build_model(hf_config, Layout(), PrecisionContract.of(precision)))
+    (model,) = get_model_chunks(build_model(hf_config, Layout(), PrecisionContract.from_config(precision)))
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / "mcore"))
     model.load_state_dict(loaded["model"])
     quantize_model(model)
-    return model, rank_shards(hf_config, Layout(), 0), precision, hf_config
+    return model, build_rank_shards(hf_config, Layout(), 0), precision, hf_config

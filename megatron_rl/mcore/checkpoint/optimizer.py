@@ -30,50 +30,52 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: Any, sharded_chunks: list[dict[str, Any]]) -> None:
-        self._parts = optimizers(optimizer)
-        kept = {id(parameter): (share, tensors) for part in self._parts for parameter, share, tensors in _kept(part)}
-        self._entries: dict[str, _Entry] = {}
+        self._parts = flatten_chained(optimizer)
+        kept = {id(parameter): (share, tensors) for part in self._parts for parameter, share, tensors in _iter_state(part)}
+        self._entries: dict[str, _StateTensor] = {}
         for number, weights in enumerate(sharded_chunks):
             for name, weight in weights.items():
                 if isinstance(weight, ShardedTensor | ShardedTensorFactory) and id(weight.data) in kept:
                     share, tensors = kept[id(weight.data)]
                     for kind, tensor in tensors.items():
-                        self._entries[f"{kind}.{number}.{name}"] = _Entry(f"optimizer.{kind}", weight, tensor, share, len(self._entries))
+                        self._entries[f"{kind}.{number}.{name}"] = _StateTensor(
+                            f"optimizer.{kind}", weight, tensor, share, len(self._entries)
+                        )
 
     @property
     def step(self) -> int:
         """Adam's count of its steps."""
         return max((group.get("step", 0) for part in self._parts for group in part.optimizer.param_groups), default=0)
 
-    def live(self) -> dict[str, torch.Tensor]:
+    def local_tensors(self) -> dict[str, torch.Tensor]:
         """What this rank holds of the state, by "KIND.CHUNK.NAME of the weight"."""
         return {name: entry.tensor for name, entry in self._entries.items()}
 
-    def to_save(self) -> dict[str, Any]:
+    def sharded_for_save(self) -> dict[str, Any]:
         """For `dist_checkpointing.save`: by the same names float32, cut as the weight. Collective."""
-        whole = {name: entry.whole() for name, entry in self._entries.items()}
-        return {name: self._entries[name].sharded(tensor) for name, tensor in whole.items() if tensor is not None}
+        whole = {name: entry.gather() for name, entry in self._entries.items()}
+        return {name: self._entries[name].as_sharded(tensor) for name, tensor in whole.items() if tensor is not None}
 
-    def to_load(self) -> dict[str, Any]:
+    def sharded_for_load(self) -> dict[str, Any]:
         """The same for `dist_checkpointing.load`, which fills the tensors or gives others."""
-        return {name: entry.sharded(entry.room()) for name, entry in self._entries.items() if entry.in_turn}
+        return {name: entry.as_sharded(entry.allocate()) for name, entry in self._entries.items() if entry.is_owner}
 
     def load(self, loaded: dict[str, torch.Tensor], step: int) -> None:
-        """Takes over what `dist_checkpointing.load` gave for `to_load`. Collective."""
+        """Takes over what `dist_checkpointing.load` gave for `sharded_for_load`. Collective."""
         with torch.no_grad():
             for name, entry in self._entries.items():
-                entry.take(loaded.get(name))
+                entry.scatter(loaded.get(name))
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 group["step"] = step
 
 
-def optimizers(optimizer: Any) -> list[Any]:
+def flatten_chained(optimizer: Any) -> list[Any]:
     """Those that a chained one is made of and that have parameters on this rank."""
     return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
 
 
-def sixteen_bit(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def iter_fp32_masters(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(parameter, its FP32 master) of every 16-bit parameter; of a distributed optimizer those with places on this rank, which are the
     master."""
     if isinstance(part, DistributedOptimizer):
@@ -82,7 +84,7 @@ def sixteen_bit(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Share:
+class _ShardGroup:
     """Ranks that hold some places each of one weight's state; this one from place number `start` on."""
 
     group: Any
@@ -90,35 +92,35 @@ class _Share:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _StateTensor:
     """One tensor of the state: `tensor` is all of it, or where ranks `share` it, flat, this rank's places, which may be none. Among those
-    the one whose `turn` it is has it whole for a checkpoint."""
+    the one whose `owner` it is has it whole for a checkpoint."""
 
     key: str
     weight: Any
     tensor: torch.Tensor
-    share: _Share | None
-    turn: int
+    share: _ShardGroup | None
+    owner: int
 
     @property
-    def in_turn(self) -> bool:
-        return self.share is None or self.share.group.rank() == self.turn % self.share.group.size()
+    def is_owner(self) -> bool:
+        return self.share is None or self.share.group.rank() == self.owner % self.share.group.size()
 
-    def whole(self) -> torch.Tensor | None:
+    def gather(self) -> torch.Tensor | None:
         """On the rank whose turn it is, all of it. Collective."""
         if self.share is None:
             return self.tensor
         whole = torch.zeros_like(self.weight.data, dtype=torch.float32)
         self._own_places(whole).copy_(self.tensor)
         group = self.share.group
-        dist.reduce(whole.view(torch.int32), group_dst=self.turn % group.size(), group=group)  # one rank's bits and zeros: exact
-        return whole.cpu() if self.in_turn else None
+        dist.reduce(whole.view(torch.int32), group_dst=self.owner % group.size(), group=group)  # one rank's bits and zeros: exact
+        return whole.cpu() if self.is_owner else None
 
-    def room(self) -> torch.Tensor:
+    def allocate(self) -> torch.Tensor:
         """Where all of it is loaded to."""
         return self.tensor if self.share is None else torch.empty(self.weight.data.shape)
 
-    def take(self, whole: torch.Tensor | None) -> None:
+    def scatter(self, whole: torch.Tensor | None) -> None:
         """Gives every rank its places of what was loaded by the one whose turn it is. Collective."""
         if self.share is None:
             self.tensor.copy_(whole)  # type: ignore[arg-type]
@@ -127,49 +129,49 @@ class _Entry:
         if whole is not None:
             told.copy_(whole)
         group = self.share.group
-        dist.broadcast(told, group_src=self.turn % group.size(), group=group)
+        dist.broadcast(told, group_src=self.owner % group.size(), group=group)
         self.tensor.copy_(self._own_places(told))
 
     def _own_places(self, whole: torch.Tensor) -> torch.Tensor:
         start = 0 if self.share is None else self.share.start
         return whole.view(-1)[start : start + self.tensor.numel()]
 
-    def sharded(self, tensor: torch.Tensor) -> Any:
+    def as_sharded(self, tensor: torch.Tensor) -> Any:
         """`tensor` told as the weight is. Where ranks share it, there is no second copy: the one that has it writes it."""
         found = make_sharded_optimizer_tensor(self.weight, tensor, self.key)
         return found if self.share is None else replace(found, replica_id=(*found.replica_id[:-1], 0))
 
 
-def _kept(part: Any) -> Iterator[tuple[torch.Tensor, _Share | None, dict[str, torch.Tensor]]]:
+def _iter_state(part: Any) -> Iterator[tuple[torch.Tensor, _ShardGroup | None, dict[str, torch.Tensor]]]:
     """Every parameter with `exp_avg`, `exp_avg_sq`, and `master` where the parameter is not its own."""
     part.init_state_fn(part.optimizer, part.config)
-    for parameter, tensor, share in _shared_out(part) if isinstance(part, DistributedOptimizer) else _whole(part):
+    for parameter, tensor, share in _iter_distributed(part) if isinstance(part, DistributedOptimizer) else _iter_unsharded(part):
         moments = part.optimizer.state.get(tensor, {})
         tensors = {kind: moments.get(kind, tensor.new_empty(0)) for kind in MOMENTS}
         yield parameter, share, tensors if parameter.dtype is torch.float32 else {**tensors, "master": tensor}
 
 
-def _whole(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
+def _iter_unsharded(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, None]]:
     """(parameter, what Adam steps: itself or its FP32 master, None)."""
-    parameters = {id(master): parameter for parameter, master in sixteen_bit(part)}
+    parameters = {id(master): parameter for parameter, master in iter_fp32_masters(part)}
     for group in part.optimizer.param_groups:
         for tensor in group["params"]:
             yield parameters.get(id(tensor), tensor), tensor, None
 
 
-def _shared_out(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Share]]:
+def _iter_distributed(part: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _ShardGroup]]:
     """(parameter, this rank's FP32 places of it, where they are), of all parameters.
 
     Not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others."""
     own = _pairs(part.model_fp32_groups, part.shard_fp32_groups)
-    places = {id(parameter): tensor for parameter, tensor in (*sixteen_bit(part), *own)}
+    places = {id(parameter): tensor for parameter, tensor in (*iter_fp32_masters(part), *own)}
     for parameter in (parameter for buffer in part.buffers for parameter in buffer.params):
         tensor, start = places.get(id(parameter)), 0
         if tensor is None:
             tensor = torch.empty(0, device=parameter.device)
         else:
             start = part._get_model_param_range_map(parameter)["param"].start
-        yield parameter, tensor, _Share(part.data_parallel_group, start)
+        yield parameter, tensor, _ShardGroup(part.data_parallel_group, start)
 
 
 def _pairs(groups: Any, others: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,13 +10,13 @@ import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
-def seed_host(seed: int) -> None:
+def seed_python_and_numpy(seed: int) -> None:
     """Python's and numpy's generators, which Megatron leaves to chance; with them all that a run keeps is a function of its seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
-def random_state() -> dict[str, Any]:
+def capture_rng_state() -> dict[str, Any]:
     """A copy, to be pickled."""
     return {
         "python": random.getstate(),
@@ -27,8 +27,8 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Continues where `random_state` was taken."""
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Continues where `capture_rng_state` was taken."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

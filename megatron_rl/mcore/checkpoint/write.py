@@ -13,29 +13,30 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.distributed import gathered, is_rank0, on_rank0
+from megatron_rl.distributed import gather_from_ranks, is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf import write
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.mcore.checkpoint.async_save import Saving
+from megatron_rl.mcore.checkpoint.async_save import AsyncSave
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
-from megatron_rl.mcore.checkpoint.rng import set_random_state
+from megatron_rl.mcore.checkpoint.rng import restore_rng_state
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
-from megatron_rl.mcore.names import Model, chunks_of
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 
 
-class Checkpoint:
+class CheckpointWriter:
     """A checkpoint that is being written. Making one returns when the tensors are copied; `finish` gives it its name. Collective.
 
     `state` must hold `precision` (the config's section) and may hold any JSON beside it; what other ranks than 0 give is not looked at.
-    `optimizer` and `random` (see `random_state`) may be left out: then no run goes on from it. `keep`: how many the newest stay, 0 for all.
+    `optimizer` and `random` (see `capture_rng_state`) may be left out: then no run goes on from it. `keep`: how many the newest stay, 0
+    for all.
     Both raise RunError on every rank where the disk refuses; checkpoints that were there before stay as they are.
     """
 
     def __init__(
         self,
         folder: Path,
-        model: Model,
+        model: ModelChunks,
         hf_config: dict[str, Any],
         tokenizer: Path,
         state: dict[str, Any],
@@ -44,28 +45,28 @@ class Checkpoint:
         keep: int = 0,
     ) -> None:
         self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
-        self._hidden = checkpoints.unfinished(folder)
+        self._hidden = checkpoints.unfinished_folder(folder)
         sharded = _weights(model)
         if optimizer is not None:
             kept = OptimizerState(optimizer, list(sharded.values()))
-            sharded["optimizer"] = kept.to_save()
+            sharded["optimizer"] = kept.sharded_for_save()
             self._state = {**state, "adam_step": kept.step}
         if random is not None:
-            sharded["random"] = _of_this_rank(random)
+            sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
-            _on_disk(self._prepare)
-            self._saving = Saving(self._hidden, sharded)
+            _run_disk_work(self._prepare)
+            self._async_save = AsyncSave(self._hidden, sharded)
 
-    def written(self) -> bool:
+    def is_written(self) -> bool:
         """Whether `finish` will not have to wait; collective."""
-        return self._saving.written()
+        return self._async_save.is_written()
 
     def finish(self) -> None:
         """Waits until all is on the disk and gives the folder its name; collective."""
         with self._discarded_on_failure():
-            self._saving.finish()
-            files = gathered(self._saving.files)
-            _on_disk(lambda: self._complete({name: told for part in files for name, told in part.items()}))
+            self._async_save.finish()
+            files = gather_from_ranks(self._async_save.files)
+            _run_disk_work(lambda: self._complete({name: told for part in files for name, told in part.items()}))
 
     @contextmanager
     def _discarded_on_failure(self) -> Iterator[None]:
@@ -83,17 +84,17 @@ class Checkpoint:
         (self._hidden / "mcore").mkdir(parents=True)
         (self._hidden / "hf").mkdir()
         (self._hidden / "hf" / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
-        for file in write.tokenizer_files(self._tokenizer):
+        for file in write.list_tokenizer_files(self._tokenizer):
             shutil.copy(file, self._hidden / "hf" / file.name)
 
     def _complete(self, files: dict[str, dict[str, Any]]) -> None:
-        rest = [name for name in checkpoints.files_in(self._hidden) if name not in files]
-        files |= checkpoints.describe(self._hidden, rest)
+        rest = [name for name in checkpoints.list_files(self._hidden) if name not in files]
+        files |= checkpoints.checksum_files(self._hidden, rest)
         checkpoints.write_state(self._hidden, {**self._state, "files": dict(sorted(files.items()))})
         checkpoints.publish(self._hidden, self.folder, self._keep)
 
 
-def _on_disk(work: Callable[[], None]) -> None:
+def _run_disk_work(work: Callable[[], None]) -> None:
     """Rank 0's work on files; what the disk refuses is a RunError on every rank."""
 
     def told() -> None:
@@ -102,19 +103,19 @@ def _on_disk(work: Callable[[], None]) -> None:
         except OSError as error:
             raise RunError(f"{error.strerror or error} ({error.filename})") from None
 
-    on_rank0(told)
+    run_on_rank0(told)
 
 
-def _weights(model: Model) -> dict[str, Any]:
+def _weights(model: ModelChunks) -> dict[str, Any]:
     """The sharded state of each virtual pipeline stage. Nothing of its key is written: layers count over the whole model."""
-    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(chunks_of(model))}
+    return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(get_model_chunks(model))}
 
 
-def _of_this_rank(random: dict[str, Any] | None) -> ShardedObject:
+def _rng_shard(random: dict[str, Any] | None) -> ShardedObject:
     return ShardedObject("random", random, (dist.get_world_size(),), (dist.get_rank(),))
 
 
-def load(folder: Path, model: Model, optimizer: Any, state: dict[str, Any], same_layout: bool) -> None:
+def load_run_checkpoint(folder: Path, model: ModelChunks, optimizer: Any, state: dict[str, Any], same_layout: bool) -> None:
     """Loads weights, masters and moments into this rank's part of the model, whatever layout wrote them; collective.
 
     With `same_layout`, random numbers continue where they stood. Layers that adopted an FP8 checkpoint's blocks keep them where the
@@ -122,13 +123,13 @@ def load(folder: Path, model: Model, optimizer: Any, state: dict[str, Any], same
     """
     sharded = _weights(model)
     kept = OptimizerState(optimizer, list(sharded.values()))
-    sharded["optimizer"] = kept.to_load()
+    sharded["optimizer"] = kept.sharded_for_load()
     if same_layout:
-        sharded["random"] = _of_this_rank(None)
+        sharded["random"] = _rng_shard(None)
     loaded = dist_checkpointing.load(sharded, str(folder / "mcore"))
-    for number, chunk in enumerate(chunks_of(model)):
+    for number, chunk in enumerate(get_model_chunks(model)):
         chunk.load_state_dict(loaded[f"model{number}"])
     kept.load(loaded["optimizer"], int(state["adam_step"]))
     quantize_model(model)
     if same_layout:
-        set_random_state(loaded["random"])
+        restore_rng_state(loaded["random"])

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.distributed import raise_together
+from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.mla import ReplicatedLinear
-from megatron_rl.mcore.names import Model, chunks_of, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.base import Backend, Operand
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight, quantize_weight
+from megatron_rl.precision.backends.base import Fp8Backend, Operand
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -33,12 +33,12 @@ def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
     return gathered
 
 
-def _tokens(x: torch.Tensor) -> torch.Tensor:
+def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     """[..., h] -> [T, h]."""
     return x.reshape(-1, x.shape[-1])
 
 
-class _FP8Product(torch.autograd.Function):
+class _FP8Matmul(torch.autograd.Function):
     """The three products with Megatron's tensor- and sequence-parallel communication around them.
 
     Saved for the backward pass is what WGrad takes of x, which is smaller than x where the backend quantised it; under sequence
@@ -50,7 +50,7 @@ class _FP8Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any
     ) -> torch.Tensor:
         inputs = gather_sequence(x, group) if sequence_parallel else x
-        operand = layer.backend.quantize(_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
+        operand = layer.backend.quantize(_flatten_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
         ctx.save_for_backward(weight, *((x,) if sequence_parallel else operand.columns))
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group, ctx.shape = layer, sum_dgrad, sequence_parallel, group, x.shape
         return layer.backend.fprop(operand, layer.operand).unflatten(0, inputs.shape[:-1])
@@ -60,7 +60,7 @@ class _FP8Product(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
-        gradient = backend.quantize(_tokens(dy), rows=needs_dx, columns=needs_dw)
+        gradient = backend.quantize(_flatten_tokens(dy), rows=needs_dx, columns=needs_dw)
         dx, dw, pending = None, None, None
         if needs_dx:
             dx = backend.dgrad(gradient, layer.operand).unflatten(0, dy.shape[:-1])
@@ -71,7 +71,7 @@ class _FP8Product(torch.autograd.Function):
                 pending = dist.reduce_scatter_tensor(dx, full, group=group, async_op=True)
         if needs_dw:
             if ctx.sequence_parallel:
-                operand = backend.quantize(_tokens(gather_sequence(saved[0], group)), rows=False, columns=True)
+                operand = backend.quantize(_flatten_tokens(gather_sequence(saved[0], group)), rows=False, columns=True)
             else:
                 operand = Operand(gradient.tokens, columns=tuple(saved))
             dw = _weight_gradient(weight, backend, gradient, operand)
@@ -80,7 +80,7 @@ class _FP8Product(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
+def _weight_gradient(weight: Any, backend: Fp8Backend, dy: Operand, x: Operand) -> torch.Tensor:
     """WGrad, added to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
     into = getattr(weight, "main_grad", None)
     dw = backend.wgrad(dy, x, into)
@@ -94,20 +94,20 @@ class _FP8Linear:
     """What both parallel layers share. `config.fp8_scale_format` and `config.fp8_backend` come from `model.build_model`."""
 
     weight: torch.nn.Parameter
-    blocks: Blocks
+    blocks: Fp8Weight
     config: TransformerConfig
     scale_format: str
     _operand: Any = None
-    quantises_input: bool = True
-    quantised: bool = True
-    """False within `without_fp8`: the forward pass multiplies with the master."""
+    quantizes_input: bool = True
+    fp8_enabled: bool = True
+    """False within `disable_fp8`: the forward pass multiplies with the master."""
     row_order: torch.Tensor | None = None
     """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
-    within a block (`parallel.megatron_shards.row_order`). None: the same order."""
+    within a block (`parallel.megatron_shards.compute_row_order`). None: the same order."""
     adopted: bool = False
     """`blocks` are a checkpoint's, not `quantize`'s."""
 
-    def adopt(self, blocks: Blocks) -> None:
+    def adopt(self, blocks: Fp8Weight) -> None:
         """Takes a checkpoint's blocks, rows in quantised order, as they are; the master becomes their values."""
         self.blocks, self.adopted = blocks, True
         with torch.no_grad():
@@ -119,7 +119,7 @@ class _FP8Linear:
 
         Adopted blocks stay for as long as the master is exactly their values, which the first optimizer step ends.
         """
-        ordered = in_order(self.weight.detach(), self.row_order)
+        ordered = reorder_rows(self.weight.detach(), self.row_order)
         self.adopted = self.adopted and torch.equal(ordered, dequantize_weight(self.blocks))
         try:
             if not self.adopted:
@@ -129,7 +129,7 @@ class _FP8Linear:
         self._operand = None
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> Fp8Backend:
         """Who computes the products."""
         return make_backend(self.config.fp8_backend, self.scale_format)
 
@@ -141,8 +141,8 @@ class _FP8Linear:
         return self._operand
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
-        if self.quantised:
-            y = _FP8Product.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
+        if self.fp8_enabled:
+            y = _FP8Matmul.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
         else:
             inputs = gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
             y = F.linear(inputs, weight.to(inputs.dtype))
@@ -150,7 +150,7 @@ class _FP8Linear:
         return y if bias is None else y + bias
 
 
-def in_order(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
+def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
     """The weight's rows in the order in which they are quantised."""
     return weight if row_order is None else weight[row_order]
 
@@ -174,7 +174,7 @@ class FP8ColumnParallelLinear(_FP8Linear, ColumnParallelLinear):
             self.bias.data = self.bias.data.to(config.params_dtype)
 
 
-class _ValuesOf(torch.autograd.Function):
+class _SubstituteBlockValues(torch.autograd.Function):
     """The blocks' values in the place of the master, which receives their gradient."""
 
     @staticmethod
@@ -186,17 +186,17 @@ class _ValuesOf(torch.autograd.Function):
         return dw.float(), None
 
 
-class BlockWeightColumnParallelLinear(FP8ColumnParallelLinear):
+class FP8WeightOnlyColumnParallelLinear(FP8ColumnParallelLinear):
     """The blocks' values times an input that is not quantised: MLA's kv_b. The engine absorbs its weight into the attention, where no
     activation is quantised."""
 
-    quantises_input = False
+    quantizes_input = False
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
-        if not self.quantised:
+        if not self.fp8_enabled:
             return super()._forward_impl(input, weight, *args, **how)
         values = dequantize_weight(self.blocks).to(input.dtype)
-        return ColumnParallelLinear._forward_impl(self, input, _ValuesOf.apply(weight, values), *args, **how)
+        return ColumnParallelLinear._forward_impl(self, input, _SubstituteBlockValues.apply(weight, values), *args, **how)
 
 
 class FP8RowParallelLinear(_FP8Linear, RowParallelLinear):
@@ -215,33 +215,33 @@ class FP8ReplicatedLinear(_FP8Linear, ReplicatedLinear):
         self.scale_format = config.fp8_scale_format
 
 
-def fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
+def find_fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
     """Name -> layer for every FP8 linear of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
 
 
-def quantize_model(model: Model) -> None:
+def quantize_model(model: ModelChunks) -> None:
     """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
     names a broken weight is raised on every rank."""
     broken = None
     try:
-        for chunk in chunks_of(model):
-            for name, layer in fp8_layers(chunk).items():
+        for chunk in get_model_chunks(model):
+            for name, layer in find_fp8_layers(chunk).items():
                 layer.quantize(global_name(chunk, f"{name}.weight"))
     except RunError as error:
         broken = error
-    raise_together(broken)
+    raise_on_all_ranks(broken)
 
 
 @contextmanager
-def without_fp8(model: Model) -> Iterator[None]:
+def disable_fp8(model: ModelChunks) -> Iterator[None]:
     """Forward passes within compute with the masters in `precision.high`, for measuring what quantisation changes. No gradient."""
-    layers = [layer for chunk in chunks_of(model) for layer in fp8_layers(chunk).values()]
+    layers = [layer for chunk in get_model_chunks(model) for layer in find_fp8_layers(chunk).values()]
     for layer in layers:
-        layer.quantised = False
+        layer.fp8_enabled = False
     try:
         with torch.no_grad():
             yield
     finally:
         for layer in layers:
-            layer.quantised = True
+            layer.fp8_enabled = True

@@ -25,14 +25,14 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
 from megatron_rl.mcore.layers.fp8_linear import (
-    BlockWeightColumnParallelLinear,
     FP8ColumnParallelLinear,
     FP8ReplicatedLinear,
     FP8RowParallelLinear,
+    FP8WeightOnlyColumnParallelLinear,
 )
 from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.layers.router import Router
-from megatron_rl.mcore.packed_sequences import attend
+from megatron_rl.mcore.packed_sequences import attend_packed
 from megatron_rl.precision.ops import batch_invariant
 
 
@@ -51,7 +51,8 @@ class CoreAttention(MegatronModule):
     """Causal attention, grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU the one that an engine
     computes as well.
 
-    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.packed`; returns [t, heads * d]. Of a
+    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.make_packed_params`; returns [t,
+    heads * d]. Of a
     row that context parallel ranks share, each gives its own places.
     A batch without: [s, b, heads, d], padding after a sequence's tokens, where a causal mask hides it; returns [s, b, heads * d].
     """
@@ -72,7 +73,7 @@ class CoreAttention(MegatronModule):
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
         packed = how.get("packed_seq_params")
         if packed is not None:
-            return attend(query, key, value, packed, self.softmax_scale).flatten(1)
+            return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
         if self.config.context_parallel_size > 1:
             raise NotImplementedError("context parallelism takes packed sequences only")
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [s, b, h, d] -> [b, h, s, d]
@@ -83,7 +84,7 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
-class Experts(SequentialMLP):
+class OutputWeightedExperts(SequentialMLP):
     """Megatron's, but a token's weight multiplies what an expert gives, as in every engine. Megatron multiplies what the second layer
     takes, which is another number once that is quantised."""
 
@@ -92,14 +93,14 @@ class Experts(SequentialMLP):
     ) -> tuple[torch.Tensor, None]:
         """Tokens [T, h] in the order of their experts, weights [T]; returns [T, h]."""
         tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
-        parts = [_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)]
+        parts = [_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)]
         y = torch.cat(parts)
         return (y.float() * permuted_probs.unsqueeze(-1)).to(y.dtype), None
 
 
-def _expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     """One expert's MLP; an expert may get a token or two, or none."""
-    return batch_invariant.with_enough_rows(lambda rows: mlp(rows)[0], x)
+    return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
 class SpecProvider(LocalSpecProvider):
@@ -113,7 +114,7 @@ class SpecProvider(LocalSpecProvider):
         return self.column_parallel_linear()
 
     def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
-        return Experts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+        return OutputWeightedExperts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
 
 class FP8SpecProvider(SpecProvider):
@@ -129,10 +130,10 @@ class FP8SpecProvider(SpecProvider):
         return FP8ReplicatedLinear
 
     def absorbed_linear(self) -> type:
-        return BlockWeightColumnParallelLinear
+        return FP8WeightOnlyColumnParallelLinear
 
 
-def block_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+def build_decoder_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """This pipeline stage's part of a decoder, or its virtual stage's: linear layers in FP8 where `fp8` is set."""
     backend = FP8SpecProvider() if fp8 else SpecProvider()
     dense = _layer_spec(config, backend, None)

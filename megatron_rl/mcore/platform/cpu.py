@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.ops.batch_invariant import one_thread
+from megatron_rl.precision.ops.batch_invariant import single_threaded
 
 KNOWN_VERSIONS = ("0.16.1",)
 _CPU = torch.device("cpu")
@@ -57,13 +57,13 @@ class _Stream:
     wait = wait_stream = wait_event = synchronize = _nothing
 
 
-def compute_in_one_thread(model: torch.nn.Module) -> None:
+def run_forward_single_threaded(model: torch.nn.Module) -> None:
     """A forward pass of `model` runs in one thread on a CPU, where it gives the engine's bits (`row_invariant`); a backward pass in all."""
     open_passes: list[contextlib.ExitStack] = []
 
     def enter(*_: Any) -> None:
         open_passes.append(contextlib.ExitStack())
-        open_passes[-1].enter_context(one_thread())
+        open_passes[-1].enter_context(single_threaded())
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(lambda *_: open_passes.pop().close(), always_call=True)

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import functools
 
-from megatron_rl.precision.backends.base import Backend
+from megatron_rl.precision.backends.base import Fp8Backend
 
 
 @functools.cache
-def make_backend(name: str, scale_format: str) -> Backend:
+def make_backend(name: str, scale_format: str) -> Fp8Backend:
     """The backend of `precision.backend`. Loads its libraries; `requirements.check_backend` tells a user beforehand what is missing."""
     if name == "emulated":
-        from megatron_rl.precision.backends.emulated import Emulated
+        from megatron_rl.precision.backends.emulated import EmulatedBackend
 
-        return Emulated(scale_format)
+        return EmulatedBackend(scale_format)
     if name == "deep_gemm":
-        from megatron_rl.precision.backends.deep_gemm import DeepGemm
+        from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
 
-        return DeepGemm(scale_format)
+        return DeepGemmBackend(scale_format)
     if name == "transformer_engine":
-        from megatron_rl.precision.backends.transformer_engine import TransformerEngine
+        from megatron_rl.precision.backends.transformer_engine import TransformerEngineBackend
 
-        return TransformerEngine(scale_format)
+        return TransformerEngineBackend(scale_format)
     raise ValueError(f"no backend {name}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.precision.fp8 import Blocks
+    from megatron_rl.precision.fp8 import Fp8Weight
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -34,10 +34,10 @@ class Operand:
     """Quantised along T, for WGrad. Empty where it was not asked for."""
 
 
-class Backend(Protocol):
+class Fp8Backend(Protocol):
     """The products of one scale format."""
 
-    def prepare(self, blocks: Blocks, row_order: torch.Tensor | None) -> Any:
+    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
         """What `fprop` and `dgrad` take as the weight; once per optimizer step. `row_order`: see `mcore.linear`."""
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:

@@ -17,31 +17,31 @@ import torch
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.fp8 import Blocks
+from megatron_rl.precision.fp8 import Fp8Weight
 from parallel.formats import BLOCK
 
-BY_BLOCKS = (1, 128, 128)
-BY_GROUPS = (1, 1, 128)
+BLOCK_RECIPE = (1, 128, 128)
+GROUP_RECIPE = (1, 1, 128)
 _TMA_ALIGNMENT = 16  # bytes, of every address that the tensor memory accelerator writes to
 
 
-class Weight(NamedTuple):
+class DeepGemmWeight(NamedTuple):
     """The same blocks for both directions: `fprop` data [N, K] and scales [N/128, K/128], `dgrad` both transposed."""
 
     fprop: tuple[torch.Tensor, torch.Tensor]
     dgrad: tuple[torch.Tensor, torch.Tensor]
 
 
-class DeepGemm:
+class DeepGemmBackend:
     """bf16 in and out, widths in multiples of 128, a weight's rows in their own order; anything else is refused."""
 
     def __init__(self, scale_format: str) -> None:
         self.scale_format = scale_format
 
-    def prepare(self, blocks: Blocks, row_order: torch.Tensor | None) -> Weight:
+    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
             raise RunError(f"deep_gemm cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
-        return Weight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
+        return DeepGemmWeight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         from megatron_rl.precision.backends.triton_quantize import quantize_activation
@@ -51,19 +51,21 @@ class DeepGemm:
         of_rows, of_columns = quantize_activation(x, self.scale_format, rows=rows, columns=columns)
         return Operand(x.shape[0], of_rows or (), of_columns or ())
 
-    def fprop(self, x: Operand, weight: Weight) -> torch.Tensor:
+    def fprop(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(x, weight.fprop)
 
-    def dgrad(self, dy: Operand, weight: Weight) -> torch.Tensor:
+    def dgrad(self, dy: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(dy, weight.dgrad)
 
     def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
         import deep_gemm
 
         (a, a_scale), (b, b_scale) = dy.columns, x.columns
-        sums = into if into is not None and can_be_added_to(into) else torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
+        sums = (
+            into if into is not None and supports_inplace_add(into) else torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
+        )
         if dy.tokens:
-            deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), sums, c=sums, recipe=BY_GROUPS)
+            deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), sums, c=sums, recipe=GROUP_RECIPE)
         return sums if into is None or sums is into else into.add_(sums)
 
 
@@ -72,11 +74,11 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
     product = torch.empty(a.tokens, len(b[0]), dtype=torch.bfloat16, device=b[0].device)
     if a.tokens:
-        deep_gemm.fp8_gemm_nt(a.rows, b, product, recipe=BY_BLOCKS)
+        deep_gemm.fp8_gemm_nt(a.rows, b, product, recipe=BLOCK_RECIPE)
     return product
 
 
-def can_be_added_to(buffer: torch.Tensor) -> bool:
+def supports_inplace_add(buffer: torch.Tensor) -> bool:
     """Whether the kernel can add to a gradient buffer in place; the sum is the same FP32 addition otherwise."""
     return buffer.dtype == torch.float32 and buffer.is_contiguous() and buffer.data_ptr() % _TMA_ALIGNMENT == 0
 

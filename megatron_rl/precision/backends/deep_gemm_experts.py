@@ -14,12 +14,12 @@ import torch
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.backends.deep_gemm import BY_BLOCKS, BY_GROUPS, DeepGemm, Weight
-from megatron_rl.precision.fp8 import Blocks
+from megatron_rl.precision.backends.deep_gemm import BLOCK_RECIPE, GROUP_RECIPE, DeepGemmBackend, DeepGemmWeight
+from megatron_rl.precision.fp8 import Fp8Weight
 from parallel.formats import BLOCK
 
 
-def padded_groups(counts: Sequence[int], device: torch.device | str) -> tuple[list[int], torch.Tensor]:
+def pad_groups(counts: Sequence[int], device: torch.device | str) -> tuple[list[int], torch.Tensor]:
     """Each count rounded up to a multiple of 128, and int64 [sum(counts)]: the row where each token stands after padding."""
     groups = [-(-count // BLOCK) * BLOCK for count in counts]
     places, first = [], 0
@@ -30,16 +30,16 @@ def padded_groups(counts: Sequence[int], device: torch.device | str) -> tuple[li
 
 
 class DeepGemmExperts:
-    """`DeepGemm` for a list of experts whose weights have one shape. `groups`: padded token counts, one per expert, 0 allowed."""
+    """`DeepGemmBackend` for a list of experts whose weights have one shape. `groups`: padded token counts, one per expert, 0 allowed."""
 
     def __init__(self, scale_format: str) -> None:
-        self._single = DeepGemm(scale_format)
+        self._single = DeepGemmBackend(scale_format)
 
-    def prepare(self, blocks: Sequence[Blocks]) -> Weight:
+    def prepare(self, blocks: Sequence[Fp8Weight]) -> DeepGemmWeight:
         """The experts' blocks stacked: `fprop` data [E, N, K] and scales [E, N/128, K/128], `dgrad` both transposed."""
         weights = [self._single.prepare(each, None) for each in blocks]
         fprop, dgrad = ([getattr(weight, side) for weight in weights] for side in ("fprop", "dgrad"))
-        return Weight(*((_stack([data for data, _ in side]), torch.stack([scale for _, scale in side])) for side in (fprop, dgrad)))
+        return DeepGemmWeight(*((_stack([data for data, _ in side]), torch.stack([scale for _, scale in side])) for side in (fprop, dgrad)))
 
     def quantize(self, x: torch.Tensor, groups: Sequence[int], *, rows: bool, columns: bool) -> Operand:
         """x bf16 [T, K], T the sum of `groups`. The columns are flat, one [K, group] matrix after the other."""
@@ -48,11 +48,11 @@ class DeepGemmExperts:
         of_rows, of_columns = quantize_activation(x, self._single.scale_format, rows=rows, columns=columns, groups=groups)
         return Operand(x.shape[0], of_rows or (), of_columns or ())
 
-    def fprop(self, x: Operand, weight: Weight, groups: Sequence[int]) -> torch.Tensor:
+    def fprop(self, x: Operand, weight: DeepGemmWeight, groups: Sequence[int]) -> torch.Tensor:
         """bf16 [T, N]; padding rows are zero."""
         return _multiply(x, weight.fprop, groups)
 
-    def dgrad(self, dy: Operand, weight: Weight, groups: Sequence[int]) -> torch.Tensor:
+    def dgrad(self, dy: Operand, weight: DeepGemmWeight, groups: Sequence[int]) -> torch.Tensor:
         """bf16 [T, K]; padding rows are zero."""
         return _multiply(dy, weight.dgrad, groups)
 
@@ -64,7 +64,7 @@ class DeepGemmExperts:
         sums = torch.zeros(len(groups), len(a_scale), len(b_scale), dtype=torch.float32, device=a.device)
         if dy.tokens:
             lengths = torch.tensor(groups, dtype=torch.int32, device=a.device)
-            deep_gemm.k_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), sums, list(groups), lengths, sums, BY_GROUPS)
+            deep_gemm.k_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), sums, list(groups), lengths, sums, GROUP_RECIPE)
         return sums
 
 
@@ -79,7 +79,7 @@ def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor], groups: Sequence
     product = torch.empty(a.tokens, b[0].shape[1], dtype=torch.bfloat16, device=device)
     if a.tokens:
         expert = torch.arange(len(groups), dtype=torch.int32, device=device).repeat_interleave(torch.tensor(groups, device=device))
-        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a.rows, b, product, expert, recipe=BY_BLOCKS)
+        deep_gemm.m_grouped_fp8_gemm_nt_contiguous(a.rows, b, product, expert, recipe=BLOCK_RECIPE)
     return product
 
 

@@ -6,17 +6,17 @@ import torch
 
 from megatron_rl.precision import fp8_products
 from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.fp8 import Blocks, dequantize_weight
+from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 
 
-class Values:
+class DequantizedWeight:
     """A weight's dequantised blocks in its own row order, made when first asked for."""
 
-    def __init__(self, blocks: Blocks, row_order: torch.Tensor | None) -> None:
+    def __init__(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> None:
         self._blocks, self._row_order = blocks, row_order
         self._made: dict[torch.dtype, torch.Tensor] = {}
 
-    def of(self, dtype: torch.dtype) -> torch.Tensor:
+    def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K]."""
         if dtype not in self._made:
             values, order = dequantize_weight(self._blocks).to(dtype), self._row_order
@@ -24,27 +24,27 @@ class Values:
         return self._made[dtype]
 
 
-class Emulated:
+class EmulatedBackend:
     """An operand is the tensor itself: each product quantises it on the way, so nothing is quantised that no product asks for."""
 
     def __init__(self, scale_format: str) -> None:
         self.scale_format = scale_format
 
-    def prepare(self, blocks: Blocks, row_order: torch.Tensor | None) -> Values:
-        return Values(blocks, row_order)
+    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> DequantizedWeight:
+        return DequantizedWeight(blocks, row_order)
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         return Operand(x.shape[0], (x,) if rows else (), (x,) if columns else ())
 
-    def fprop(self, x: Operand, weight: Values) -> torch.Tensor:
+    def fprop(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return fp8_products.fprop(x.rows[0], self._values(x, weight), self.scale_format)
 
-    def dgrad(self, dy: Operand, weight: Values) -> torch.Tensor:
+    def dgrad(self, dy: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return fp8_products.dgrad(dy.rows[0], self._values(dy, weight), self.scale_format)
 
     def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
         dw = fp8_products.wgrad(dy.columns[0], x.columns[0], self.scale_format)
         return dw if into is None else into.add_(dw)
 
-    def _values(self, x: Operand, weight: Values) -> torch.Tensor:
-        return weight.of(fp8_products.value_dtype(x.rows[0], self.scale_format))
+    def _values(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
+        return weight.as_dtype(fp8_products.value_dtype(x.rows[0], self.scale_format))

@@ -9,16 +9,16 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config import Precision
+from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.precision.contract import FP8_ROLES
+from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import BLOCK
 from parallel.layout import Layout
-from parallel.megatron_shards import megatron_shards, row_order
+from parallel.megatron_shards import build_megatron_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
 
 BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
-CUDA = (12, 9)
+MIN_CUDA = (12, 9)
 """From here on cuBLAS has block-scaled products, and nvcc compiles DeepGEMM's kernels."""
 _HOPPER = 9
 """Major compute capability. Newer GPUs compute 128-blocks by requantising them to MXFP8: other bytes than the engine's."""
@@ -49,7 +49,7 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # every tuple of alte
 }
 
 
-def missing(name: str) -> list[tuple[str, str]]:
+def find_missing(name: str) -> list[tuple[str, str]]:
     """(what keeps the backend from running on this machine, how to get it), the most important first; empty where it can run."""
     if name == "emulated":
         return []
@@ -59,31 +59,31 @@ def missing(name: str) -> list[tuple[str, str]]:
     return [want for want in wants if want]
 
 
-def check_machine(precision: Precision) -> None:
+def check_machine(precision: PrecisionConfig) -> None:
     """Raises UserError where `precision.backend` cannot run here, or not in this precision."""
     name = precision.backend
     if precision.mode != "fp8_unified" or name == "emulated":
         return
     if precision.high != "bf16":
         raise UserError("precision.high", precision.high, f"is not what backend {name} computes", "use bf16, or precision.backend emulated")
-    if lacks := missing(name):
+    if lacks := find_missing(name):
         rule = "cannot run here: " + ", ".join(what for what, _ in lacks)
         raise UserError("precision.backend", name, rule, "; ".join([fix for _, fix in lacks] + ["or use emulated"]))
 
 
-def check_model(precision: Precision, model: ModelGeometry, layout: Layout) -> None:
+def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout) -> None:
     """Raises UserError where a rank's FP8 weight is cut or reordered within a block, which only `emulated` can compute with."""
     if precision.mode != "fp8_unified" or precision.backend == "emulated":
         return
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
-        for shard in megatron_shards(model, layout, place):
-            if shard.role not in FP8_ROLES:
+        for shard in build_megatron_shards(model, layout, place):
+            if shard.role not in QUANTIZED_ROLES:
                 continue
             rows = shard.rows // max(shard.experts, 1)
             if rows % BLOCK or shard.cols % BLOCK:
                 rule = f"needs widths in multiples of {BLOCK}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
-            elif shard.name.endswith("linear_qkv.weight") and row_order(model, layout, place, shard.name) is not None:
+            elif shard.name.endswith("linear_qkv.weight") and compute_row_order(model, layout, place, shard.name) is not None:
                 rule = f"needs blocks that hold one of q, k and v each, and those of {shard.name} would mix them on rank {rank}"
             else:
                 continue
@@ -100,7 +100,7 @@ def _gpu() -> tuple[str, str] | None:
         return "torch sees no GPU", fix
     if torch.cuda.get_device_capability()[0] != _HOPPER:
         return f"{torch.cuda.get_device_name()} is no Hopper GPU", fix
-    if release(torch.version.cuda) < CUDA:
+    if parse_version(torch.version.cuda) < MIN_CUDA:
         return f"torch is built for CUDA {torch.version.cuda}", fix
     return None
 
@@ -110,7 +110,7 @@ def _package(alternatives: tuple[Package, ...]) -> tuple[str, str] | None:
     if not found:
         return f"{alternatives[0].name} is not installed", alternatives[0].get
     package, version = found[0]
-    if package.first <= release(version) < package.after:
+    if package.first <= parse_version(version) < package.after:
         return None
     known = f"{'.'.join(map(str, package.first))} to below {'.'.join(map(str, package.after))}"
     return f"{package.name} {version} is not one of the known versions, {known}", package.get
@@ -123,7 +123,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def release(version: str) -> tuple[int, ...]:
+def parse_version(version: str) -> tuple[int, ...]:
     """(2, 6, 1) of "2.6.1+54e2261"."""
     return tuple(int(part) for part in re.match(r"[\d.]*\d|", version).group().split(".") if part)  # type: ignore[union-attr]
 

@@ -20,20 +20,20 @@ import torch.nn.functional as F
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends.base import Operand
 from megatron_rl.precision.contract import AMAX_EPSILON
-from megatron_rl.precision.fp8 import Blocks
+from megatron_rl.precision.fp8 import Fp8Weight
 from parallel.formats import BLOCK
 
 _TOKENS = 16
 """cuBLAS reads the transposed operand of WGrad in rows of T bytes, which must be a multiple of 16. Zeros are added."""
 
 
-class TransformerEngine:
+class TransformerEngineBackend:
     """bf16 in and out, widths in multiples of 128, a weight's rows in their own order; anything else is refused."""
 
     def __init__(self, scale_format: str) -> None:
         self.scale_format = scale_format
 
-    def prepare(self, blocks: Blocks, row_order: torch.Tensor | None) -> Any:
+    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
         if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
             raise RunError(f"transformer_engine cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
         data, scale = blocks.data.view(torch.uint8), blocks.scale

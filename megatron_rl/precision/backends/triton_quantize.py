@@ -20,7 +20,7 @@ import triton.language as tl
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
-Quantised = tuple[torch.Tensor, torch.Tensor]
+QuantizedPair = tuple[torch.Tensor, torch.Tensor]
 
 LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 """No fused multiply-add: x * inverse + magic in one rounding would not be the reference's."""
@@ -28,7 +28,7 @@ LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 
 @triton.jit
 def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """`fp8.quantize.scales_of`."""
+    """`fp8.quantize.compute_scales`."""
     amax = tl.maximum(amax, EPSILON)
     if POW2:
         exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
@@ -94,7 +94,7 @@ def _quantize_tile(
 
 def quantize_activation(
     x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Sequence[int] | None = None
-) -> tuple[Quantised | None, Quantised | None]:
+) -> tuple[QuantizedPair | None, QuantizedPair | None]:
     """(rows, columns) of x [T, K] in bf16, fp16 or float32, K a multiple of 128; each a pair (E4M3 data, float32 scales) laid out as
     the module says, or None where it was not asked for.
 

@@ -1,6 +1,6 @@
 """Reads what a model's operators take and give while it runs: PyTorch hooks on modules that are found by name.
 
-Trainer and engine each list `Point`s that name an operator as the precision graph does, so that what they record can be compared.
+Trainer and engine each list `HookPoint`s that name an operator as the precision graph does, so that what they record can be compared.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-Record = Callable[[str, torch.Tensor], None]
+RecordFn = Callable[[str, torch.Tensor], None]
 """(name of the operator, tensor)."""
 
 
 @dataclass(frozen=True)
-class Point:
+class HookPoint:
     """One tensor at a module's edge."""
 
     path: str
@@ -29,7 +29,7 @@ class Point:
     """Which positional argument; None for the output, of a tuple its first."""
 
 
-def attach(model: torch.nn.Module, points: Sequence[Point], record: Record) -> list[RemovableHandle]:
+def attach_hooks(model: torch.nn.Module, points: Sequence[HookPoint], record: RecordFn) -> list[RemovableHandle]:
     """Calls `record` at every point whose module the model has, whenever that module runs. Call `remove()` on what is returned."""
     handles = []
     for point in points:
@@ -41,7 +41,7 @@ def attach(model: torch.nn.Module, points: Sequence[Point], record: Record) -> l
     return handles
 
 
-def _hook(op: str, argument: int | None, record: Record) -> Callable[..., None]:
+def _hook(op: str, argument: int | None, record: RecordFn) -> Callable[..., None]:
     def hook(_: torch.nn.Module, given: tuple[Any, ...], output: Any) -> None:
         found = given[argument] if argument is not None else output[0] if isinstance(output, tuple) else output
         record(op, found.detach())

@@ -1,6 +1,6 @@
 """How the operators of a decoder-only model hang together, told once for both sides.
 
-A side reads its live modules into a `Decoder`: which operators a layer has and in which precision each consumes its tensors.
+A side reads its live modules into a `DecoderPrecision`: which operators a layer has and in which precision each consumes its tensors.
 `decoder_graph` lays out the forward pass, and where the trainer tells how gradients are computed, the backward pass.
 """
 
@@ -10,116 +10,116 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron_rl.precision.graph.graph import FORWARD, Edge, Format, Graph, Node
+from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorFormat
 
-Inputs = Mapping[str, tuple[str, Format]]
+Inputs = Mapping[str, tuple[str, TensorFormat]]
 """Tensor -> (the operator that makes it, its precision)."""
 
 _LINEARS = ("linear", "router", "lm_head")
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientFormats:
     """How the two backward products of a linear layer read their operands, and in which precision the weight is learned."""
 
-    dy: Format
+    dy: TensorFormat
     """dy in DGrad."""
-    weight: Format
+    weight: TensorFormat
     """W in DGrad."""
-    dy_wgrad: Format
+    dy_wgrad: TensorFormat
     """dy^T in WGrad."""
-    x: Format
+    x: TensorFormat
     """x in WGrad."""
-    grad: Format
+    grad: TensorFormat
     """The accumulated weight gradient."""
-    master: Format
+    master: TensorFormat
     """What the optimizer steps."""
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedOpPrecision:
     """An operator with a weight: how it reads its input `x` and its weight, and the gradients where it is trained."""
 
-    x: Format
-    weight: Format
-    bias: Format | None = None
+    x: TensorFormat
+    weight: TensorFormat
+    bias: TensorFormat | None = None
     detail: str = ""
-    gradients: Gradients | None = None
+    gradients: GradientFormats | None = None
 
 
 @dataclass(frozen=True)
-class Attention:
-    qkv: Weighted
-    output: Weighted
-    q: Format
-    kv: Format
+class AttentionPrecision:
+    qkv: WeightedOpPrecision
+    output: WeightedOpPrecision
+    q: TensorFormat
+    kv: TensorFormat
     """Keys and values as the attention reads them: in a rollout, from the cache."""
-    q_norm: Weighted | None = None
-    k_norm: Weighted | None = None
+    q_norm: WeightedOpPrecision | None = None
+    k_norm: WeightedOpPrecision | None = None
     detail: str = ""
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class MLAPrecision:
     """Multi-latent attention: keys, values and, with `q_a`, queries go through a narrow latent."""
 
-    q_b: Weighted
-    kv_a: Weighted
-    kv_a_norm: Weighted
-    kv_b: Weighted
+    q_b: WeightedOpPrecision
+    kv_a: WeightedOpPrecision
+    kv_a_norm: WeightedOpPrecision
+    kv_b: WeightedOpPrecision
     """From the latent, which a rollout reads from its cache."""
-    output: Weighted
-    q: Format
-    kv: Format
-    q_a: Weighted | None = None
-    q_a_norm: Weighted | None = None
+    output: WeightedOpPrecision
+    q: TensorFormat
+    kv: TensorFormat
+    q_a: WeightedOpPrecision | None = None
+    q_a_norm: WeightedOpPrecision | None = None
     detail: str = ""
 
 
 @dataclass(frozen=True)
-class Mlp:
-    gate_up: Weighted
-    down: Weighted
+class MLPPrecision:
+    gate_up: WeightedOpPrecision
+    down: WeightedOpPrecision
     count: int = 1
 
 
 @dataclass(frozen=True)
-class Experts:
-    router: Weighted
-    logits: Format
-    experts: Mlp
-    shared: Mlp | None = None
+class MoEPrecision:
+    router: WeightedOpPrecision
+    logits: TensorFormat
+    experts: MLPPrecision
+    shared: MLPPrecision | None = None
 
 
 @dataclass(frozen=True)
-class Layer:
-    input_norm: Weighted
-    attention: Attention | LatentAttention
-    post_attention_norm: Weighted
-    mlp: Mlp | Experts
-    residual: Format
+class LayerPrecision:
+    input_norm: WeightedOpPrecision
+    attention: AttentionPrecision | MLAPrecision
+    post_attention_norm: WeightedOpPrecision
+    mlp: MLPPrecision | MoEPrecision
+    residual: TensorFormat
     """The stream between the layers."""
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderPrecision:
     """What one rank holds: layers by their number in the whole model; the ends are None on a pipeline stage without them."""
 
-    hidden: Format
+    hidden: TensorFormat
     """What travels between operators."""
-    layers: dict[int, Layer]
-    embedding: Weighted | None = None
-    norm: Weighted | None = None
-    lm_head: Weighted | None = None
-    logits: Format | None = None
+    layers: dict[int, LayerPrecision]
+    embedding: WeightedOpPrecision | None = None
+    norm: WeightedOpPrecision | None = None
+    lm_head: WeightedOpPrecision | None = None
+    logits: TensorFormat | None = None
 
 
 @dataclass
 class _Builder:
-    hidden: Format
+    hidden: TensorFormat
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
-    gradients: dict[str, Gradients] = field(default_factory=dict)
+    gradients: dict[str, GradientFormats] = field(default_factory=dict)
 
     def op(self, name: str, op: str, inputs: Inputs = MappingProxyType({}), count: int = 1, detail: str = "") -> str:
         """An operator and the edges into it. Returns its name."""
@@ -127,7 +127,7 @@ class _Builder:
         self.edges += [Edge(source, name, tensor, format) for tensor, (source, format) in inputs.items()]
         return name
 
-    def weighted(self, name: str, op: str, source: str | None, read: Weighted, count: int = 1) -> str:
+    def weighted(self, name: str, op: str, source: str | None, read: WeightedOpPrecision, count: int = 1) -> str:
         """`op` with its weight and bias."""
         self.op(name, op, {"x": (source, read.x)} if source else {}, count, read.detail)
         for tensor, format in (("weight", read.weight), ("bias", read.bias)):
@@ -139,7 +139,7 @@ class _Builder:
         return name
 
 
-def decoder_graph(read: Decoder) -> Graph:
+def decoder_graph(read: DecoderPrecision) -> PrecisionGraph:
     """The graph of what one rank holds; its neighbours' operators appear as names on edges only."""
     build = _Builder(read.hidden)
     if read.embedding is not None:
@@ -152,25 +152,25 @@ def decoder_graph(read: Decoder) -> Graph:
         head = build.weighted("lm_head", "lm_head", normed, read.lm_head)
         build.op("logprobs", "log_softmax", {"x": (head, read.logits)})
     _add_backward(build)
-    return Graph(tuple(build.nodes.values()), tuple(build.edges))
+    return PrecisionGraph(tuple(build.nodes.values()), tuple(build.edges))
 
 
-def _layer(build: _Builder, at: str, layer: Layer, source: str) -> None:
+def _layer(build: _Builder, at: str, layer: LayerPrecision, source: str) -> None:
     normed = build.weighted(f"{at}input_norm", "norm", source, layer.input_norm)
-    if isinstance(layer.attention, Attention):
+    if isinstance(layer.attention, AttentionPrecision):
         attended = _attention(build, f"{at}attention.", layer.attention, normed)
     else:
         attended = _latent_attention(build, f"{at}attention.", layer.attention, normed)
     middle = build.op(f"{at}attention.residual", "add", {"residual": (source, layer.residual), "x": (attended, build.hidden)})
     normed = build.weighted(f"{at}post_attention_norm", "norm", middle, layer.post_attention_norm)
-    if isinstance(layer.mlp, Mlp):
+    if isinstance(layer.mlp, MLPPrecision):
         added: Inputs = {"x": (_mlp(build, f"{at}mlp.", layer.mlp, normed), build.hidden)}
     else:
         added = _experts(build, f"{at}mlp.", layer.mlp, normed)
     build.op(f"{at}mlp.residual", "add", {"residual": (middle, layer.residual), **added})
 
 
-def _attention(build: _Builder, at: str, read: Attention, source: str) -> str:
+def _attention(build: _Builder, at: str, read: AttentionPrecision, source: str) -> str:
     qkv = q = k = build.weighted(f"{at}qkv", "linear", source, read.qkv)
     if read.q_norm is not None:
         q = build.weighted(f"{at}q_norm", "norm", qkv, read.q_norm)
@@ -181,7 +181,7 @@ def _attention(build: _Builder, at: str, read: Attention, source: str) -> str:
     return build.weighted(f"{at}output", "linear", core, read.output)
 
 
-def _latent_attention(build: _Builder, at: str, read: LatentAttention, source: str) -> str:
+def _latent_attention(build: _Builder, at: str, read: MLAPrecision, source: str) -> str:
     latent = source
     if read.q_a is not None and read.q_a_norm is not None:
         latent = build.weighted(f"{at}q_a_norm", "norm", build.weighted(f"{at}q_a", "linear", source, read.q_a), read.q_a_norm)
@@ -194,13 +194,13 @@ def _latent_attention(build: _Builder, at: str, read: LatentAttention, source: s
     return build.weighted(f"{at}output", "linear", core, read.output)
 
 
-def _mlp(build: _Builder, at: str, read: Mlp, source: str) -> str:
+def _mlp(build: _Builder, at: str, read: MLPPrecision, source: str) -> str:
     gate_up = build.weighted(f"{at}gate_up", "linear", source, read.gate_up, read.count)
     act = build.op(f"{at}swiglu", "swiglu", {"x": (gate_up, build.hidden)}, read.count)
     return build.weighted(f"{at}down", "linear", act, read.down, read.count)
 
 
-def _experts(build: _Builder, at: str, read: Experts, source: str) -> Inputs:
+def _experts(build: _Builder, at: str, read: MoEPrecision, source: str) -> Inputs:
     """The mixture's sum, and the shared experts' output where there are any: what the residual stream adds."""
     router = build.weighted(f"{at}router", "router", source, read.router)
     down = _mlp(build, f"{at}experts.", read.experts, source)

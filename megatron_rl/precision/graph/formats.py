@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.precision.graph.graph import Format
-from parallel.formats import BLOCK, blocks_in
+from megatron_rl.precision.graph.graph import TensorFormat
+from parallel.formats import BLOCK, count_blocks
 
 _SHORT = {
     torch.float32: "fp32",
@@ -25,36 +25,36 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
-def plain(tensor: torch.Tensor) -> Format:
+def unquantized_format(tensor: torch.Tensor) -> TensorFormat:
     """A tensor without scales."""
-    return Format(dtype_name(tensor.dtype))
+    return TensorFormat(dtype_name(tensor.dtype))
 
 
-def quantised(data: torch.Tensor, scale: torch.Tensor) -> Format:
+def block_format(data: torch.Tensor, scale: torch.Tensor) -> TensorFormat:
     """`data` [..., N, K] with `scale`, one per block: the block from the two shapes, pow2 or fp32 from the scales' own values."""
-    return Format(dtype_name(data.dtype), granularity(data.shape, scale.shape), scale_format(scale))
+    return TensorFormat(dtype_name(data.dtype), scale_granularity(data.shape, scale.shape), scale_format(scale))
 
 
-def activation(group: int | None, scale: str) -> Format:
+def group_format(group: int | None, scale: str) -> TensorFormat:
     """An input in E4M3 with one scale per `group` elements along the contraction; None: one scale over all."""
-    return Format("e4m3", f"1x{group}" if group else "tensor", scale)
+    return TensorFormat("e4m3", f"1x{group}" if group else "tensor", scale)
 
 
-def channels(data: torch.Tensor, scale: torch.Tensor) -> Format:
+def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorFormat:
     """An INT8 weight, [N, K] or as a kernel keeps it [K, N], with one scale per output channel, [N, 1]; experts are stacked, [E, N, K] and
     [E, N, 1]. Raises ValueError for others."""
     stacked = data.shape[:-2] == scale.shape[:-2]
     if min(data.dim(), scale.dim()) < 2 or not stacked or scale.shape[-1] != 1 or scale.shape[-2] not in data.shape[-2:]:
         raise ValueError(f"INT8 weights {list(data.shape)} with scales {list(scale.shape)}: one per output channel is known")
-    return Format(dtype_name(data.dtype), "channel", scale_format(scale))
+    return TensorFormat(dtype_name(data.dtype), "channel", scale_format(scale))
 
 
-def tokens(quantises: str) -> Format:
+def token_format(quantises: str) -> TensorFormat:
     """The input of an INT8 layer, which has one float32 scale per token. `quantises`: what the live layer answered."""
-    return Format(quantises, "token", "fp32")
+    return TensorFormat(quantises, "token", "fp32")
 
 
-def granularity(data: Sequence[int], scale: Sequence[int]) -> str:
+def scale_granularity(data: Sequence[int], scale: Sequence[int]) -> str:
     """ "ROWSxCOLS" of the block that has one scale, or "tensor" for a single one over all. Stacked experts count as one matrix each."""
     if len(data) < 2 or len(scale) < 2:
         return "tensor"
@@ -63,7 +63,7 @@ def granularity(data: Sequence[int], scale: Sequence[int]) -> str:
 
 def _block(size: int, count: int) -> int:
     """The length of a block where `count` of them cover `size`; the contract's where that fits, for edge blocks may be partial."""
-    return BLOCK if blocks_in(size) == count else -(-size // count)
+    return BLOCK if count_blocks(size) == count else -(-size // count)
 
 
 def scale_format(scale: torch.Tensor) -> str:
@@ -78,7 +78,7 @@ def scale_format(scale: torch.Tensor) -> str:
     return "fp32" if bool((scale.view(torch.int32) & _MANTISSA).any()) else "pow2"
 
 
-def common(formats: Sequence[Format]) -> Format:
+def common_format(formats: Sequence[TensorFormat]) -> TensorFormat:
     """The format that all share; one that equals none where they differ."""
     kinds = list(dict.fromkeys(formats))
-    return kinds[0] if len(kinds) == 1 else Format("mixed(" + ", ".join(map(str, kinds)) + ")")
+    return kinds[0] if len(kinds) == 1 else TensorFormat("mixed(" + ", ".join(map(str, kinds)) + ")")

@@ -20,7 +20,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class Format:
+class TensorFormat:
     """The precision of a tensor: `dtype` ("bf16", "e4m3"), and for a quantised one the block of one scale and the scales' format."""
 
     dtype: str
@@ -31,7 +31,7 @@ class Format:
         return " ".join(filter(None, (self.dtype, self.granularity, self.scale)))
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return bool(self.granularity)
 
 
@@ -55,7 +55,7 @@ class Edge:
     source: str
     target: str
     tensor: str
-    format: Format
+    format: TensorFormat
     phase: str = FORWARD
 
     @property
@@ -64,26 +64,26 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Graph:
+class PrecisionGraph:
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
 
-    def forward(self) -> Graph:
+    def select_forward(self) -> PrecisionGraph:
         """The part that runs in a forward pass."""
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
         used = {name for edge in edges for name in (edge.source, edge.target)}
-        return Graph(tuple(node for node in self.nodes if node.name in used), edges)
+        return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)
 
     def to_json(self) -> dict[str, Any]:
         return {"nodes": [asdict(node) for node in self.nodes], "edges": [asdict(edge) for edge in self.edges]}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Graph:
-        edges = (Edge(**{**edge, "format": Format(**edge["format"])}) for edge in told["edges"])
+    def from_json(cls, told: dict[str, Any]) -> PrecisionGraph:
+        edges = (Edge(**{**edge, "format": TensorFormat(**edge["format"])}) for edge in told["edges"])
         return cls(tuple(Node(**node) for node in told["nodes"]), tuple(edges))
 
 
-def merged(parts: Iterable[Graph]) -> Graph:
+def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
     """The whole graph of a model whose ranks each read their part. Raises ValueError where two ranks tell a part differently."""
     nodes: dict[str, Node] = {}
     edges: dict[tuple[str, ...], Edge] = {}
@@ -94,11 +94,11 @@ def merged(parts: Iterable[Graph]) -> Graph:
         for edge in part.edges:
             if (other := edges.setdefault(edge.key, edge)) != edge:
                 raise ValueError(f"ranks disagree about {_arrow(edge)}: {other.format} and {edge.format}")
-    return Graph(tuple(nodes.values()), tuple(edges.values()))
+    return PrecisionGraph(tuple(nodes.values()), tuple(edges.values()))
 
 
 @dataclass(frozen=True)
-class Difference:
+class GraphDifference:
     """Something the two graphs do not share. `layer` is None outside of the layers; names in `node` and `text` are within the layer."""
 
     layer: int | None
@@ -106,9 +106,9 @@ class Difference:
     text: str
 
 
-def compare(rollout: Graph, training: Graph) -> list[Difference]:
+def compare_graphs(rollout: PrecisionGraph, training: PrecisionGraph) -> list[GraphDifference]:
     """What keeps `rollout` from being a subgraph of `training`'s forward pass, or leaves a part of that pass out. [] when all is shared."""
-    forward = training.forward()
+    forward = training.select_forward()
     ours, theirs = ({node.name: node for node in graph.nodes} for graph in (rollout, forward))
     found = []
     for name in _union(ours, theirs):
@@ -125,30 +125,30 @@ def compare(rollout: Graph, training: Graph) -> list[Difference]:
     return found
 
 
-def differences(rollout: Graph, training: Graph) -> list[str]:
-    """`compare` as readable lines; layers that differ alike share one line."""
+def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:
+    """`compare_graphs` as readable lines; layers that differ alike share one line."""
     layers_of: dict[str, list[int | None]] = {}
-    for difference in compare(rollout, training):
+    for difference in compare_graphs(rollout, training):
         layers_of.setdefault(difference.text, []).append(difference.layer)
     return [f"{_places(layers)}{text}" for text, layers in layers_of.items()]
 
 
-def parts(graph: Graph) -> dict[int | None, Graph]:
+def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
     """The graph layer by layer, names within the layer; under None what lies outside of the layers."""
     nodes: dict[int | None, list[Node]] = {None: []}
     edges: dict[int | None, list[Edge]] = {None: []}
     for node in graph.nodes:
-        layer, name = split(node.name)
+        layer, name = split_layer_name(node.name)
         nodes.setdefault(layer, []).append(replace(node, name=name))
     for edge in graph.edges:
-        layer = layer_of(edge)
-        source, target = within(edge.source, layer), within(edge.target, layer)
+        layer = get_edge_layer(edge)
+        source, target = name_within_layer(edge.source, layer), name_within_layer(edge.target, layer)
         edges.setdefault(layer, []).append(replace(edge, source=source, target=target))
     layers = sorted(layer for layer in nodes if layer is not None)
-    return {layer: Graph(tuple(nodes[layer]), tuple(edges.get(layer, ()))) for layer in (None, *layers)}
+    return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges.get(layer, ()))) for layer in (None, *layers)}
 
 
-def folded(of_layer: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
+def fold_layers(of_layer: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
     """(layers, what they share) for layers that are alike; first, with no layers, what lies outside of them."""
     alike: dict[T, list[int]] = {}
     for layer in sorted(layer for layer in of_layer if layer is not None):
@@ -156,38 +156,38 @@ def folded(of_layer: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
     return [((), of_layer[None]), *((tuple(layers), thing) for thing, layers in alike.items())]
 
 
-def folded_json(graph: Graph) -> list[dict[str, Any]]:
+def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
     """The graph as plain data, layers that are alike told once and an edge's precision as text."""
     return [
         {
-            "part": title(layers),
+            "part": format_title(layers),
             "nodes": [asdict(node) for node in part.nodes],
             "edges": [{**asdict(edge), "format": str(edge.format)} for edge in part.edges],
         }
-        for layers, part in folded(parts(graph))
+        for layers, part in fold_layers(split_by_layer(graph))
     ]
 
 
-def title(layers: Sequence[int]) -> str:
+def format_title(layers: Sequence[int]) -> str:
     """ "layers 0..3", or "model" for what lies outside of the layers."""
-    return spans(layers) if layers else "model"
+    return format_layers(layers) if layers else "model"
 
 
-def split(name: str) -> tuple[int | None, str]:
+def split_layer_name(name: str) -> tuple[int | None, str]:
     """(layer, name within it); (None, name) outside of the layers."""
     match = _LAYER.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 
 
-def layer_of(edge: Edge) -> int | None:
+def get_edge_layer(edge: Edge) -> int | None:
     """The layer an edge is told with: its target's; its source's where a gradient leaves the layer."""
     back = edge.source.endswith(".backward") and edge.target.endswith(".backward")
-    return split(edge.source if back else edge.target)[0]
+    return split_layer_name(edge.source if back else edge.target)[0]
 
 
-def within(name: str, layer: int | None) -> str:
+def name_within_layer(name: str, layer: int | None) -> str:
     """A name as seen from a layer: what enters it is `input`, whichever layer made it, and the way back leaves it there."""
-    place, inner = split(name)
+    place, inner = split_layer_name(name)
     if layer is None:
         return "last layer" if place is not None else name
     if place == layer:
@@ -195,7 +195,7 @@ def within(name: str, layer: int | None) -> str:
     return "input.backward" if name.endswith(".backward") else "input"
 
 
-def spans(layers: Sequence[int]) -> str:
+def format_layers(layers: Sequence[int]) -> str:
     """ "layers 0..3, 5" """
     runs: list[list[int]] = []
     for layer in sorted(layers):
@@ -212,15 +212,15 @@ def _union(first: Iterable[Any], second: Iterable[Any]) -> Iterator[Any]:
     return iter(dict.fromkeys([*first, *second]))
 
 
-def _difference(name: str, source: str, tensor: str, here: str, there: str) -> Difference:
-    layer, inner = split(name)
-    what = f"{within(source, layer)} -> {inner} ({tensor})" if tensor else inner
-    return Difference(layer, inner, f"{what} is {here} in the rollout, {there} in training")
+def _difference(name: str, source: str, tensor: str, here: str, there: str) -> GraphDifference:
+    layer, inner = split_layer_name(name)
+    what = f"{name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
+    return GraphDifference(layer, inner, f"{what} is {here} in the rollout, {there} in training")
 
 
 def _places(layers: Sequence[int | None]) -> str:
     numbers = [layer for layer in layers if layer is not None]
-    return f"{spans(numbers)}: " if numbers else ""
+    return f"{format_layers(numbers)}: " if numbers else ""
 
 
 def _arrow(edge: Edge) -> str:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from itertools import pairwise
 
-from megatron_rl.precision.graph.graph import FORWARD, Edge, Graph, Node, compare, differences, title
-from megatron_rl.precision.graph.tables import backward_products, joint_parts
+from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, compare_graphs, describe_differences, format_title
+from megatron_rl.precision.graph.tables import collect_backward_products, join_parts
 
 _ROW, _TOP, _LANE = 62, 110, 24
 _BOX, _WEIGHT = (184, 30), (74, 22)
@@ -26,7 +26,7 @@ class _View:
     """One layer between the model's ends, as one small graph per side."""
 
     layers: tuple[int, ...]
-    sides: dict[str, Graph]
+    sides: dict[str, PrecisionGraph]
     backward: dict[str, list[tuple[str, list[Edge]]]]
     """Of a linear operator: its products, each with what it multiplies."""
     wrong: set[tuple[str, str, str]]
@@ -54,7 +54,7 @@ class _Canvas:
         self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" marker-end="url(#{colour[1:]})"/>')
 
 
-def draw(training: Graph, rollout: Graph) -> str:
+def draw_svg(training: PrecisionGraph, rollout: PrecisionGraph) -> str:
     """The SVG's text. The layer drawn is one that differs where there is one, else one of the most common kind."""
     view = _view(training, rollout)
     rows: dict[str, float] = {}
@@ -62,7 +62,7 @@ def draw(training: Graph, rollout: Graph) -> str:
         for node in _operators(graph):
             rows.setdefault(node.name, _TOP + _ROW * len(rows))
     canvas = _Canvas()
-    _header(canvas, len(differences(rollout, training)))
+    _header(canvas, len(describe_differences(rollout, training)))
     _frame(canvas, view, rows)
     for name, products in view.backward.items():
         _products(canvas, rows[name], products)
@@ -82,14 +82,14 @@ def draw(training: Graph, rollout: Graph) -> str:
     )
 
 
-def _view(training: Graph, rollout: Graph) -> _View:
-    differing = {difference.layer for difference in compare(rollout, training)}
-    (_, ends), *kinds = joint_parts(training, rollout)
+def _view(training: PrecisionGraph, rollout: PrecisionGraph) -> _View:
+    differing = {difference.layer for difference in compare_graphs(rollout, training)}
+    (_, ends), *kinds = join_parts(training, rollout)
     layers, layer = max(kinds, key=lambda kind: (bool(differing & set(kind[0])), len(kind[0])))
     sides = {side: _joined(*graphs) for side, *graphs in zip(_COLUMNS, ends, layer, strict=True)}
     backward: dict[str, list[tuple[str, list[Edge]]]] = {}
     for part in (ends[0], layer[0]):
-        for name, operands in backward_products(part):
+        for name, operands in collect_backward_products(part):
             backward.setdefault(name.rpartition(".")[0], []).append((name.rpartition(".")[2], operands))
     drawn = [edge for graph in sides.values() for edge in graph.edges]
     shared = [{(edge.source, edge.target, edge.tensor, edge.format) for edge in graph.edges} for graph in sides.values()]
@@ -102,23 +102,23 @@ def _view(training: Graph, rollout: Graph) -> _View:
     return _View(layers, sides, backward, wrong)
 
 
-def _unshared(sides: Iterable[Graph]) -> set[str]:
+def _unshared(sides: Iterable[PrecisionGraph]) -> set[str]:
     """Operators that not every side has alike."""
     ours, theirs = ({(node.name, node.op, node.count) for node in graph.nodes} for graph in sides)
     return {name for name, _, _ in ours ^ theirs}
 
 
-def _joined(ends: Graph, layer: Graph) -> Graph:
+def _joined(ends: PrecisionGraph, layer: PrecisionGraph) -> PrecisionGraph:
     """The embedding, one layer, and what follows: what entered the layer comes from the embedding, what left it is the last layer."""
     names = {"input": "embedding", "last layer": "mlp.residual"}
     edges = [replace(edge, source=names.get(edge.source, edge.source)) for edge in (*ends.edges, *layer.edges) if edge.phase == FORWARD]
     used = {name for edge in edges for name in (edge.source, edge.target)}
     first = [node for node in ends.nodes if node.name.startswith("embedding")]
     rest = [node for node in ends.nodes if not node.name.startswith("embedding")]
-    return Graph(tuple(node for node in (*first, *layer.nodes, *rest) if node.name in used), tuple(edges))
+    return PrecisionGraph(tuple(node for node in (*first, *layer.nodes, *rest) if node.name in used), tuple(edges))
 
 
-def _operators(graph: Graph) -> list[Node]:
+def _operators(graph: PrecisionGraph) -> list[Node]:
     return [node for node in graph.nodes if node.op != "weight"]
 
 
@@ -142,7 +142,7 @@ def _frame(canvas: _Canvas, view: _View, rows: dict[str, float]) -> None:
     inside = [y for name, y in rows.items() if "." in name or name in ("input_norm", "post_attention_norm")]
     top, bottom = min(inside) - _ROW / 2 + 2, max(inside) + _ROW / 2 - 6
     canvas.parts.append(f'<rect x="8" y="{top}" width="{_WIDTH - 16}" height="{bottom - top}" rx="8" fill="#f6f7f9"/>')
-    canvas.text(_BACKWARD, top + 18, title(view.layers), size=13)
+    canvas.text(_BACKWARD, top + 18, format_title(view.layers), size=13)
 
 
 def _products(canvas: _Canvas, y: float, products: list[tuple[str, list[Edge]]]) -> None:
@@ -156,7 +156,7 @@ def _products(canvas: _Canvas, y: float, products: list[tuple[str, list[Edge]]])
             x += 190
 
 
-def _column(canvas: _Canvas, centre: float, graph: Graph, rows: dict[str, float], wrong: set[tuple[str, str, str]]) -> None:
+def _column(canvas: _Canvas, centre: float, graph: PrecisionGraph, rows: dict[str, float], wrong: set[tuple[str, str, str]]) -> None:
     weights = {node.name for node in graph.nodes if node.op == "weight"}
     operators = _operators(graph)
     before = {node.name: previous.name for previous, node in pairwise(operators)}
@@ -208,4 +208,4 @@ def _lane(canvas: _Canvas, centre: float, span: tuple[float, float], lanes: list
 def _colour(edge: Edge, wrong: set[tuple[str, str, str]]) -> str:
     if (edge.source, edge.target, edge.tensor) in wrong:
         return _WRONG
-    return _FP8 if edge.format.quantised else _HIGH
+    return _FP8 if edge.format.quantized else _HIGH

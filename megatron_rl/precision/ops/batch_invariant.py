@@ -3,7 +3,7 @@ padded, how many threads run. Trainer and engine both call them on a CPU, so tha
 and single decoded tokens gave.
 
 MKL's matrix products take other kernels for few rows, and split long sums by their length, between threads too. Measured with torch 2.13
-on two kinds of AVX-512 machines: from `FEWEST_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
+on two kinds of AVX-512 machines: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
 product has the same bits in any batch, at any place. With two threads that held on one of them only. Norms, SwiGLU, rotary positions and
 log-softmax work row by row and need no care.
 """
@@ -17,16 +17,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-FEWEST_ROWS = 16
-KEYS = 32
+MIN_ROWS = 16
+KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
-_QUERIES = 64
-_SCORES = 1 << 24
+_QUERIES_PER_STEP = 64
+_MAX_SCORES = 1 << 24
 """Attention scores that are held at a time."""
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_threaded() -> Iterator[None]:
     """What torch computes within on a CPU is computed by the calling thread alone."""
     before = torch.get_num_threads()
     if before > 1:
@@ -38,21 +38,21 @@ def one_thread() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
-def with_enough_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x), where x [..., K] on a CPU comes as a matrix of at least `FEWEST_ROWS` rows, in one thread; function maps [T, K] to
+def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """function(x), where x [..., K] on a CPU comes as a matrix of at least `MIN_ROWS` rows, in one thread; function maps [T, K] to
     [T, N]."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return function(rows).unflatten(0, x.shape[:-1])
-    with one_thread():
-        if len(rows) >= FEWEST_ROWS:
+    with single_threaded():
+        if len(rows) >= MIN_ROWS:
             return function(rows).unflatten(0, x.shape[:-1])
-        return function(F.pad(rows, (0, 0, 0, FEWEST_ROWS - len(rows))))[: len(rows)].unflatten(0, x.shape[:-1])
+        return function(F.pad(rows, (0, 0, 0, MIN_ROWS - len(rows))))[: len(rows)].unflatten(0, x.shape[:-1])
 
 
-def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x . W^T; x [..., K], weight [N, K], of one dtype; returns [..., N]."""
-    return with_enough_rows(lambda rows: rows @ weight.t(), x)
+    return apply_with_min_rows(lambda rows: rows @ weight.t(), x)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -68,9 +68,9 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
-    key, value = (_padded(x.float(), 2, -(-x.shape[2] // KEYS) * KEYS) for x in (key, value))
+    key, value = (_padded(x.float(), 2, -(-x.shape[2] // KEYS_PER_PRODUCT) * KEYS_PER_PRODUCT) for x in (key, value))
     result = query.new_empty(batch, heads, queries, value.shape[-1])
-    step = min(_QUERIES, max(1, _SCORES // (batch * heads * key.shape[2])))
+    step = min(_QUERIES_PER_STEP, max(1, _MAX_SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, step):
         part, seen = slice(start, start + step), last[:, start : start + step]
         rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])
@@ -82,15 +82,15 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """`attention` of few queries, already scaled, heads of a group one after the other: [b, g, heads * s, d]; returns [b, g, heads * s, e].
 
-    The sum over keys is one of parts of `KEYS` keys each, in order: parts beyond a query's last key add zero to it.
+    The sum over keys is one of parts of `KEYS_PER_PRODUCT` keys each, in order: parts beyond a query's last key add zero to it.
     """
     rows = query.shape[2]
-    length = (int(last.max()) // KEYS + 1) * KEYS
-    scores = _padded(query, 2, FEWEST_ROWS) @ key[:, :, :length].transpose(-1, -2)
+    length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
+    scores = _padded(query, 2, MIN_ROWS) @ key[:, :, :length].transpose(-1, -2)
     hidden = torch.arange(length) > last[:, None, None, :, None]
     scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(hidden, -torch.inf)
     weights = scores.softmax(-1)
-    parts = zip(weights.split(KEYS, -1), value[:, :, :length].split(KEYS, 2), strict=True)
+    parts = zip(weights.split(KEYS_PER_PRODUCT, -1), value[:, :, :length].split(KEYS_PER_PRODUCT, 2), strict=True)
     total, *others = (part @ values for part, values in parts)
     for other in others:
         total += other

@@ -18,24 +18,24 @@ from megatron_rl.precision.ops import batch_invariant
 
 
 @dataclass(frozen=True)
-class Alike:
+class LengthGroup:
     """Packed sequences of about one length, which attend in one batch: places [t] <-> [b, s]."""
 
-    places: torch.Tensor
+    positions: torch.Tensor
     """int64 [b, s]: where each token stands in the row; beyond a sequence's end, its first token."""
-    real: torch.Tensor
+    valid: torch.Tensor
     """bool [b, s]: False beyond a sequence's end."""
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
         """[t, h, d] -> [b, h, s, d]."""
-        return x[self.places].transpose(1, 2)
+        return x[self.positions].transpose(1, 2)
 
-    def put(self, x: torch.Tensor, into: torch.Tensor) -> None:
+    def scatter(self, x: torch.Tensor, into: torch.Tensor) -> None:
         """[b, h, s, d] -> the sequences' places in [t, h, d]."""
-        into[self.places[self.real]] = x.transpose(1, 2)[self.real]
+        into[self.positions[self.valid]] = x.transpose(1, 2)[self.valid]
 
 
-def alike(lengths: list[int]) -> list[Alike]:
+def group_by_length(lengths: list[int]) -> list[LengthGroup]:
     """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys.
 
     A group is as wide as those keys, not as its longest sequence: so the backward pass, too, gives a sequence the same bits in any
@@ -44,57 +44,59 @@ def alike(lengths: list[int]) -> list[Alike]:
     starts = list(accumulate(lengths, initial=0))
     found: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
-        found.setdefault(-(-length // batch_invariant.KEYS), []).append(number)
+        found.setdefault(-(-length // batch_invariant.KEYS_PER_PRODUCT), []).append(number)
     return [
-        _group([starts[n] for n in numbers], [lengths[n] for n in numbers], blocks * batch_invariant.KEYS)
+        _group([starts[n] for n in numbers], [lengths[n] for n in numbers], blocks * batch_invariant.KEYS_PER_PRODUCT)
         for blocks, numbers in found.items()
         if blocks
     ]
 
 
-def _group(starts: list[int], lengths: list[int], width: int) -> Alike:
+def _group(starts: list[int], lengths: list[int], width: int) -> LengthGroup:
     first, steps = torch.tensor(starts)[:, None], torch.arange(width)
     real = steps < torch.tensor(lengths)[:, None]
-    return Alike(first + steps * real, real)
+    return LengthGroup(first + steps * real, real)
 
 
 class _PackedCausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Alike], scale: float) -> torch.Tensor:
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float
+    ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.groups, ctx.scale = groups, scale
         result = query.new_empty(*query.shape[:2], value.shape[-1])
         for group in groups:
-            last = torch.arange(group.places.shape[1]).expand(group.places.shape)
-            group.put(batch_invariant.attention(group.take(query), group.take(key), group.take(value), last, scale), result)
+            last = torch.arange(group.positions.shape[1]).expand(group.positions.shape)
+            group.scatter(batch_invariant.attention(group.gather(query), group.gather(key), group.gather(value), last, scale), result)
         return result
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         found = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
         for group in ctx.groups:
-            inputs = tuple(group.take(x) for x in ctx.saved_tensors)
-            beyond = group.take(gradient) * group.real[:, None, :, None]
+            inputs = tuple(group.gather(x) for x in ctx.saved_tensors)
+            beyond = group.gather(gradient) * group.valid[:, None, :, None]
             for x, into in zip(batch_invariant.attention_gradients(inputs, beyond, ctx.scale), found, strict=True):
-                group.put(x, into)
+                group.scatter(x, into)
         return *found, None, None
 
 
-def row_by_row(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[Alike], scale: float | None = None
+def grouped_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float | None = None
 ) -> torch.Tensor:
-    """The same bits as `row_invariant.causal_attention` of each sequence alone; on a CPU. `groups` from `alike` cover all t."""
+    """The same bits as `row_invariant.causal_attention` of each sequence alone; on a CPU. `groups` from `group_by_length` cover all t."""
     return _PackedCausalAttention.apply(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def one_by_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float | None) -> torch.Tensor:
+def sdpa_per_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float | None) -> torch.Tensor:
     """The same by torch's fused attention, one sequence after the other, on any device."""
     parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
     found = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in parts]
     return torch.cat(found, 1).transpose(0, 1)
 
 
-def flash(
+def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float | None
 ) -> torch.Tensor:
     """The same by FlashAttention, on a GPU, in BF16 or FP16; `starts` int32 [n + 1], where sequences begin and the last one ends."""

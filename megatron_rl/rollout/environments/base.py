@@ -67,7 +67,7 @@ class Episode(Problem):
 
 
 @dataclass(frozen=True)
-class Reply:
+class StepResult:
     """What comes of one turn: a message; none, at the end of the answer; or an error of the environment."""
 
     message: Message | None = None

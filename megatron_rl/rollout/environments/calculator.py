@@ -13,8 +13,8 @@ from collections.abc import Callable
 from megatron_rl.rollout.environments.base import Message
 from megatron_rl.types import Problem
 
-MOST_CHARACTERS = 64
-LARGEST = 10**15
+MAX_EXPRESSION_LENGTH = 64
+MAX_ABS_VALUE = 10**15
 """No number on the way may be larger; also what keeps every product quick."""
 _CALL = re.compile(r"<<([^<>]*)>>\s*$")
 _ALPHABET = re.compile(r"[0-9+\-*/() ]+")
@@ -38,36 +38,36 @@ class Calculator:
         if call is None:
             return None
         try:
-            return Message(str(evaluate(call[1])))
+            return Message(str(evaluate_expression(call[1])))
         except ValueError as error:
             return Message("?", str(error))
 
 
-def evaluate(expression: str) -> int:
+def evaluate_expression(expression: str) -> int:
     """The value of an expression such as `12*(3-1)`. Raises ValueError where it has none, is no whole number, or is too large."""
-    if len(expression) > MOST_CHARACTERS or not _ALPHABET.fullmatch(expression):
-        raise ValueError(f"needs 1 to {MOST_CHARACTERS} digits, operators and brackets")
+    if len(expression) > MAX_EXPRESSION_LENGTH or not _ALPHABET.fullmatch(expression):
+        raise ValueError(f"needs 1 to {MAX_EXPRESSION_LENGTH} digits, operators and brackets")
     try:
-        return _value(ast.parse(expression.strip(), mode="eval").body)
+        return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ZeroDivisionError, MemoryError) as error:  # MemoryError: brackets nested too deep for Python's parser
         raise ValueError(f"{type(error).__name__} in {expression}") from None
 
 
-def _value(node: ast.expr) -> int:
+def _evaluate_node(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         value = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-        value = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+        value = _evaluate_node(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
     elif isinstance(node, ast.BinOp):
-        value = _combined(node.op, _value(node.left), _value(node.right))
+        value = _apply_operator(node.op, _evaluate_node(node.left), _evaluate_node(node.right))
     else:
         raise ValueError(f"cannot compute {type(node).__name__}")
-    if abs(value) > LARGEST:
-        raise ValueError(f"a number is larger than {LARGEST}")
+    if abs(value) > MAX_ABS_VALUE:
+        raise ValueError(f"a number is larger than {MAX_ABS_VALUE}")
     return value
 
 
-def _combined(kind: ast.operator, left: int, right: int) -> int:
+def _apply_operator(kind: ast.operator, left: int, right: int) -> int:
     if isinstance(kind, ast.Div):
         if left % right:
             raise ValueError(f"{left}/{right} is no whole number")
@@ -77,7 +77,7 @@ def _combined(kind: ast.operator, left: int, right: int) -> int:
     return _OPERATORS[type(kind)](left, right)
 
 
-def demonstration(problem: Problem) -> list[str]:
+def write_demonstration(problem: Problem) -> list[str]:
     """A worked answer to a generated problem: the policy's call, the calculator's result, the policy's answer."""
     call = f"<<{problem.id.partition(':')[2]}>>"
     result = Calculator(problem).step(call)

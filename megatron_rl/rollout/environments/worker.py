@@ -10,24 +10,24 @@ import functools
 import pickle
 import sys
 
-from megatron_rl.rewards.worker import describe, serve
-from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, Reply, load_environment
+from megatron_rl.rewards.worker import describe_error, serve
+from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, StepResult, load_environment
 
 
-def reply(environment: EnvironmentClass, text: str, episode: Episode) -> Reply:
-    """What the environment says to a turn; whatever it raises or wrongly returns becomes a Reply that names the error."""
+def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> StepResult:
+    """What the environment says to a turn; whatever it raises or wrongly returns becomes a StepResult that names the error."""
     try:
         current = pickle.loads(episode.state) if episode.state else environment(episode)
         message = current.step(text)
         if message is None:
-            return Reply()
+            return StepResult()
         if not isinstance(message, Message):
             raise TypeError(f"step must return a Message or None, not {type(message).__name__}")
-        return Reply(Message(message.text, message.error), state=pickle.dumps(current))
+        return StepResult(Message(message.text, message.error), state=pickle.dumps(current))
     except BaseException as error:  # as for rewards: nothing may end the worker
-        return Reply(error=describe(error))
+        return StepResult(error=describe_error(error))
 
 
 if __name__ == "__main__":
     name = sys.argv[2]
-    serve(lambda: functools.partial(reply, load_environment(name)), int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))
+    serve(lambda: functools.partial(run_step, load_environment(name)), int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))

@@ -1,4 +1,4 @@
-"""Models of random small widths as numpy arrays, and shards cut from them element by element: what a plan's moves must produce."""
+"""Models of random small widths as numpy arrays, and shards cut from them element by element: what a plan's transfers must produce."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from parallel.formats import BLOCK
 from parallel.hf_widths import KINDS
 from parallel.layout import Layout
-from parallel.model_geometry import Experts, Latent, ModelGeometry, Shard
-from parallel.reshard import Move, scale_name
+from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry, Shard
+from parallel.reshard import Transfer, scale_name
 from parallel.shards import FP32_ROLES
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
-Planes = dict[str, np.ndarray]
+Arrays = dict[str, np.ndarray]
 """Name -> two-dimensional array of raw values: bytes of FP8 weights (uint8), scales (float32), else uint16, or uint32 where FP32."""
 
 
@@ -58,7 +58,7 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Case:
         etp = draw(st.sampled_from(_divisors(train_tp * cp * dp, 2)))
         ep = draw(st.sampled_from([size for size in _divisors(count) if train_tp * cp * dp % (size * etp) == 0]))
         rollout_ep = draw(st.sampled_from([size for size in _divisors(count) if rollout_tp % size == 0]))
-        experts = Experts(
+        experts = MoEGeometry(
             count=count,
             ffn=BLOCK * math.lcm(etp, rollout_tp // rollout_ep),
             shared_ffn=BLOCK * math.lcm(train_tp, rollout_tp) if kind == "deepseek_v3" else 0,
@@ -67,7 +67,7 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Case:
         )
     latent = None
     if kind == "deepseek_v3":
-        latent = Latent(q_rank=draw(st.sampled_from([0, 128, 256])), kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
+        latent = MLAGeometry(q_rank=draw(st.sampled_from([0, 128, 256])), kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
     model = ModelGeometry(
         layers=layers,
         hidden=BLOCK * draw(st.integers(1, 3)),
@@ -85,71 +85,71 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Case:
     return Case(model, train, rollout_tp, rollout_ep, draw(st.integers(1, 2)))
 
 
-def checkpoint(model: ModelGeometry, seed: int = 0) -> Planes:
-    """Random planes of every tensor of the checkpoint: FP8 weights quantised on the checkpoint's own grid, as bytes and scales."""
+def checkpoint(model: ModelGeometry, seed: int = 0) -> Arrays:
+    """Random arrays of every tensor of the checkpoint: FP8 weights quantised on the checkpoint's own grid, as bytes and scales."""
     random = np.random.default_rng(seed)
-    planes: Planes = {}
+    arrays: Arrays = {}
     for tensor in model.tensors().values():
         if tensor.role in ROLES:
-            planes[tensor.name] = random.integers(0, 256, (tensor.rows, tensor.cols), dtype=np.uint8)
+            arrays[tensor.name] = random.integers(0, 256, (tensor.rows, tensor.cols), dtype=np.uint8)
             grid = (-(-tensor.rows // BLOCK), -(-tensor.cols // BLOCK))
-            planes[scale_name(tensor.name)] = np.exp2(random.permutation(math.prod(grid)) - 12.0).reshape(grid).astype(np.float32)
+            arrays[scale_name(tensor.name)] = np.exp2(random.permutation(math.prod(grid)) - 12.0).reshape(grid).astype(np.float32)
         else:
             kind = np.uint32 if tensor.role in FP32_ROLES else np.uint16
-            planes[tensor.name] = random.integers(0, 2**16, (tensor.rows, tensor.cols), dtype=kind)
-    return planes
+            arrays[tensor.name] = random.integers(0, 2**16, (tensor.rows, tensor.cols), dtype=kind)
+    return arrays
 
 
-def cut(shards: Sequence[Shard], source: Planes) -> Planes:
-    """The planes of some shards. A scale is spread over the elements of its block first and cut with them, so that a shard whose
+def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
+    """The arrays of some shards. A scale is spread over the elements of its block first and cut with them, so that a shard whose
     blocks do not coincide with the checkpoint's is noticed."""
-    planes: Planes = {}
+    arrays: Arrays = {}
     for shard in shards:
-        planes[shard.name] = _laid(shard, source)
+        arrays[shard.name] = _laid(shard, source)
         if shard.role in ROLES:
             spread = {
-                piece.tensor.name: np.kron(source[scale_name(piece.tensor.name)], np.ones((BLOCK, BLOCK), np.float32))
-                for piece in shard.pieces
+                region.tensor.name: np.kron(source[scale_name(region.tensor.name)], np.ones((BLOCK, BLOCK), np.float32))
+                for region in shard.regions
             }
             elements = _laid(shard, spread)
             scales = elements[::BLOCK, ::BLOCK]
             assert (np.kron(scales, np.ones((BLOCK, BLOCK)))[: shard.rows, : shard.cols] == elements).all(), f"{shard.name} cuts a block"
-            planes[scale_name(shard.name)] = scales
-    return planes
+            arrays[scale_name(shard.name)] = scales
+    return arrays
 
 
-def _laid(shard: Shard, source: Planes) -> np.ndarray:
-    result = np.zeros((shard.rows, shard.cols), source[shard.pieces[0].tensor.name].dtype)
-    for piece in shard.pieces:
-        rect = piece.source
-        values = source[piece.tensor.name][rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-        result[piece.row : piece.row + rect.rows, piece.col : piece.col + rect.cols] = values
+def _laid(shard: Shard, source: Arrays) -> np.ndarray:
+    result = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
+    for region in shard.regions:
+        rect = region.tensor_rect
+        values = source[region.tensor.name][rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+        result[region.shard_row : region.shard_row + rect.rows, region.shard_col : region.shard_col + rect.cols] = values
     return result
 
 
-def cut_all(shards: Mapping[int, Sequence[Shard]], source: Planes) -> dict[int, Planes]:
+def cut_all(shards: Mapping[int, Sequence[Shard]], source: Arrays) -> dict[int, Arrays]:
     return {rank: cut(held, source) for rank, held in shards.items()}
 
 
 def carry_out(
-    moves: Sequence[Move], sources: Mapping[int, Planes], targets: Mapping[int, Planes]
-) -> tuple[dict[int, Planes], dict[int, Planes]]:
-    """Runs moves into fresh arrays shaped like `targets`; returns them and how often each element was written."""
-    filled = {rank: {name: np.zeros_like(plane) for name, plane in planes.items()} for rank, planes in targets.items()}
-    written = {rank: {name: np.zeros(plane.shape, np.int64) for name, plane in planes.items()} for rank, planes in targets.items()}
-    for move in moves:
-        a, b = move.source_rect, move.target_rect
-        values = sources[move.source_rank][move.source][a.row : a.row + a.rows, a.col : a.col + a.cols]
+    transfers: Sequence[Transfer], sources: Mapping[int, Arrays], targets: Mapping[int, Arrays]
+) -> tuple[dict[int, Arrays], dict[int, Arrays]]:
+    """Runs transfers into fresh arrays shaped like `targets`; returns them and how often each element was written."""
+    filled = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in targets.items()}
+    written = {rank: {name: np.zeros(array.shape, np.int64) for name, array in arrays.items()} for rank, arrays in targets.items()}
+    for transfer in transfers:
+        a, b = transfer.source_rect, transfer.target_rect
+        values = sources[transfer.source_rank][transfer.source][a.row : a.row + a.rows, a.col : a.col + a.cols]
         window = np.s_[b.row : b.row + b.rows, b.col : b.col + b.cols]
-        assert filled[move.target_rank][move.target][window].shape == values.shape == (b.rows, b.cols), move
-        filled[move.target_rank][move.target][window] = values
-        written[move.target_rank][move.target][window] += 1
+        assert filled[transfer.target_rank][transfer.target][window].shape == values.shape == (b.rows, b.cols), transfer
+        filled[transfer.target_rank][transfer.target][window] = values
+        written[transfer.target_rank][transfer.target][window] += 1
     return filled, written
 
 
-def assert_same(got: Mapping[int, Planes], expected: Mapping[int, Planes]) -> None:
-    for rank, planes in expected.items():
-        assert got[rank].keys() == planes.keys()
-        for name, plane in planes.items():
-            assert got[rank][name].dtype == plane.dtype
-            assert np.array_equal(got[rank][name], plane), f"rank {rank}: {name} differs"
+def assert_same(got: Mapping[int, Arrays], expected: Mapping[int, Arrays]) -> None:
+    for rank, arrays in expected.items():
+        assert got[rank].keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert got[rank][name].dtype == array.dtype
+            assert np.array_equal(got[rank][name], array), f"rank {rank}: {name} differs"
