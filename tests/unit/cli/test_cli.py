@@ -1,0 +1,140 @@
+"""The command line: exit codes, one line per expected error, a traceback for bugs only."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_rl import __version__
+from megatron_rl.cli.main import app, error_text
+from megatron_rl.errors import RunError, UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def program(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "megatron_rl", *args], capture_output=True, text=True, env=env, timeout=60)
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npath = "m"\n')
+    return str(file)
+
+
+@pytest.fixture
+def train(monkeypatch, config):
+    """Runs `train` in this process with the given stand-in for megatron_rl.training.preflight.run_training."""
+
+    def _train(run_training, *overrides: str):
+        module = types.ModuleType("megatron_rl.training.preflight")
+        module.run_training = run_training
+        monkeypatch.setitem(sys.modules, "megatron_rl.training.preflight", module)
+        return CliRunner().invoke(app, ["train", config, *overrides])
+
+    return _train
+
+
+def test_the_users_mistakes_end_with_2_and_one_line(config):
+    done = program("train", config, "--train.stepz=1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "megatron-rl: train.stepz = 1: unknown key; did you mean train.steps?\n"
+
+
+@pytest.mark.parametrize("args", [["train"], ["frobnicate"], ["export", "--checkpoint", "a"], ["report"], ["eval"], ["eval", "CONFIG"]])
+def test_usage_errors_end_with_2(args):
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+
+
+def test_overrides_before_the_config_are_refused(config):
+    result = CliRunner().invoke(app, ["train", "--train.steps=1", config])
+    assert result.exit_code == 2
+    assert "the config file comes first" in result.stderr
+
+
+def test_help_and_version():
+    assert CliRunner().invoke(app, ["--help"]).exit_code == 0
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"megatron-rl {__version__}\n"
+
+
+def test_train_passes_the_config_and_names_run_and_report(train, tmp_path):
+    seen = []
+
+    def run_training(cfg):
+        seen.append(cfg)
+        (tmp_path / "report.html").write_text("")
+        return tmp_path
+
+    result = train(run_training, "--train.steps", "3", "--data.seed=-5")
+    assert result.exit_code == 0
+    assert (seen[0].train.steps, seen[0].data.seed) == (3, -5)
+    assert result.stdout.splitlines() == [f"run folder: {tmp_path}", f"report:     {tmp_path}/report.html"]
+
+
+def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, config, tmp_path):
+    seen = []
+    module = types.ModuleType("megatron_rl.cli.evaluate")
+    module.EvalRequest = lambda *options: options
+    module.evaluate = lambda cfg, request: seen.append((cfg, request)) or tmp_path
+    monkeypatch.setitem(sys.modules, "megatron_rl.cli.evaluate", module)
+    options = ["--checkpoint", "a", "--samples", "8", "--rollout.temperature", "0.5", "--greedy", "--data.seed=3", "--at", "1,8"]
+    result = CliRunner().invoke(app, ["eval", config, *options])
+    assert result.exit_code == 0, result.output
+    assert (seen[0][0].rollout.temperature, seen[0][0].data.seed) == (0.5, 3)
+    assert seen[0][1] == (Path("a"), None, 8, "1,8", True, None)
+    assert result.stdout.splitlines() == [f"results: {tmp_path}/eval.json", f"page:    {tmp_path}/eval.html"]
+
+
+def test_a_broken_run_ends_with_3_after_its_log_tail(train):
+    def run_training(cfg):
+        raise RunError("the engine died", log_tail="line 8\nline 9\n")
+
+    result = train(run_training)
+    assert result.exit_code == 3
+    assert result.stderr == "line 8\nline 9\nmegatron-rl: the engine died\n"
+
+
+def test_ctrl_c_ends_with_130(train):
+    def run_training(cfg):
+        raise KeyboardInterrupt
+
+    result = train(run_training)
+    assert result.exit_code == 130
+    assert result.stderr == "megatron-rl: interrupted\n"
+
+
+def test_bugs_keep_their_traceback(train):
+    def run_training(cfg):
+        raise ZeroDivisionError("a bug")
+
+    assert isinstance(train(run_training).exception, ZeroDivisionError)
+
+
+def test_other_ranks_wait_and_name_themselves(train, monkeypatch):
+    waits = []
+    monkeypatch.setattr("megatron_rl.cli.main.time.sleep", waits.append)
+
+    def run_training(cfg):
+        raise UserError("data.train", "x", "does not exist")
+
+    for rank, shown in (("0", "megatron-rl: "), ("3", "megatron-rl [rank 3]: ")):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert train(run_training).stderr == shown + "data.train = 'x': does not exist\n"
+    assert len(waits) == 1  # rank 0 speaks at once
+    assert waits[0] > 0
+
+
+def test_error_text_without_a_log(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert error_text(RunError("broke")) == "megatron-rl: broke"

@@ -1,0 +1,97 @@
+"""The doctor sees what is there, warns of untested versions, and ends with 2 where the CPU tier cannot run."""
+
+from __future__ import annotations
+
+import re
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_rl.cli import doctor
+from megatron_rl.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def pins() -> dict[str, str]:
+    text = "".join((ROOT / "launch" / name).read_text() for name in ("requirements-torch.txt", "requirements.txt"))
+    return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
+
+
+def test_tested_versions_are_the_installed_ones():
+    assert {name: pins()[name] for name in doctor.TESTED} == doctor.TESTED
+    assert set(doctor._NEEDED) <= set(pins())
+
+
+def test_pythons_agree_with_the_packaging():
+    (low, high) = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
+    assert [(3, minor) for minor in range(int(low), int(high))] == list(doctor.PYTHONS)
+
+
+def test_this_machine_is_described(monkeypatch):
+    console = Console(record=True, width=160)
+    doctor.print_diagnosis(console)  # these tests run in the CPU tier, so it must be whole
+    text = console.export_text()
+    for name in (*doctor._NEEDED, "Python", "cores", "memory", "GPU", "transformer-engine", "apex", "trainer's FP8 linears"):
+        assert f"│ {name} " in text
+    assert "The CPU tier can run" in text
+
+
+def test_a_missing_package_ends_with_2(monkeypatch):
+    real = doctor.find_version
+    monkeypatch.setattr(doctor, "find_version", lambda names: None if names == ("sglang",) else real(names))
+    with pytest.raises(UserError) as caught:
+        doctor.print_diagnosis(Console(quiet=True))
+    assert str(caught.value) == "doctor: the CPU tier cannot run: sglang (not installed); bash launch/setup.sh"
+
+
+def test_another_version_is_a_warning(monkeypatch):
+    monkeypatch.setattr(doctor, "find_version", lambda names: "0.5.99")
+    assert doctor.inspect_package("sglang") == doctor.DiagnosisRow("sglang", "0.5.99", "warn", "tested with 0.5.23: bash launch/setup.sh")
+
+
+def test_local_build_tags_do_not_matter(monkeypatch):
+    monkeypatch.setattr(doctor, "find_version", lambda names: "2.13.0+cpu")
+    monkeypatch.setattr(doctor, "find_cuda_build", lambda: None)
+    assert doctor.inspect_package("torch").status == "ok"
+
+
+def test_a_cuda_build_is_held_against_the_gpu_tiers_pins(monkeypatch):
+    gpu_pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
+    assert {name: gpu_pins[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
+    assert set(doctor._NEEDED) <= gpu_pins.keys()
+    monkeypatch.setattr(doctor, "find_cuda_build", lambda: "13.0")
+    monkeypatch.setattr(doctor, "find_version", lambda names: "2.14.1+cu130")
+    assert doctor.inspect_package("torch").status == "ok"
+    monkeypatch.setattr(doctor, "find_version", lambda names: "2.13.0")
+    assert doctor.inspect_package("torch") == doctor.DiagnosisRow(
+        "torch", "2.13.0, CUDA 13.0", "warn", "pinned is 2.14.1: bash launch/install_gpu.sh"
+    )
+
+
+def test_pitfalls_are_rows(monkeypatch):
+    monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
+    assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "warn") in [(fact.name, fact.status) for fact in doctor.inspect_pitfalls()]
+
+
+@pytest.mark.parametrize(("part", "status", "found"), [("optimizers", "ok", "NVIDIA's"), ("models.py", "warn", "PyPI's web toolkit")])
+def test_apex_and_its_namesake_are_told_apart(monkeypatch, tmp_path, part, status, found):
+    (tmp_path / part).mkdir()
+    spec = ModuleSpec("apex", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path)]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    assert doctor.inspect_apex().status == status
+    assert doctor.inspect_apex().found.startswith(found)
+
+
+def test_the_jobs_follow_the_machine(monkeypatch):
+    def engine() -> str:
+        return next(job.found for job in doctor.describe_jobs() if job.name == "engine's kernels")
+
+    monkeypatch.setattr(doctor, "find_gpu", lambda: None)
+    assert "CPU device" in engine()
+    monkeypatch.setattr(doctor, "find_gpu", lambda: "NVIDIA H200, 141 GB")
+    monkeypatch.setattr(doctor, "find_cuda_build", lambda: "13.0")
+    assert "CUDA kernels" in engine()

@@ -1,0 +1,141 @@
+"""Each known pitfall of a GPU installation is seen, with what to do; a whole installation has none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.cli import doctor_gpu
+from megatron_rl.precision.backends import requirements
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def pins() -> dict[str, str]:
+    """What launch/install_gpu.sh installs."""
+    found = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
+    return found | {"transformer-engine-torch": found["transformer-engine"]}
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """A machine as launch/install_gpu.sh leaves it."""
+    for name in ("LD_BIND_NOW", doctor_gpu.SCALES_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor_gpu, "list_distributions", pins)
+    monkeypatch.setattr(doctor_gpu, "read_nvcc_release", lambda home: "13.0")
+    monkeypatch.setattr(doctor_gpu, "check_transformer_engine_import", lambda versions: None)
+
+
+def test_the_pinned_installation_has_none(whole):
+    assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
+
+
+def test_the_pins_are_those_of_the_engine_and_of_the_back_ends(monkeypatch):
+    wanted = doctor_gpu.read_engine_pins()
+    assert set(wanted) == set(doctor_gpu._ENGINE_PINS)
+    assert {name: pins()[name] for name in wanted} == wanted
+    monkeypatch.setattr(requirements, "_version", pins().get)
+    for packages in requirements._PACKAGES.values():
+        assert [requirements._package(alternatives) for alternatives in packages] == [None] * len(packages)
+
+
+def test_this_machine_has_nothing_to_fall_into_but_its_environment(monkeypatch):
+    monkeypatch.delenv(doctor_gpu.SCALES_VARIABLE, raising=False)
+    monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
+    assert doctor_gpu.find_pitfalls(None, None) == []
+
+
+@pytest.mark.parametrize(
+    "told, words", [("1", "asks Transformer Engine's recipe for FP32 scales"), ("yes", "'yes' is neither 0 nor 1"), ("0", ""), (None, "")]
+)
+def test_the_scale_variable(told, words):
+    found = doctor_gpu.check_scale_variable({} if told is None else {doctor_gpu.SCALES_VARIABLE: told})
+    assert (words in found.found and found.fix.startswith("unset it")) if words else found is None
+
+
+def test_parts_of_transformer_engine_that_do_not_fit():
+    fit = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", "transformer-engine-cu13": "2.20.2"}
+    assert doctor_gpu.check_transformer_engine_packages(fit, "13.0") == []
+    (found,) = doctor_gpu.check_transformer_engine_packages(fit | {"transformer-engine-torch": "2.19.0"}, "13.0")
+    assert "different versions: transformer-engine 2.20.2, transformer-engine-torch 2.19.0" in found.found
+    (found,) = doctor_gpu.check_transformer_engine_packages(fit, "12.9")
+    assert found.found == "transformer-engine-cu13 installed, torch is built for CUDA 12.9" and "pip uninstall" in found.fix
+    (found,) = doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2"}, "13.0")
+    assert "without transformer-engine-torch" in found.found
+    assert doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2+abc1234"}, "12.9") == []  # built from source
+
+
+LOADING = "Traceback (most recent call last):\nImportError: /site/transformer_engine_torch.so: undefined symbol: "
+
+
+def test_an_extension_built_for_another_torch():
+    found = doctor_gpu.explain_import_error(LOADING + "_ZNK3c106SymInt6sym_neERKS0_\n", "2.14.1")
+    assert found.found.startswith("its extension was built for another torch than 2.14.1") and "--no-build-isolation" in found.fix
+    found = doctor_gpu.explain_import_error(LOADING + "cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13", "2.14.1")
+    assert "cuBLAS lacks cublasLtGroupedMatrixLayoutInit_internal" in found.found and "LD_BIND_NOW" in found.fix
+    assert doctor_gpu.explain_import_error("", "2.14.1").found == "cannot be imported: it ended without a message"
+
+
+def test_an_extension_is_really_loaded(monkeypatch):
+    versions = {"transformer-engine": "2.20.2", "torch": "2.14.1"}
+    assert doctor_gpu.check_transformer_engine_import({}) is None
+    monkeypatch.setattr(doctor_gpu, "_LOAD", "pass")
+    assert doctor_gpu.check_transformer_engine_import(versions) is None
+    monkeypatch.setattr(doctor_gpu, "_LOAD", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
+    assert "another torch" in doctor_gpu.check_transformer_engine_import(versions).found
+
+
+@pytest.mark.parametrize("cuda, old", [("12.8", True), ("11.8", True), ("12.9", False), ("13.0", False)])
+def test_cuda_without_block_scaled_products(cuda, old):
+    assert (doctor_gpu.check_cuda(cuda) is not None) == old
+    assert (doctor_gpu.check_cublas({"nvidia-cublas-cu12": f"{cuda}.4.1"}) is not None) == old
+
+
+def test_drivers():
+    assert doctor_gpu.check_driver("13.0", "575.57.08").fix == "install driver 580 or newer"
+    assert doctor_gpu.check_driver("13.0", "580.65.06") is None and doctor_gpu.check_driver("12.9", "550.1") is None
+    assert doctor_gpu.check_driver("13.0", None) is None
+
+
+def test_packages_that_the_engine_was_not_built_with():
+    wanted = doctor_gpu.parse_pins(
+        ["torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy", "torch==1; extra == 'old'", "openai==2.8.0"]
+    )
+    assert wanted == {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
+    versions = {"torch": "2.14.1+cu130", "flashinfer-python": "0.7.1", "sglang": "0.5.23"}
+    (found,) = doctor_gpu.check_engine_pins(versions, wanted)
+    assert found == ("flashinfer-python", "0.7.1, and sglang 0.5.23 asks for 0.7.2", doctor_gpu.INSTALL)
+
+
+def test_what_deep_gemm_compiles_with():
+    both = {"sgl-deep-gemm": "0.2.3.post2", "deep-gemm": "2.6.1"}
+    assert "under the same import name" in doctor_gpu.check_deep_gemm_packages(both).found
+    one = {"sgl-deep-gemm": "0.2.3.post2"}
+    assert (
+        doctor_gpu.check_deep_gemm_packages(one) is None
+        and doctor_gpu.check_nvcc(one, "13.0") is None
+        and doctor_gpu.check_nvcc({}, None) is None
+    )
+    assert doctor_gpu.check_nvcc(one, None).found.startswith("not found")
+    assert doctor_gpu.check_nvcc(one, "12.8").found == "12.8 is older than 12.9, which DeepGEMM refuses"
+
+
+def test_the_compilers_release_is_read(tmp_path):
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    nvcc.chmod(0o755)
+    assert doctor_gpu.read_nvcc_release(str(tmp_path)) == doctor_gpu.read_nvcc_release(str(nvcc)) == "12.9"
+    assert doctor_gpu.read_nvcc_release(None) is None and doctor_gpu.read_nvcc_release(str(tmp_path / "no")) is None
+
+
+def test_binding_at_once():
+    te = {"transformer-engine": "2.20.2"}
+    assert (
+        doctor_gpu.check_ld_bind_now(te, {"LD_BIND_NOW": "1"})
+        and not doctor_gpu.check_ld_bind_now(te, {})
+        and not doctor_gpu.check_ld_bind_now({}, {"LD_BIND_NOW": "1"})
+    )

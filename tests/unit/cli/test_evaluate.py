@@ -1,0 +1,159 @@
+"""The command `eval` before an engine starts: what is refused, in one line, and what each kind of checkpoint is turned into."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.models import edit_config, make_checkpoint
+from typer.testing import CliRunner
+
+from megatron_rl.cli import evaluate
+from megatron_rl.cli.evaluate import EvalRequest
+from megatron_rl.cli.main import app
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.evaluation.checkpoint import check_checkpoint
+from megatron_rl.hf import write
+from megatron_rl.mcore.export import convert
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def fp8(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("exports") / "fp8"
+    convert(model, folder, {"mode": "fp8_unified"})
+    return folder
+
+
+def config(**precision: object) -> Config:
+    wanted = {"model": {"path": "nowhere"}, "data": {"max_prompt_tokens": 64}, "rollout": {"max_new_tokens": 8}, "precision": precision}
+    return Config.model_validate(wanted, strict=False)
+
+
+def of_a_run(folder: Path, model: Path, **precision: object) -> Path:
+    """A run's checkpoint without its weights, which nothing here reads."""
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "config.json").write_text((model / "config.json").read_text())
+    for file in write.list_tokenizer_files(model):
+        (folder / "hf" / file.name).write_text(file.read_text())
+    (folder / "state.json").write_text(json.dumps({"step": 30, "precision": precision}))
+    return folder
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    def launched(*_: object):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(evaluate, "start_engines", launched)
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--samples", "0"], "--samples = 0: must be from 1 to 1024; give the completions per problem"),
+        (["--samples", "9999"], "--samples = 9999: must be from 1 to 1024; give the completions per problem"),
+        (["--at", "1,8"], "--at = '1,8': asks for pass@8 of 4 completions; use --samples 8 or more"),
+        (["--at", "0"], "--at = '0': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
+        (["--at", "two"], "--at = 'two': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
+        (["--greedy"], "--samples = 4: asks for completions that --greedy makes all the same; use --samples 1"),
+        (["--data.eval="], "data.eval: is empty, so there is nothing to evaluate; name held-out problems"),
+        (["--data.evil=1"], "data.evil = 1: unknown key; did you mean data.eval?"),
+        (["--baseline", "gone"], "--baseline = 'gone': does not exist; give a folder like RUN_DIR/checkpoints/step_00030, or a Hugging"),
+        (["--baseline", "empty"], "--baseline = 'empty': holds no state.json; give a folder like RUN_DIR/checkpoints/step_00030"),
+        (["--output", "full"], "--output = 'full': exists already and is no empty folder; name a new folder"),
+        (["--data.eval", "none.jsonl"], "data.eval = 'none.jsonl': does not exist"),
+        (["--rollout.max_new_tokens=5000"], "rollout.max_new_tokens = 5000: with data.max_prompt_tokens"),
+        (["--rollout.tp=3"], "rollout.tp = 3: must divide"),
+    ],
+)
+def test_the_users_mistakes_are_one_line_before_anything_starts(options, line, model, tmp_path, monkeypatch, no_engine):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "eval.json").touch()
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["eval", str(ROOT / "configs/quickstart.toml"), "--checkpoint", str(model), *options])
+    assert done.exit_code == 2, done.output
+    assert done.stderr.startswith(f"megatron-rl: {line}") and done.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"empty", "full"}
+
+
+def test_a_checkpoint_must_be_named():
+    done = CliRunner().invoke(app, ["eval", "CONFIG"])
+    assert done.exit_code == 2 and "--checkpoint" in done.stderr
+
+
+def test_what_the_engine_can_load_is_loaded_as_it_is(model, fp8):
+    assert check_checkpoint(model, "--checkpoint", config(mode="bf16", high="fp32")).loads_directly
+    assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_unified")).loads_directly
+    assert check_checkpoint(fp8, "--checkpoint", config(mode="fp8_rollout")).loads_directly
+    assert not check_checkpoint(model, "--checkpoint", config(mode="fp8_unified")).loads_directly
+    assert not check_checkpoint(fp8, "--checkpoint", config(mode="bf16")).loads_directly
+
+
+@pytest.mark.parametrize("mode, quantised", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])
+def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantised, model, tmp_path):
+    wanted = config(mode=mode)
+    prepared = check_checkpoint(model, "--checkpoint", wanted).prepare(wanted, tmp_path / "made")
+    assert prepared == tmp_path / "made"
+    assert write.read_config(prepared)["quantization_config"]["quant_method"] == quantised
+    assert check_checkpoint(prepared, "--checkpoint", wanted).loads_directly  # and would be taken as it is the next time
+
+
+@pytest.mark.parametrize(
+    "precision, line",
+    [
+        ({"mode": "int8_rollout"}, "--baseline = .* is FP8, the config's engine is w8a8_int8; quantised weights are not quantised twice"),
+        ({"scale_format": "fp32"}, "precision.scale_format = 'fp32': .* is FP8 with pow2 scales; set it to \"pow2\""),
+    ],
+)
+def test_quantised_weights_are_not_quantised_again(precision, line, fp8):
+    with pytest.raises(UserError, match=line):
+        check_checkpoint(fp8, "--baseline", config(**precision))
+
+
+def test_a_runs_blocks_are_not_quantised_again(model, tmp_path):
+    saved = of_a_run(tmp_path / "step_00030", model, mode="fp8_unified", scale_format="pow2")
+    with pytest.raises(UserError, match="the checkpoint's blocks have pow2 scales"):
+        check_checkpoint(saved, "--checkpoint", config(scale_format="fp32"))
+    found = check_checkpoint(saved, "--checkpoint", config(mode="int8_rollout", scale_format="fp32"))
+    assert (found.step, found.loads_directly, found.tokenizer) == (30, False, saved / "hf")
+
+
+def test_damaged_checkpoints_are_named_by_their_option(model, tmp_path):
+    broken = make_checkpoint(tmp_path / "broken")
+    edit_config(broken, {"intermediate_size": 1024})
+    with pytest.raises(UserError, match=r"^--baseline = .*has shape .*config.json says"):
+        check_checkpoint(broken, "--baseline", config())
+    saved = of_a_run(tmp_path / "step_00030", model)
+    (saved / "state.json").write_text("{")
+    with pytest.raises(UserError, match="^--baseline = .*cannot be read"):
+        check_checkpoint(saved, "--baseline", config())
+
+
+def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
+    run = tmp_path / "runs" / "one"
+    saved = of_a_run(run / "checkpoints" / "step_00030", model)
+    (run / "run.json").touch()
+    side = check_checkpoint(saved, "--checkpoint", config())
+    folders = [evaluate._output_folder(config(), EvalRequest(saved), side) for _ in range(2)]
+    assert folders == [run / "eval" / "step_00030", run / "eval" / "step_00030-2"]
+    logged = config().model_copy(update={"log": config().log.model_copy(update={"dir": tmp_path / "logs"})})
+    assert (
+        evaluate._output_folder(logged, EvalRequest(model), check_checkpoint(model, "--checkpoint", config()))
+        == tmp_path / "logs" / "eval" / model.name
+    )
+
+
+def test_the_k_to_report():
+    assert [EvalRequest(Path(), samples=samples).list_ks() for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+    assert EvalRequest(Path(), samples=8, at="8, 1,8").list_ks() == [1, 8]
+    assert load_config(ROOT / "configs/quickstart.toml").data.eval  # what the tests above evaluate

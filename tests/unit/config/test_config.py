@@ -1,0 +1,265 @@
+"""A config is read as written, and every mistake in it becomes one line that names field, value, rule and fix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Config, ModelConfig, apply_overrides, load_config
+from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
+from megatron_rl.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+
+MODEL = '[model]\npath = "models/tiny"\n'
+
+
+@pytest.fixture
+def load(tmp_path):
+    def _load(text: str, *overrides: str):
+        file = tmp_path / "run.toml"
+        file.write_text(text)
+        return load_config(file, overrides)
+
+    return _load
+
+
+@pytest.fixture
+def mistake(load):
+    def _mistake(text: str, *overrides: str) -> str:
+        with pytest.raises(UserError) as caught:
+            load(text, *overrides)
+        assert caught.value.exit_code == 2
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    return _mistake
+
+
+def test_values_come_from_the_file_and_defaults_fill_the_rest(load):
+    cfg = load(MODEL + "[train]\nsteps = 7\nlearning_rate = 1\n[data]\nlevels = [2, 3]\n")
+    assert cfg.model.path == Path("models/tiny")  # as written: relative to the working directory
+    assert cfg.train.steps == 7
+    assert cfg.train.learning_rate == 1.0
+    assert cfg.data.levels == (2, 3)
+    assert cfg.rollout.group_size == 8
+
+
+def test_shipped_configs_load():
+    files = sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.toml"))
+    for file in files:
+        assert load_config(file, []).model.path, file
+
+
+@pytest.mark.parametrize(
+    ("overrides", "section", "key", "expected"),
+    [
+        (["--train.steps=3"], "train", "steps", 3),
+        (["--train.steps", "3"], "train", "steps", 3),
+        (["--train.steps=3", "--train.steps=4"], "train", "steps", 4),
+        (["--train.learning_rate=1e-4"], "train", "learning_rate", 1e-4),
+        (["--data.levels=[1, 2]"], "data", "levels", (1, 2)),
+        (["--data.format=math"], "data", "format", "math"),
+        (["--log.dir=2026"], "log", "dir", Path("2026")),  # text stays text, whatever it looks like
+        (["--data.eval="], "data", "eval", ()),
+        (["--model.create={hidden_size = 512}"], "model", "create", None),
+    ],
+)
+def test_overrides(load, overrides, section, key, expected):
+    value = getattr(getattr(load(MODEL + "[train]\nsteps = 7\n", *overrides), section), key)
+    assert (value.hidden_size == 512) if key == "create" else (value == expected)
+
+
+def test_a_set_of_problems_is_one_text_or_a_list_of_tables(load):
+    by_default = load(MODEL).data
+    assert ([s.source for s in by_default.train], [s.source for s in by_default.eval]) == (["arithmetic"], ["arithmetic"])
+    for path in ("a/b.jsonl", "hf:openai/gsm8k:main:train"):
+        (only,) = load(MODEL, f"--data.train={path}").data.train
+        assert (only.source, only.format, only.weight) == (path, None, 1.0)
+    (only,) = load(MODEL, "--data.train='a b=c.jsonl'").data.train
+    assert only.source == "a b=c.jsonl"
+    tables = '[[data.train]]\nsource = "a"\nweight = 3\n[[data.train]]\nsource = "b"\nformat = "math"\nname = "maths"\n'
+    first, second = load(MODEL + tables).data.train
+    assert (first.weight, first.format, second.weight, second.format, second.label) == (3.0, None, 1.0, "math", "maths")
+    (only,) = load(MODEL + tables, '--data.train=[{source = "c", weight = 2}]').data.train
+    assert (only.source, only.weight) == ("c", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "label"),
+    [
+        ("data/gsm8k/test.jsonl", "gsm8k/test"),
+        ("arithmetic", "arithmetic"),
+        ("hf:openai/gsm8k:main:test", "gsm8k/main/test"),
+        ("hf:/clones/MATH-500:test", "MATH-500/test"),
+    ],
+)
+def test_sets_have_names(load, source, label):
+    assert load(MODEL, f"--data.eval={source}").data.eval[0].label == label
+
+
+def test_overrides_leave_the_given_table_alone():
+    table = {"train": {"steps": 7}}
+    assert apply_overrides(table, ["--train.seed=1"]) == {"train": {"steps": 7, "seed": 1}}
+    assert table == {"train": {"steps": 7}}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[train]\nleraning_rate = 1", "train.leraning_rate = 1: unknown key; did you mean train.learning_rate?"),
+        ("[trian]\nsteps = 1", "trian: unknown key; did you mean train?"),
+        ("[train]\ngroup_size = 4", "train.group_size = 4: unknown key; did you mean rollout.group_size?"),
+        ("[model.create]\nhiden_size = 256", "model.create.hiden_size = 256: unknown key; did you mean model.create.hidden_size?"),
+        (
+            "[sync]\nzzz = 0",
+            "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb, staged, running, proof, host, dir, timeout",
+        ),
+        ("[train]\nsteps = '3'", "train.steps = '3': must be a valid integer; write it without quotes"),
+        ("[train]\nsteps = 1.5", "train.steps = 1.5: must be a valid integer; the default is 30"),
+        ("[train]\nsteps = 0", "train.steps = 0: must be greater than or equal to 1; the default is 30"),
+        ("[train]\nlearning_rate = inf", "train.learning_rate = inf: must be a finite number; the default is 1e-06"),
+        ("[log]\ndir = 3", "log.dir = 3: must be a valid string; put it in quotes"),
+        ("[data]\nlevels = ['x']", "data.levels.0 = 'x': must be a valid integer"),
+        ("[model.create]\nhidden_size = 100", "model.create.hidden_size = 100: must be a multiple of 128; the default is 256"),
+        ("[data]\nchatt = true", "data.chatt = True: unknown key; did you mean data.chat?"),
+        ("[[data.train]]\nsource = 'a'\nweigth = 2", "data.train.0.weigth = 2: unknown key; did you mean data.train.weight?"),
+        ("[[data.eval]]\nsource = 'a'\nweight = 2", "data.eval.0.weight = 2: unknown key; did you mean data.train.weight?"),
+        ("[[data.eval]]\nsource = 'a'\nzzz = 2", "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, name"),
+        (
+            "[[data.train]]\nsource = 'a'\nweight = 0",
+            "data.train.0.weight = 0: must be greater than or equal to 0.000001; the default is 1.0",
+        ),
+        ("[[data.train]]\nname = 'a'", "data.train.0.source: is required; add `source = ...` under [data.train.0]"),
+        (
+            "[data]\ntrain = 3",
+            'data.train = 3: must be one source in quotes, or a list of tables such as [{source = "PATH", format = "gsm8k"}]',
+        ),
+        ("[data]\ntrain = ''", "data: train must name at least one source, such as arithmetic or the path of a file"),
+        (
+            "[data]\ntrain = [{source = 'x/a.jsonl'}, {source = 'y/x/a.json'}]",
+            "data: 2 sets of train are called 'x/a': give each a name of its own",
+        ),
+        (
+            "[data]\nformat = 'maths'",
+            "data.format = 'maths': must be 'gsm8k', 'math', 'deepmath', 'aime' or 'arithmetic'; did you mean 'math'?",
+        ),
+        ("[data]\nprompt_template = 'q'", "data: prompt_template 'q' must hold {question}"),
+        (
+            "[data]\nprompt_template = '{question}'\nprompt_template_file = 'f'",
+            "data: prompt_template and prompt_template_file exclude each other: leave one out",
+        ),
+        ("[data]\nsystem_prompt = 'x'", "data: system_prompt needs chat = true: without a chat template there is no place for it"),
+        (
+            "[precision]\nbackend = 'emulate'",
+            "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",
+        ),
+        (
+            "[model.create]\nnum_experts = 2\nnum_experts_per_tok = 4",
+            "model.create: num_experts (2) must be at least num_experts_per_tok (4)",
+        ),
+        (
+            "[model.create]\nnum_attention_heads = 3\nnum_key_value_heads = 2",
+            "model.create: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
+        ),
+        (
+            "[train]\nsteps = 0\nseed = 'a'",
+            "train.steps = 0: must be greater than or equal to 1; the default is 30 (1 more error after this one)",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line(mistake, text, line):
+    assert mistake(MODEL + text) == line
+
+
+def test_missing_required_keys(mistake):
+    assert mistake("") == "model: is required; add a table [model] with path"
+    assert mistake("[model]\n") == "model.path: is required; add `path = ...` under [model]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (["--train.stepz=1"], "train.stepz = 1: unknown key; did you mean train.steps?"),
+        (["--steps=1"], "steps = 1: unknown key; did you mean train.steps?"),
+        (["--train.steps"], "--train.steps: has no value; write --train.steps=VALUE"),
+        (["--train.steps", "--train.seed=1"], "--train.steps: has no value; write --train.steps=VALUE"),
+        (["train.steps=1"], "override = 'train.steps=1': is not of the form --section.key=value"),
+        (["--train..steps=1"], "override = '--train..steps=1': is not of the form --section.key=value"),
+        (["--train.steps=many"], "train.steps = 'many': must be a valid integer; the default is 30"),
+        (["--train=1"], "train = 1: must be a table"),
+        (["--train.seed=1", "--train.seed.x=1"], "--train.seed.x = '1': train.seed is a value, not a section"),
+    ],
+)
+def test_a_mistake_in_an_override_is_one_line(mistake, overrides, line):
+    assert mistake(MODEL, *overrides) == line
+
+
+def test_toml_syntax_errors_name_file_and_line(mistake, tmp_path):
+    assert mistake("[model]\npath = \n") == f"{tmp_path}/run.toml, line 2: not valid TOML: Invalid value"
+    assert mistake("[model]\npath = 'a'\npath = 'b'\n").startswith(f"{tmp_path}/run.toml, line 3: not valid TOML: ")
+    assert mistake("[model]\nx = [1,").startswith(f"{tmp_path}/run.toml, line 2: not valid TOML: ")
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "absent.toml", [])
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path, [])
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not a UTF-8 text file"):
+        load_config(tmp_path / "binary.toml", [])
+
+
+def test_what_a_run_writes_down_of_its_configuration_is_read_back():
+    for path in sorted((Path(__file__).resolve().parents[3] / "configs").glob("*.toml")):
+        for overrides in ([], ["--data.eval="]):
+            config = load_config(path, overrides)
+            assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+def test_several_reward_functions_are_read_back():
+    reward = RewardConfig(functions=(RewardFunctionConfig(name="math"), RewardFunctionConfig(name="exact")))
+    config = Config(model=ModelConfig(path=Path("m")), reward=reward)
+    assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "0", "0x0", "", "::ffff:0.0.0.0"])
+def test_a_host_that_stands_for_every_interface_is_refused(host):
+    line = "stands for every interface of the machine; name one, loopback or of a private network"
+    refused = {
+        f"--sync.host={host}": f'sync.host = {host!r}: {line}; the default is "127.0.0.1"',
+        f'--rollout.hosts=["10.0.3.7", "{host}"]': f"rollout.hosts.1 = {host!r}: {line}",
+    }
+    for override, told in refused.items():
+        with pytest.raises(UserError) as error:
+            load_config(ROOT / "configs" / "quickstart.toml", [override])
+        assert str(error.value) == told
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "10.0.3.7", "node17", "::1", "localhost"])
+def test_a_host_of_one_interface_is_taken(host):
+    assert load_config(ROOT / "configs" / "quickstart.toml", [f'--rollout.hosts=["{host}"]']).rollout.hosts == (host,)
+
+
+def test_hosts_are_a_list():
+    for override, line in {
+        "--rollout.hosts=10.0.3.7": "rollout.hosts = '10.0.3.7': must be a valid array; the default is [\"127.0.0.1\"]",
+        "--rollout.host=10.0.3.7": "rollout.host = '10.0.3.7': unknown key; did you mean rollout.hosts?",
+    }.items():
+        with pytest.raises(UserError) as error:
+            load_config(ROOT / "configs" / "quickstart.toml", [override])
+        assert str(error.value) == line
+
+
+def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
+    from megatron_rl.training.preflight import _check_waits
+
+    _check_waits(load(MODEL))
+    _check_waits(load(MODEL, "--log.stuck_after=0"))
+    with pytest.raises(UserError) as caught:
+        _check_waits(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900"))
+    rule = "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900)"
+    assert str(caught.value) == f"{rule}; raise it, lower rollout.request_timeout, or set it to 0"

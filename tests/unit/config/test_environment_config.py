@@ -1,0 +1,51 @@
+"""The section `[environment]` in a whole configuration: what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config import Config, load_config
+from megatron_rl.errors import UserError
+from megatron_rl.training.preflight import preflight
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "configs" / "calculator.toml"
+
+
+def example(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(EXAMPLE, [f"--model.path={tmp_path / 'model'}", *overrides])
+
+
+def test_the_example_is_sound(tmp_path):
+    config = example(tmp_path)
+    preflight(config)
+    assert config.environment is not None and config.environment.name == "calculator"
+
+
+def test_an_environment_is_absent_by_default():
+    assert Config.model_validate({"model": {"path": "m"}}, strict=False).environment is None
+
+
+@pytest.mark.parametrize(
+    "override, line",
+    [
+        ("--environment.name=calculater", "environment.name = 'calculater': is not known; use one of calculator, or module:attribute"),
+        ("--environment.name=json:loads", "environment.name = 'json:loads': has no method step[(]text[)]"),
+        ("--environment.max_turns=1", "environment.max_turns = 1: must be greater than or equal to 2"),
+        ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
+        (
+            "--environment.max_tokens=169",
+            r"rollout.max_new_tokens = 24: with data.max_prompt_tokens \(64\) and environment.max_tokens \(169\) exceeds the model's 256",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(tmp_path, override, line):
+    with pytest.raises(UserError, match=line):
+        preflight(example(tmp_path, override))
+
+
+def test_worked_examples_need_the_environment_that_they_show(tmp_path):
+    config = example(tmp_path).model_copy(update={"environment": None})
+    with pytest.raises(UserError, match=r"model.warm_start.tool_share = 0.3: shows calls of the calculator"):
+        preflight(config)

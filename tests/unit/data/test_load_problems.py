@@ -1,0 +1,245 @@
+"""load_problems: what is held out, what is left out, and an order that resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megatron_rl.config import Config, ModelConfig
+from megatron_rl.config.data import DataConfig
+from megatron_rl.data import load_problems, normalize_question
+from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.errors import UserError
+
+REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+ROOT = Path(__file__).resolve().parents[3]
+HUB_CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+---
+"""
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    make_byte_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
+    return lambda **data: load_problems(Config(model=ModelConfig(path=folder), data=DataConfig(**data)), tokenizer)
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(name: str, questions: list[str]) -> str:
+        path = tmp_path / name
+        path.write_text("".join(json.dumps({"question": q, "answer": f"#### {i}"}) + "\n" for i, q in enumerate(questions)))
+        return str(path)
+
+    return write
+
+
+def test_generated_problems_carry_the_template_and_stay_apart(load):
+    stream, held_out = load(prompt_template="Q: {question} {braces}\n", eval_size=100)
+    train = stream.next_batch(500)
+    assert len({problem.prompt for problem in held_out}) == 100
+    assert not {problem.prompt for problem in train} & {problem.prompt for problem in held_out}
+    assert all(p.prompt.startswith("Q: ") and p.prompt.endswith("= {braces}\n") for p in train + held_out)
+    assert {problem.level for problem in train} == {2, 3, 4, 5}
+
+
+@pytest.mark.parametrize("eval_source", ["", "arithmetic"])
+@pytest.mark.parametrize("generated", [True, False])
+def test_a_stream_resumes_exactly(load, jsonl, generated, eval_source):
+    source = "arithmetic" if generated else jsonl("train.jsonl", [f"q{i}" for i in range(10)])
+    fresh = lambda: load(train=source, eval=eval_source, format="gsm8k")  # noqa: E731
+    stream, held_out = fresh()
+    assert len(held_out) == (128 if eval_source else 0)
+    stream.next_batch(7)
+    state = json.loads(json.dumps(stream.state_dict()))
+    expected = stream.next_batch(25)
+    resumed, _ = fresh()
+    resumed.load_state_dict(state)
+    assert resumed.next_batch(25) == expected
+
+
+def test_a_position_in_other_data_is_refused(load):
+    state = load(seed=1)[0].state_dict()
+    with pytest.raises(UserError, match="data: .*other problems"):
+        load(seed=2)[0].load_state_dict(state)
+
+
+def test_train_loses_what_any_row_of_the_eval_file_holds(load, jsonl, caplog):
+    train, held_out = jsonl("train.jsonl", ["a", "b", "c", "d"]), jsonl("eval.jsonl", ["b", "x", "d"])
+    with caplog.at_level(logging.WARNING):
+        stream, problems = load(train=train, eval=held_out, format="gsm8k", eval_size=1)
+    assert len(problems) == 1 and problems[0].prompt in {"b", "x", "d"}
+    assert {problem.prompt for problem in stream.next_batch(20)} == {"a", "c"}
+    assert "left out 2 problems" in caplog.text
+
+
+def test_generated_train_avoids_an_eval_file(load, jsonl):
+    seen = {problem.prompt for problem in load(eval="", levels=(1,))[0].next_batch(300)}
+    stream, _ = load(eval=jsonl("eval.jsonl", sorted(seen)), format="gsm8k", levels=(1,))
+    assert not {problem.prompt for problem in stream.next_batch(300)} & seen
+
+
+def test_long_prompts_are_left_out_and_counted(load, jsonl, caplog):
+    train, held_out = jsonl("train.jsonl", ["short", "long" * 10, "tiny"]), jsonl("eval.jsonl", ["s", "l" * 99])
+    with caplog.at_level(logging.WARNING):
+        stream, problems = load(train=train, eval=held_out, format="gsm8k", max_prompt_tokens=8)
+    assert {problem.prompt for problem in stream.next_batch(10)} == {"short", "tiny"}
+    assert [problem.prompt for problem in problems] == ["s"]
+    assert (
+        ": left out 1 of 3 problems with prompts over 8" in caplog.text and ": left out 1 of 2 problems with prompts over 8" in caplog.text
+    )
+    assert "fewer than data.eval_size" in caplog.text
+
+
+def test_nothing_left_is_refused(load, jsonl):
+    train = jsonl("train.jsonl", ["question one", "question two"])
+    with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 2 prompts of data.train \("):
+        load(train=train, eval="", format="gsm8k", max_prompt_tokens=3)
+    with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 128 prompts of data.eval \(arithmetic\)"):
+        load(max_prompt_tokens=3)
+    with pytest.raises(UserError, match="data.levels = .*level 6"):
+        load(eval="", levels=(5, 6), max_prompt_tokens=12)
+    with pytest.raises(UserError, match="data.train = .*also in data.eval"):
+        load(train=train, eval=train, format="gsm8k")
+
+
+def test_missing_files_name_their_field(load, tmp_path):
+    for field in ("train", "eval"):
+        with pytest.raises(UserError, match=f"data.{field} = .*does not exist"):
+            load(**{field: str(tmp_path / "absent.jsonl")})
+
+
+def test_the_same_question_in_other_spelling_is_held_out(load, jsonl):
+    train, held_out = jsonl("train.jsonl", ["How  many\nclips?", "b"]), jsonl("eval.jsonl", ["how many clips? "])
+    stream, _ = load(train=train, eval=held_out, format="gsm8k", prompt_template="{question}!")
+    assert {problem.prompt for problem in stream.next_batch(5)} == {"b!"}
+
+
+def test_a_long_held_out_question_stays_out_of_training(load, jsonl):
+    train, held_out = jsonl("train.jsonl", ["long" * 9, "b"]), jsonl("eval.jsonl", ["long" * 9, "c"])
+    stream, problems = load(train=train, eval=held_out, format="gsm8k", max_prompt_tokens=8)
+    assert {problem.prompt for problem in stream.next_batch(5)} == {"b"} and [problem.prompt for problem in problems] == ["c"]
+
+
+def test_questions_that_repeat_are_left_out_and_counted(load, jsonl, caplog):
+    first, second = jsonl("first.jsonl", ["a", "b", "A "]), jsonl("second.jsonl", ["b", "c", "a", "d"])
+    held_out = jsonl("eval.jsonl", ["x", "y", "X"])
+    stream, problems = load(train=[{"source": first}, {"source": second}], eval=held_out, format="gsm8k")
+    assert [problem.prompt for problem in problems] == ["x", "y"]
+    assert sorted(problem.prompt for problem in stream.next_batch(4)) == ["a", "b", "c", "d"]
+    for count, name in ((1, "first"), (2, "second"), (1, "eval")):
+        assert re.search(rf"/{name}\): left out {count} problems whose question came before", caplog.text)
+
+
+def test_a_set_that_repeats_another_is_refused(load, jsonl):
+    first, second = jsonl("first.jsonl", ["a", "b"]), jsonl("second.jsonl", ["b"])
+    with pytest.raises(UserError, match="data.train = .*second.jsonl': every problem of it is in a set before it; leave it out"):
+        load(train=[{"source": first}, {"source": second}], format="gsm8k")
+
+
+def test_a_mixture_of_generated_and_published_problems(load, jsonl):
+    """Weights are kept, held-out sets stand side by side with their names, nothing is in both, and the stream resumes."""
+    train = [{"source": "arithmetic", "weight": 3}, {"source": jsonl("train.jsonl", list("abcdef")), "format": "gsm8k", "name": "letters"}]
+    sets = [{"source": jsonl("eval.jsonl", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": "arithmetic", "name": "sums"}]
+    fresh = lambda: load(train=train, eval=sets, eval_size=20, prompt_template="{question}?")  # noqa: E731
+    stream, held_out = fresh()
+    assert [problem.source for problem in held_out] == ["rest"] * 3 + ["sums"] * 20
+    drawn = stream.next_batch(400)
+    assert Counter(problem.source for problem in drawn) == {"arithmetic": 300, "letters": 100}
+    assert {problem.prompt for problem in drawn if problem.source == "letters"} == {"a?", "b?", "c?", "d?", "e?"}
+    assert not {problem.prompt for problem in drawn} & {problem.prompt for problem in held_out}
+    resumed, again = fresh()
+    resumed.load_state_dict(json.loads(json.dumps(stream.state_dict())))
+    assert again == held_out and resumed.next_batch(100) == stream.next_batch(100)
+    with pytest.raises(UserError, match="data: .*other problems"):
+        load(train=[{**train[0], "weight": 2}, train[1]], eval=sets)[0].load_state_dict(stream.state_dict())
+
+
+def test_the_order_is_the_same_in_every_process(load, jsonl, tmp_path):
+    train = jsonl("train.jsonl", [f"q{n}" for n in range(20)])
+    stream, held_out = load(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
+    code = f"""
+from pathlib import Path; from megatron_rl.config import Config, ModelConfig; from megatron_rl.config_data import DataConfig
+from megatron_rl.data import load_problems; from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+make_byte_tokenizer(Path({str(tmp_path / "m")!r}))
+data = DataConfig(train=[dict(source="arithmetic"), dict(source={train!r})], format="gsm8k", eval_size=10)
+stream, held_out = load_problems(Config(model=ModelConfig(path=Path("m")), data=data), load_tokenizer(Path({str(tmp_path / "m")!r})))
+print([p.prompt for p in held_out], [p.prompt for p in stream.next_batch(60)], stream.state_dict())
+"""
+    expected = f"{[p.prompt for p in held_out]} {[p.prompt for p in stream.next_batch(60)]} {stream.state_dict()}\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
+    assert done.stdout == expected, done.stderr
+
+
+def test_a_data_set_of_the_hub(load, tmp_path, monkeypatch):
+    """Through `datasets`, from the folder of a clone; configuration and split are those that the repository names."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    clone = tmp_path / "openai" / "gsm8k"
+    (clone / "main").mkdir(parents=True)
+    (clone / "README.md").write_text(HUB_CARD)
+    for split, count in (("train", 5), ("test", 2)):
+        rows = [{"question": f"{split} {n}?", "answer": f"#### {n}", "unread": "x"} for n in range(count)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), clone / "main" / f"{split}-00000-of-00001.parquet")
+    stream, held_out = load(train=f"hf:{clone}:main:train", eval=f"hf:{clone}:test", format="gsm8k")
+    assert [(p.prompt, p.answer, p.source) for p in held_out] == [("test 0?", "0", "gsm8k/test"), ("test 1?", "1", "gsm8k/test")]
+    assert sorted(p.id for p in stream.next_batch(5)) == [f"gsm8k/main/train:{n}" for n in range(1, 6)]
+    for source, wrong in (
+        (f"hf:{clone}:main:dev", 'cannot be loaded (Unknown split "dev"'),
+        (f"hf:{clone}:socratic:train", "cannot be loaded (BuilderConfig 'socratic' not found"),
+        (f"hf:{clone}", "is not of the form hf:OWNER/NAME:SPLIT"),
+        ("hf:a/b::train", "is not of the form hf:OWNER/NAME:SPLIT"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load(train=source, format="gsm8k")
+        assert str(caught.value).startswith(f"data.train = {source!r}: {wrong}") and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="main:train:1': format math needs the field problem, found question, answer, unread; set format"):
+        load(train=f"hf:{clone}:main:train", format="math")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(load, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UserError, match="data.train = 'hf:openai/gsm8k:main:train': cannot be loaded .*openai/gsm8k.*; check the name and the net"
+    ):
+        load(train="hf:openai/gsm8k:main:train", format="gsm8k")
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
+def test_real_sets_mix_and_stay_apart(load, caplog):
+    """285 questions of the DeepMATH sample are in MATH too, and a few repeat within a set."""
+    files = {
+        "math": REAL / "math_train/math.json",
+        "deepmath": REAL / "deepmath_sample/math_deepmath_deal.jsonl",
+        "gsm8k": REAL / "gsm8k/train.jsonl",
+    }
+    train = [{"source": str(file), "format": format, "weight": 2 if format == "math" else 1} for format, file in files.items()]
+    held_out = [
+        {"source": str(REAL / "math500/test.jsonl"), "format": "math"},
+        {"source": str(REAL / "aime24/test.jsonl"), "format": "aime"},
+    ]
+    stream, problems = load(train=train, eval=held_out, max_prompt_tokens=8192, eval_size=500)
+    assert Counter(problem.source for problem in problems) == {"math500/test": 500, "aime24/test": 30}
+    drawn = stream.next_batch(4 * 7473)
+    assert Counter(problem.source for problem in drawn)["math_train/math"] == 2 * 7473
+    questions = {normalize_question(problem.prompt): problem.source for problem in drawn}
+    kept = {"math_train/math": 7470 - 1, "deepmath_sample/math_deepmath_deal": 4994 - 4 - 285, "gsm8k/train": 7473}
+    assert Counter(questions.values()) == kept and "left out 289 problems whose question came before" in caplog.text
+    assert not questions.keys() & {normalize_question(problem.prompt) for problem in problems}
+    assert len({problem.id for problem in drawn}) == len(questions)

@@ -1,0 +1,116 @@
+"""The reshard plan of INT8 weights: every byte and every row's scale exactly once, wherever the rows and columns are cut."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from golden import slow_cut
+from golden.slow_cut import ROLES, Arrays, Case, cases
+from hypothesis import given, settings
+from test_model_geometry import model
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import list_tensor_specs
+from parallel.layout import Layout
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry, MoEGeometry, Rect, Shard
+from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
+from parallel.sglang_shards import build_engine_shards
+
+NONE: frozenset[str] = frozenset()
+
+
+def checkpoint(geometry: ModelGeometry) -> Arrays:
+    """Random bytes of every tensor; quantised ones with a different scale for every row."""
+    arrays = slow_cut.checkpoint(geometry)
+    for tensor in geometry.tensors().values():
+        if tensor.role in ROLES:
+            del arrays[scale_name(tensor.name)]
+            arrays[scale_name(tensor.name, "int8")] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
+    return arrays
+
+
+def cut(shards: list[Shard], source: Arrays) -> Arrays:
+    """What a rank holds, cut directly: data by rectangles, scales by rows."""
+    arrays: Arrays = {}
+    for shard in shards:
+        arrays[shard.name] = np.zeros((shard.rows, shard.cols), source[shard.regions[0].tensor.name].dtype)
+        scales = np.zeros((shard.rows, 1), np.float32)
+        for region in shard.regions:
+            row, col, rows, cols = region.tensor_rect
+            there = slice(region.shard_row, region.shard_row + rows)
+            arrays[shard.name][there, region.shard_col : region.shard_col + cols] = source[region.tensor.name][
+                row : row + rows, col : col + cols
+            ]
+            if shard.role in ROLES:
+                scales[there] = source[scale_name(region.tensor.name, "int8")][row : row + rows]
+        if shard.role in ROLES:
+            arrays[scale_name(shard.name, "int8")] = scales
+    return arrays
+
+
+def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Transfer]:
+    return add_scale_transfers(reshard(sources, targets, NONE, int8_roles=ROLES))
+
+
+def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
+    expected = {rank: cut(shards, source) for rank, shards in targets.items()}
+    filled, written = slow_cut.carry_out(planned(sources, targets), {rank: cut(held, source) for rank, held in sources.items()}, expected)
+    slow_cut.assert_same(filled, expected)
+    for rank, arrays in written.items():
+        assert all((times <= 1).all() for times in arrays.values())  # padding is never written
+        for spec in list_tensor_specs({rank: targets[rank]}, NONE, 2, ROLES):
+            assert arrays[spec.name].shape[1] == spec.cols and (arrays[spec.name][: spec.rows] == 1).all(), spec.name
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(cases())
+def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
+    sources = build_trainer_shards(case.model, case.train)
+    targets = build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
+    assert_carried(sources, targets, checkpoint(case.model))
+    assert_carried(sources, {0: case.model.build_checkpoint_shards()}, checkpoint(case.model))
+
+
+@pytest.mark.parametrize(
+    "geometry, train, rollout",
+    [(model(ffn=200), Layout(tp=2), 4), (model(head_dim=40, hidden=104), Layout(tp=4), 1), (model(ffn=24), Layout(), 8)],
+)
+def test_any_boundary_is_good(geometry, train, rollout):
+    """Boundaries that cut 128x128 blocks, which FP8 refuses."""
+    case = Case(geometry, train, rollout)
+    assert_carried(build_trainer_shards(case.model, case.train), build_engine_shards(case.model, case.rollout_tp), checkpoint(case.model))
+
+
+def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
+    plan = SyncPlan.make(model(), Layout(tp=2), (2, 1), contract, 1 << 20)
+    rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
+    high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
+    assert sum(map(plan.count_bytes, plan.transfers)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(part.nbytes for bucket in plan.buckets for part in bucket) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+
+
+def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
+    """Two of four experts on each engine rank, from trainer ranks that hold half of an expert each (etp = 2): w13 [2, 256, 256] holds gate
+    and up of one after the other, w2 [2, 256, 128] is told with two sources of columns and one of scales."""
+    geometry = model(kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
+    contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
+    plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
+    prefix = "model.layers.0.mlp.experts."
+    shapes = {shard.name: (shard.shape, shard.scale_shape_of("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
+    assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
+    written = [
+        (m.source, m.target.removeprefix(prefix), m.target_rect) for m in plan.transfers if m.target_rank == 1 and prefix in m.target
+    ]
+    fc1, fc2 = (f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))  # expert 3 is its second
+    assert {place for source, target, place in written if (source, target) == (fc1 + "_scale", "w13_weight_scale")} == {
+        Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)
+    }
+    assert {place for source, target, place in written if (source, target) == (fc2, "w2_weight")} == {
+        Rect(256, 0, 256, 64),
+        Rect(256, 64, 256, 64),
+    }
+    assert [place for source, target, place in written if (source, target) == (fc2 + "_scale", "w2_weight_scale")] == [Rect(256, 0, 256, 1)]

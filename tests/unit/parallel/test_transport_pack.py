@@ -1,0 +1,155 @@
+"""Chunks of a plan: they cover all bytes once, pack and unpack them, hash what memory holds, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from test_model_geometry import MOE, model
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import Chunk, make_chunks
+from parallel.digest import digest, view_bytes
+from parallel.layout import Layout
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import kind_of, scale_name
+from parallel.shards import Rect, Shard
+from parallel.transport.pack import ChunkPacker, check_targets, make_source_packer, make_target_packer
+
+CONTRACT = PrecisionContract.from_config(PrecisionConfig())
+
+
+def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
+    """Tensors of the shards in the default precision; `fill(shape)` gives their raw bytes."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return fill((*shape[:-1], shape[-1] * dtype.itemsize)).view(dtype)
+
+    found = {}
+    for shard in shards:
+        kind = kind_of(shard.role, CONTRACT.fp8_roles())
+        found[shard.name] = make(shard.shape, {"fp8": torch.float8_e4m3fn, "high": torch.bfloat16, "fp32": torch.float32}[kind])
+        if kind == "fp8":
+            found[scale_name(shard.name)] = make(shard.scale_shape, torch.float32)
+    return found
+
+
+def random_bytes(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+DENSE = model()
+
+
+@pytest.mark.parametrize("limit", [4096, 100_000, 1 << 30])
+@pytest.mark.parametrize(
+    "geometry, train, rollout",
+    [
+        (DENSE, Layout(), 1),
+        (DENSE, Layout(tp=2), 1),
+        (DENSE, Layout(), 2),
+        (DENSE, Layout(tp=2, pp=2), 2),
+        (DENSE, Layout(tp=4), 2),
+        (DENSE, Layout(dp=2), 2),
+        (MOE, Layout(ep=2, dp=2), 1),
+        (MOE, Layout(tp=2, ep=2, etp=1), 2),
+    ],
+)
+def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
+    plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
+    chunks = make_chunks(plan.transfers, plan.buckets)
+    assert max(chunk.nbytes for chunk in chunks) <= limit
+    assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
+    named_tensors = {
+        rank: tensors_of(shards, random_bytes) for rank, shards in build_trainer_shards(geometry, train, quantised=True).items()
+    }
+    live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
+    sources = {rank: make_source_packer(named_tensors[rank], chunks, rank) for rank in named_tensors}
+    targets = {rank: make_target_packer(live[rank], [chunk for chunk in chunks if chunk.target == rank]) for rank in live}
+    sent = dict.fromkeys(named_tensors, 0)
+    for chunk in chunks:
+        assert chunk.offset == sent[chunk.source]
+        sent[chunk.source] += chunk.nbytes
+        flat = torch.empty(chunk.nbytes, dtype=torch.uint8).numpy()
+        told = Chunk.from_json(chunk.target, json.loads(json.dumps(chunk.to_json())))
+        assert told == replace(chunk, sources=())
+        before = sources[chunk.source].pack(chunk.sources, flat, hashing=True)
+        assert targets[chunk.target].unpack(told.targets, flat, hashing=True) == before
+    for transfer in plan.transfers:
+        assert digest(named_tensors[transfer.source_rank][transfer.source], transfer.source_rect) == digest(
+            live[transfer.target_rank][transfer.target], transfer.target_rect
+        )
+    vocabulary = live[rollout - 1]["model.embed_tokens.weight"].view(torch.uint8)
+    padding = rollout * vocabulary.shape[0] - geometry.vocab
+    assert padding > 0 and vocabulary[-padding:].eq(7).all()  # what pads the vocabulary is not sent
+
+
+def test_engine_ranks_take_turns():
+    plan = SyncPlan.make(model(), Layout(), (2, 1), CONTRACT, 50_000)
+    order = [chunk.target for chunk in make_chunks(plan.transfers, plan.buckets)]
+    assert order[:6] == [0, 1] * 3
+
+
+def test_the_largest_chunk_keeps_to_the_setting():
+    assert SyncConfig(bucket_mb=1).chunk_bytes == 512 << 10
+    for transport in ("shared_memory", "process_group", "gloo", "cuda_ipc", "disk"):
+        for bucket_mb in (1, 2, 16, 4096):
+            assert 2 * SyncConfig(transport=transport, bucket_mb=bucket_mb).chunk_bytes <= bucket_mb << 20
+
+
+def test_padding_columns_of_a_plane_stay_behind():
+    """Transformer Engine keeps scales in tensors wider than they are: a tensor is a view of them."""
+    padded = torch.arange(4 * 8, dtype=torch.float32).reshape(4, 8)
+    memory = ChunkPacker({"scale": padded[:, :5]}, ["scale"])
+    flat = torch.empty(2 * 3 * 4, dtype=torch.uint8)
+    memory.pack([("scale", Rect(1, 2, 2, 3))], flat.numpy(), hashing=False)
+    assert flat.view(torch.float32).tolist() == [10, 11, 12, 18, 19, 20]
+    with pytest.raises(ValueError, match="are 24 bytes here, 25 on the other side"):
+        memory.pack([("scale", Rect(1, 2, 2, 3))], torch.empty(25, dtype=torch.uint8).numpy(), hashing=False)
+
+
+@pytest.mark.parametrize("byte", [0, 100_000, 1024 * 700 - 1])
+def test_one_wrong_byte_changes_the_digest(byte):
+    """In a tensor larger than what is hashed in one go, whole or as a block of columns; staged bytes are hashed after their copy."""
+    for rect in (Rect(0, 0, 700, 1024), Rect(0, 1024, 700, 1024)):
+        values = torch.randint(0, 256, (700, 2048), dtype=torch.uint8)
+        named_rects, flat = [("w", rect)], torch.empty(700 * 1024, dtype=torch.uint8).numpy()
+        sent = ChunkPacker({"w": values}, ["w"]).pack(named_rects, flat, hashing=True)
+        staging, live = (ChunkPacker({"w": torch.zeros(700, 2048, dtype=torch.uint8)}, ["w"]) for _ in range(2))
+        assert staging.unpack(named_rects, flat, hashing=True) == sent
+        assert live.copy(named_rects, staging, hashing=True) == sent
+        flat[byte] ^= 1
+        assert staging.unpack(named_rects, flat, hashing=True) != sent
+        assert live.copy(named_rects, staging, hashing=True) != sent
+        assert live.hash_seconds > 0
+
+
+def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
+    for tensor in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros(3, 5), torch.zeros(4, 6, dtype=torch.float8_e4m3fn)):
+        matrix = view_bytes(tensor)
+        assert matrix.shape == (tensor.shape[0], tensor[0].numel() * tensor.element_size())
+        matrix[...] = 1
+        assert tensor.view(torch.uint8).eq(1).all()
+    with pytest.raises(ValueError, match="no rows of bytes"):
+        view_bytes(torch.zeros(3, 5).T)
+
+
+@pytest.mark.parametrize(
+    "place, nbytes, told",
+    [
+        (("x", Rect(0, 0, 1, 1)), 4, "there is no tensor x"),
+        (("w", Rect(2, 0, 2, 5)), 40, r"w: rows 2\.\.3 lie outside"),
+        (("w", Rect(-1, 0, 1, 5)), 20, r"w: rows -1\.\.-1 lie outside"),
+        (("w", Rect(0, 3, 3, 3)), 36, "w and its neighbours are 24 bytes in the engine, 36 are coming"),
+        (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbours are 60 bytes in the engine, 15 are coming"),
+    ],
+)
+def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, told):
+    with pytest.raises(ValueError, match=told):
+        check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk := Chunk(0, 0, 0, nbytes, (), (place,))]), [chunk])

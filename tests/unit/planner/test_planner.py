@@ -1,0 +1,345 @@
+"""The planner: formulas against numbers made by hand, shipped examples, refusals, and what the command prints and writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_published_models import CONFIGS
+from typer.testing import CliRunner
+
+from megatron_rl.cli.main import app
+from megatron_rl.config import Config, load_config
+from megatron_rl.config.cross_checks import check_placement
+from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
+from megatron_rl.planner.candidate import Candidate, Workload, get_setting, has_field
+from megatron_rl.planner.hardware import GIB, GPUS, Cluster
+from megatron_rl.planner.search import Planner, explain_rank
+from megatron_rl.planner.sync_traffic import estimate_sync_traffic
+from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
+from megatron_rl.precision.backends.transformer_engine import _padded
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.sync.plan import SyncPlan
+from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = {"qwen3_8b": 1, "qwen2_5_32b": 4, "qwen3_30b_a3b": 2, "qwen3_235b_a22b": 16}
+NODE = Cluster.from_options(1, 8, "h100")
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # paths of shipped configurations are relative to it
+
+
+def job(name: str = "Qwen3-8B", sharded: bool = False, **sections: object) -> Workload:
+    table = {"model": {"path": "x"}, "precision": {"backend": "transformer_engine"}, **sections}
+    model = {"rope_theta": 1e6, "max_position_embeddings": 40960, **CONFIGS[name]}
+    return replace(
+        Workload.from_config(Config.model_validate_json(json.dumps(table)), model), sharded_optimizer=sharded, dense_sequence_parallel=False
+    )
+
+
+def test_a_dense_models_bytes_by_hand():
+    """Qwen3-8B on one rank: 2 embeddings of 151936 x 4096, 36 layers of 192.9 million FP8 weights, norms."""
+    layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
+    vectors = 36 * (2 * 4096 + 2 * 128) + 4096
+    embeddings, fp8 = 2 * 151936 * 4096, 36 * layer
+    held = memory.count_trainer_memory(job(), Candidate(Layout()), 0)
+    assert held.weights == 4 * fp8 + 2 * (embeddings + vectors)
+    assert held.blocks == fp8 + 4 * fp8 // 128**2
+    assert held.gradients == 4 * (fp8 + embeddings + vectors)
+    assert held.masters == 4 * (embeddings + vectors)
+    assert held.moments == 8 * (fp8 + embeddings + vectors)
+
+
+def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
+    whole = memory.count_trainer_memory(job(), Candidate(Layout()), 0)
+    stages = [memory.count_trainer_memory(job(), Candidate(Layout(pp=4, vpp=3)), stage) for stage in range(4)]
+    assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
+    shared = memory.count_trainer_memory(job(sharded=True), Candidate(Layout(dp=8)), 0)
+    assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
+
+
+def test_experts_are_shared_out_by_their_own_replicas():
+    moe = job("Qwen3-30B-A3B", sharded=True)
+    alone, spread = (memory.count_trainer_memory(moe, Candidate(layout), 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
+    experts = 48 * 128 * 3 * 2048 * 768
+    assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
+    assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
+
+
+@pytest.mark.parametrize("rows, cols", [(256, 384), (1536, 4096)])
+def test_operands_are_what_the_back_ends_make(rows, cols):
+    blocks = quantize_weight(torch.randn(rows, cols), "pow2")
+    transposed, scales = DeepGemmBackend("pow2").prepare(blocks, None).dgrad
+    assert memory.count_operand_bytes("deep_gemm", rows, cols) == transposed.numel() + 4 * scales.numel()
+    padded = _padded(blocks.scale).numel() + _padded(blocks.scale.t()).numel()
+    assert memory.count_operand_bytes("transformer_engine", rows, cols) == rows * cols + 4 * padded
+
+
+@pytest.mark.parametrize("tp, kv_heads", [(1, 8), (8, 1), (16, 1)])
+def test_the_kv_cache_of_a_rank(tp, kv_heads):
+    assert memory.count_kv_bytes_per_token(job(), tp) == 36 * 2 * kv_heads * 128 * 2
+
+
+def test_mla_keeps_one_latent_for_all_heads():
+    deepseek = CONFIGS["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    config = Config.model_validate_json('{"model": {"path": "x"}}')
+    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
+
+
+def test_the_engine_holds_what_the_sync_plan_writes():
+    """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
+    model = ModelGeometry.from_hf_config(CONFIGS["Qwen3-8B"])
+    small, one = replace(model, layers=2), job()
+    plan = SyncPlan.make(small, Layout(), (1, 1), PrecisionContract.from_config(one.config.precision), 1 << 28)
+    assert memory.count_engine_weights(replace(one, model=small), Candidate(Layout())) == sum(map(plan.count_bytes, plan.transfers))
+
+
+def test_in_fp8_rollout_a_sync_makes_the_blocks():
+    rollout = job(precision={"mode": "fp8_rollout"})
+    made = memory.count_sync_quantisation(rollout, Candidate(Layout()), 0)
+    assert made == memory.count_trainer_memory(job(), Candidate(Layout()), 0).blocks
+    assert memory.count_sync_quantisation(job(), Candidate(Layout()), 0) == 0
+
+
+def test_activations_shrink_with_tensor_parallelism_and_recomputation():
+    one = job()
+
+    def kept(layout: Layout, recompute: str = "none") -> float:
+        return activation_memory.count_training_activations(one, Candidate(layout, recompute=recompute), 0).kept
+
+    assert kept(Layout(tp=8)) < kept(Layout(tp=2)) < kept(Layout())
+    places = one.tokens_per_rank(1)
+    assert kept(Layout(pp=2), "full") == 18 * places * 4096 * 2 * 2  # 18 layers' inputs of two micro-batches
+    assert kept(Layout(), "full") < kept(Layout(), "selective") < kept(Layout())
+
+
+def test_a_sequence_that_is_longer_than_the_bound_has_a_pass_of_its_own():
+    long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
+    assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192)
+
+
+@pytest.mark.parametrize(
+    "layout, stage, count, flying",
+    [
+        (Layout(pp=4), 0, 9, 4),
+        (Layout(pp=4), 3, 9, 1),
+        (Layout(pp=4), 0, 2, 2),  # no more than there are
+        (Layout(pp=4, vpp=2), 0, 9, (6 + 4 + 1) / 2),
+        (Layout(pp=4, vpp=2), 3, 9, (4 + 1) / 2),
+    ],
+)
+def test_micro_batches_in_flight(layout, stage, count, flying):
+    assert activation_memory.count_in_flight(layout, stage, count) == flying
+
+
+@pytest.mark.parametrize("pp, vpp, m, share", [(1, 1, 7, 0), (4, 1, 8, 3 / 11), (4, 2, 8, 3 / 19), (8, 1, 1, 7 / 8)])
+def test_the_pipelines_bubble(pp, vpp, m, share):
+    assert roofline.bubble_fraction(pp, vpp, m) == pytest.approx(share)
+
+
+def test_the_bubble_is_that_of_a_schedule_told_step_by_step():
+    """1F1B with equal forward and backward steps: the last stage's first forward starts pp - 1 steps late, and so ends the first."""
+    pp, m = 4, 8
+    assert roofline.bubble_fraction(pp, 1, m) == pytest.approx(1 - m / (m + pp - 1))
+
+
+@pytest.mark.parametrize(
+    "name, train, tp, ep", [("Qwen3-8B", Layout(tp=4, pp=2), 2, 1), ("Qwen3-30B-A3B", Layout(tp=2, ep=4, etp=1, dp=4), 4, 4)]
+)
+def test_the_syncs_bytes_are_those_of_the_whole_plan(name, train, tp, ep):
+    one = job(name)
+    model = replace(one.model, layers=2)
+    candidate = Candidate(train, tp, ep, engines=1, placement="disaggregated")
+    load = estimate_sync_traffic(replace(one, model=model), candidate, Cluster.from_options(2, 8, "h100"))
+    plan = SyncPlan.make(model, train, (tp, ep), one.contract, 1 << 30)
+    assert sum(load.total.values()) == sum(map(plan.count_bytes, plan.transfers))
+    assert load.total["same"] == 0
+
+
+def test_the_same_cut_on_the_same_gpus_moves_nothing_over_a_link():
+    load = estimate_sync_traffic(job(), Candidate(Layout(tp=4, dp=2), 4, 1, 2), NODE)
+    assert load.total["node"] == load.total["network"] == 0 < load.total["same"]
+    apart = estimate_sync_traffic(job(), Candidate(Layout(tp=8), 8, 1, 1, "disaggregated"), Cluster.from_options(2, 8, "h100"))
+    assert apart.total["same"] == apart.total["node"] == 0 < apart.total["network"]
+    assert apart.seconds > apart.busiest["network"] / 50e9
+
+
+def test_shared_gpus_hold_by_turns():
+    sides = {side.phase: side for side in memory_by_phase.estimate_phase_memory(job(), Candidate(Layout(tp=8), 8, 1, 1))}
+    assert "KV cache" in sides["generate"].parts and "KV cache" not in sides["train"].parts
+    assert "optimizer" in sides["train"].parts and "optimizer" not in sides["generate"].parts
+    assert {side.gpus for side in memory_by_phase.estimate_phase_memory(job(), Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"))} == {
+        "trainer",
+        "engine",
+    }
+    assert (
+        memory_by_phase.count_offloaded_bytes(job(), Candidate(Layout(tp=8), 8))
+        == memory.count_trainer_memory(job(), Candidate(Layout(tp=8)), 0).optimizer
+    )
+
+
+def test_the_search_ranks_what_fits_and_says_why():
+    found = Planner(job(), NODE).search(("colocated", "disaggregated"), 3)
+    assert len(found.ranked) == 3 and found.tried > 50
+    steps = [verdict.seconds.step for verdict in found.ranked]
+    assert steps == sorted(steps) and all(verdict.fits for verdict in found.ranked)
+    assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in found.ranked}) == 3
+    assert explain_rank(found.ranked[0], found.ranked[0]).startswith("the fastest that fits")
+    assert explain_rank(found.ranked[1], found.ranked[0])[0] == "+"
+
+
+def test_alignment_names_what_is_cut():
+    cut = Candidate(Layout(tp=4, etp=4), 8)  # 768 / 4 = 192 rows of an expert
+    rows = {row.name: row for row in block_alignment.check_alignment(job("Qwen3-30B-A3B"), cut) if row.cut}
+    assert any("linear_fc1" in name for name in rows) and any("w13" in name for name in rows)
+    refused = block_alignment.validate_trainer_layout(job("Qwen3-30B-A3B"), cut.train)
+    line = str(block_alignment.to_user_error(refused, job("Qwen3-30B-A3B"), cut))
+    assert "cuts a 128x128 FP8 block" in line and "train layouts that work: tp=4 ep=1 etp=2" in line
+
+
+def test_only_fields_that_exist_are_suggested():
+    assert has_field("train.layout.tp") and not has_field("train.layout.nothing") and not has_field("train.layout.tp.more")
+    config = load_config(ROOT / "configs" / "quickstart.toml")
+    assert get_setting(config, "train.layout.nothing", 7) == 7 and get_setting(config, "train.layout.tp", 7) == 1
+    words = Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides(config)
+    assert {"--train.layout.tp=2", "--train.layout.pp=2", "--train.layout.dp=2", "--rollout.tp=2"} <= set(words)
+    assert all(has_field(word.removeprefix("--").partition("=")[0]) for word in words)
+    cluster = Cluster.from_options(1, 1, "h100")
+    assert Candidate.from_config(config, cluster).overrides(config) == []
+
+
+ALONE = "--placement.kind=disaggregated"
+
+
+@pytest.mark.parametrize("placement", ["colocated", "disaggregated"])
+@pytest.mark.parametrize(
+    "told",
+    [
+        [],
+        [ALONE],
+        ["--algorithm.correction=icepop"],
+        ["--algorithm.old_policy=engine"],
+        ["--log.attribute_every=5"],
+        ["--sync.running=continue", "--algorithm.routing_replay=engine"],
+        [ALONE, "--placement.max_staleness=3", "--log.attribute_every=5"],
+    ],
+)
+def test_what_is_suggested_passes_the_rules_of_train(told, placement):
+    file = ROOT / "configs" / "quickstart.toml"
+    words = Candidate(Layout(tp=2), 2, engines=2, placement=placement).overrides(load_config(file, told))
+    suggested = load_config(file, [*told, *words])
+    check_placement(suggested)
+    assert suggested.placement.kind == placement and bool(suggested.placement.max_staleness) == (placement == "disaggregated")
+    assert ("--algorithm.correction=tis" in words) == (placement == "disaggregated" and not any("algorithm" in word for word in told[:1]))
+
+
+def test_train_and_plan_refuse_the_same_layouts():
+    dense, experts = job(), job("Qwen3-30B-A3B", train={"layout": {"sequence_parallel": False}})
+    mistakes = [
+        (dense, Layout(tp=3), "train.layout.tp = 3: must divide vocab_size (151936)"),
+        (dense, Layout(tp=4, cp=16), "train.layout.cp = 16: tp * cp = 4 * 16 must divide num_attention_heads (32)"),
+        (dense, Layout(tp=2, etp=1), "train.layout.etp = 1: needs a model with experts"),
+        (experts, Layout(tp=2), "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2"),
+    ]
+    for one, layout, line in mistakes:
+        assert str(block_alignment.validate_trainer_layout(one, layout)).startswith(line)
+
+
+@pytest.mark.parametrize(
+    "candidate, nodes, problem",
+    [
+        (Candidate(Layout(tp=8, dp=4), 8, 1, 4), 4, ""),
+        (Candidate(Layout(tp=4), 4, 1, 1), 1, ""),
+        (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "1 engines are not as many on each of 2 nodes"),
+        (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "the trainer's ranks do not fill nodes of their own"),
+        (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
+        (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "3 engines are not as many on each of 2 nodes"),
+        (Candidate(Layout(tp=4), 4, 1, 1, "disaggregated"), 1, "the trainer's ranks do not fill nodes of their own"),
+    ],
+)
+def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
+    assert candidate.find_launch_problem(Cluster.from_options(nodes, 8, "h100")) == problem
+
+
+def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):
+    file = tmp_path / "job.sbatch"
+    told = ["--nodes", "3", "--top", "1", "--sbatch", str(file), ALONE, "--rollout.tp=8", "--rollout.engines=2"]
+    layout = ["--train.layout.tp=8", "--train.layout.dp=1"]
+    result = CliRunner().invoke(app, ["plan", "configs/qwen3_8b.toml", *told, *layout])
+    assert result.exit_code == 0, result.output
+    batch = file.read_text()
+    assert "export ENGINE_NODES=2\nexec bash" in batch and "launch/slurm/disaggregated.sbatch" in batch and "does not start" not in batch
+    assert "--placement.max_staleness=1 --algorithm.correction=tis" in batch
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_shipped_examples_fit(name, tmp_path):
+    config, out = ROOT / "configs" / f"{name}.toml", tmp_path / "plan.json"
+    result = CliRunner().invoke(app, ["plan", str(config), "--top", "1", "--json", str(out), "--sbatch", str(tmp_path / "job.sbatch")])
+    assert result.exit_code == 0, result.output
+    assert max(len(line) for line in result.stdout.splitlines()[1:] if not line.startswith("   --")) <= 120  # commands are not wrapped
+    plan = json.loads(out.read_text())
+    assert plan["cluster"]["nodes"] == EXAMPLES[name] and plan["configured"] and plan["chosen"]["spare"] > 0
+    assert not any(row["cut"] for row in plan["alignment"])
+    batch = (tmp_path / "job.sbatch").read_text()
+    assert f"#SBATCH --nodes={EXAMPLES[name]}\n" in batch and "#SBATCH --ntasks-per-node=8\n" in batch
+    assert f"configs/{name}.toml" in batch
+    assert "does not start" not in batch and "No batch script" not in result.stdout
+    subprocess.run(["bash", "-n", tmp_path / "job.sbatch"], check=True)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"])
+def test_shipped_geometries_are_the_published_ones(name):
+    shipped = json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
+    assert ModelGeometry.from_hf_config(shipped) == ModelGeometry.from_hf_config(CONFIGS[name])
+
+
+def test_a_model_that_is_still_to_be_made():
+    result = CliRunner().invoke(app, ["plan", "configs/quickstart.toml", "--gpus-per-node", "2", "--model.path=nowhere"])
+    assert result.exit_code == 0, result.output
+    assert "The best layout" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "options, start",
+    [
+        (["--nodes", "0"], "--nodes = 0: must be a positive number"),
+        (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20"),
+        (["--rollout.max_total_tokens=100000000"], "--nodes = 1: nothing fits on 1 node of 8 H100 SXM 80GB: the closest, "),
+        (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: with data.max_prompt_tokens (1024) exceeds"),
+        (["--model.path=nowhere"], "model.path = 'nowhere': holds no config.json"),
+    ],
+)
+def test_impossible_clusters_are_one_line(options, start):
+    result = CliRunner().invoke(app, ["plan", "configs/qwen3_8b.toml", *options])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"megatron-rl: {start}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)"),
+        (["--train.layout.tp=8", "--train.layout.dp=2", "--nodes", "1"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8"),
+        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 187.9 GiB of a GPU in phase train, of which 75.7 may"),
+        (["--rollout.tp=16"], "rollout.tp = 16: is more than a node's 8 GPUs"),
+    ],
+)
+def test_a_configured_layout_that_does_not_work_is_refused_with_the_best(options, line):
+    result = CliRunner().invoke(app, ["plan", "configs/qwen3_8b.toml", "--nodes", "1", *options])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith(f"megatron-rl: {line}") and result.stderr.count("\n") == 1
+    assert "the best layout is --train.layout.tp=" in result.stderr and "The best layout" in result.stdout
+
+
+def test_gpus_are_as_large_as_their_names_say():
+    assert {name: round(gpu.memory / GIB) for name, gpu in GPUS.items()} == {"h100": 80, "h200": 140, "h800": 80, "h20": 96}

@@ -1,0 +1,89 @@
+"""Golden bytes: a change of FP8 numerics must be meant. `python -m tests.unit.precision.test_fp8_golden` writes the file anew.
+
+The file holds bytes and scales of a weight and round trips of activations in both scale formats; the inputs come from integer
+arithmetic alone, so no library's random numbers are behind it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_rl.precision.fp8 import quantize_weight, round_trip_1x128, round_trip_128x1
+
+FILE = Path(__file__).parents[1] / "golden" / "fp8.npz"
+
+
+def values(rows: int, cols: int, seed: int) -> torch.Tensor:
+    """float32 [rows, cols]: 24-bit integers of a linear congruential generator, scaled by powers of two between 2^-24 and 2^-8."""
+    state, found = np.uint64(seed), np.empty(rows * cols, np.float32)
+    with np.errstate(over="ignore"):  # the generator counts modulo 2^64
+        for index in range(found.size):
+            state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+            found[index] = (int(state >> np.uint64(40)) - 2**23) * 2.0 ** -(32 - int(state >> np.uint64(28)) % 17 // 2)
+    return torch.from_numpy(found.reshape(rows, cols))
+
+
+def results() -> dict[str, np.ndarray]:
+    """What the file should hold: name -> uint8 bytes or uint32 bit patterns of float32."""
+    found = {}
+    for scale_format in ("pow2", "fp32"):
+        blocks = quantize_weight(values(140, 200, seed=1), scale_format)
+        found[f"{scale_format}.weight"] = blocks.data.view(torch.uint8).numpy()
+        found[f"{scale_format}.weight_scale_inv"] = blocks.scale.numpy().view(np.uint32)
+        found[f"{scale_format}.activations_1x128"] = round_trip_1x128(values(4, 200, seed=2), scale_format).numpy().view(np.uint32)
+        found[f"{scale_format}.activations_128x1"] = (
+            round_trip_128x1(values(200, 4, seed=3), scale_format).contiguous().numpy().view(np.uint32)
+        )
+    return found
+
+
+def differences(expected: dict[str, np.ndarray], got: dict[str, np.ndarray]) -> list[str]:
+    """One line per array that differs: how many elements, where the first one is, and both bit patterns."""
+    lines = []
+    for name in sorted(expected.keys() | got.keys()):
+        if name not in got or name not in expected:
+            lines.append(f"{name}: only in the {'golden file' if name in expected else 'results'}")
+        elif (expected[name].shape, expected[name].dtype) != (got[name].shape, got[name].dtype):
+            lines.append(f"{name}: {expected[name].dtype} {expected[name].shape} became {got[name].dtype} {got[name].shape}")
+        elif (different := expected[name] != got[name]).any():
+            first = tuple(map(int, np.argwhere(different)[0]))
+            block = tuple(place // 128 for place in first)
+            lines.append(
+                f"{name}: {different.sum()} of {different.size} elements differ, first at {first}, block {block}: "
+                f"{expected[name][first]:#x} became {got[name][first]:#x}"
+            )
+    return lines
+
+
+def test_bytes_and_scales_are_the_golden_ones():
+    with np.load(FILE) as golden:
+        changed = differences(dict(golden), results())
+    assert not changed, "\n".join(["FP8 numerics changed; if meant: python -m tests.unit.precision.test_fp8_golden", *changed])
+
+
+def test_the_golden_inputs_are_not_trivial():
+    with np.load(FILE) as golden:
+        assert len(np.unique(golden["pow2.weight"])) > 100
+        assert len(np.unique(golden["fp32.weight_scale_inv"])) > 1
+
+
+@pytest.mark.parametrize("place", [(0, 0), (130, 199)])
+def test_one_flipped_bit_is_told_by_name_and_place(place):
+    with np.load(FILE) as file:
+        golden = dict(file)
+    data = golden["pow2.weight"]
+    flipped = data.copy()
+    flipped[place] ^= 1
+    block = tuple(index // 128 for index in place)
+    assert differences(golden, {**golden, "pow2.weight": flipped}) == [
+        f"pow2.weight: 1 of 28000 elements differ, first at {place}, block {block}: {data[place]:#x} became {data[place] ^ 1:#x}"
+    ]
+
+
+if __name__ == "__main__":
+    np.savez_compressed(FILE, **results())
+    print(f"{FILE}: {FILE.stat().st_size} bytes")

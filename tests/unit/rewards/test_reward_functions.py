@@ -1,0 +1,193 @@
+"""The built-in reward functions on answers right, wrong and hostile, and on the real golds of GSM8K and MATH-500."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.sets import read_problem_set
+from megatron_rl.rewards import arithmetic, load_function, match
+from megatron_rl.rewards import math as math_reward
+from megatron_rl.types import Problem, Reward
+
+DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+GSM8K_TEST, MATH_500 = DATA / "gsm8k" / "test.jsonl", DATA / "math500" / "test.jsonl"
+
+
+def _problem(answer: str) -> Problem:
+    return Problem("p", "?", answer)
+
+
+@pytest.mark.parametrize("text", ["#62", "57+8=65,65-3=62#62", "#1#62", "#062"])
+def test_arithmetic_accepts_the_integer_after_the_last_hash(text):
+    assert arithmetic.reward(text, _problem("62")) == Reward(1.0, True)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "62", "#", "#63", "#62 ", "#62\n", "#62.", "#62#", "# 62", "#+62", "#٦٢", "#62<|endoftext|>", "#" + "9" * 9999]
+)
+def test_arithmetic_refuses_everything_else(text):
+    assert arithmetic.reward(text, _problem("62")) == Reward(0.0, False)
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.text(), st.integers(0, 99), st.integers(0, 99))
+def test_arithmetic_depends_on_the_last_integer_only(text, said, gold):
+    assert arithmetic.reward(f"{text}#{said}", _problem(str(gold))).correct == (said == gold)
+
+
+@pytest.mark.parametrize(
+    "text, gold",
+    [
+        (r"so \boxed{72}", "72"),
+        (r"\boxed{1} and then \boxed{1,\!080}", "1080"),
+        ("... = 72\n#### 1,080", "1080"),
+        ("The answer is **72**. Then 3 more words.", "72"),
+        (r"Thus the answer is $\$5$.", "5"),
+        ("She sold 48 + 24 = 72 clips in a day.", "72"),
+        ("-0012", "-12"),
+    ],
+)
+def test_the_fast_path_accepts(text, gold):
+    assert math_reward.compare_integers(text, gold) is True
+
+
+@pytest.mark.parametrize(
+    "text, gold", [(r"72 or \boxed{73}", "72"), ("72\n#### 73", "72"), ("the answer is 73. No, 72", "72"), ("#### -5", "5")]
+)
+def test_the_fast_path_refuses_another_stated_answer(text, gold):
+    assert math_reward.compare_integers(text, gold) is False
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x = 3/5", "3 + 5", "it is 5x", "sqrt 5", "5 pi", r"\frac{3}{5}", "the answer is 10 or 5", r"\boxed{2.5 \cdot 2}", "5.5", "2^5"],
+)
+def test_the_fast_path_leaves_expressions_to_math_verify(text):
+    assert math_reward.compare_integers(text, "5") is None
+
+
+@settings(deadline=None)  # a busy machine is no failure
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_the_fast_path_compares_values(said, gold):
+    for text in (rf"\boxed{{{said:,}}}", f"#### {said}", f"The answer is {said}."):
+        assert math_reward.compare_integers(text, str(gold)) == (said == gold)
+
+
+@pytest.mark.parametrize(
+    "text, gold, correct",
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", True),
+        (r"\boxed{72.0}", "72", True),
+        (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", True),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+        (r"\boxed{\frac{1}{3}}", r"\frac{1}{2}", False),
+        ("no idea", r"\frac{1}{2}", False),
+        ("", "72", False),
+        (r"\boxed{", "72", False),
+    ],
+)
+def test_math_verify_decides_the_rest(text, gold, correct):
+    assert math_reward.reward(text, _problem(gold)) == Reward(float(correct), correct)
+
+
+@pytest.mark.parametrize(
+    "text, pattern, correct",
+    [
+        (" Paris\n", "", True),
+        ("paris", "", False),
+        ("It is Paris", "", False),
+        ("<answer>Rome</answer> no: <answer>\nParis</answer>", "<answer>(.*?)</answer>", True),
+        ("<answer>Paris</answer> no: <answer>Rome</answer>", "<answer>(.*?)</answer>", False),
+        ("no tags: Paris", "<answer>(.*?)</answer>", False),
+        ("I say Paris, not Lyon", "Paris|Rome", True),
+        ("()", r"(x)?\(\)", False),  # a group that took no part
+    ],
+)
+def test_exact_compares_word_for_word(text, pattern, correct):
+    settings = {"pattern": pattern} if pattern else {}
+    assert match.match_answer(text, _problem("Paris"), **settings) == Reward(float(correct), correct)
+
+
+@pytest.mark.parametrize(
+    "text, fits", [("<think>\na\n\nb</think> 5", True), ("\n<think></think>5 \n", True), ("so <think>a</think>5", False), ("", False)]
+)
+def test_format_matches_the_whole_completion(text, fits):
+    assert match.match_format(text, _problem("5"), pattern="<think>.*</think>.+") == Reward(float(fits), fits)
+
+
+async def asynchronous(text, problem): ...
+
+
+def without_a_problem(text): ...
+
+
+def with_defaults(text, problem, extra=1): ...
+
+
+def test_functions_are_found_by_name():
+    assert load_function("arithmetic") is arithmetic.reward
+    assert load_function("math") is math_reward.reward
+    assert load_function("megatron_rl.rewards.math:reward") is math_reward.reward
+    assert load_function("format", {"pattern": "a+"})("aa", _problem("")).correct
+    assert load_function(f"{__name__}:with_defaults") is with_defaults
+
+
+@pytest.mark.parametrize(
+    "name, wrong",
+    [
+        ("absent", "has no attribute 'absent'"),
+        ("DATA", "is a PosixPath, not a function"),
+        ("asynchronous", "must be a plain function, not an async one"),
+        ("without_a_problem", r"must take \(text, problem\): too many positional arguments"),
+    ],
+)
+def test_what_is_no_reward_function_is_refused(name, wrong):
+    with pytest.raises((TypeError, AttributeError), match=wrong):
+        load_function(f"{__name__}:{name}")
+
+
+needs_gsm8k = pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+needs_math500 = pytest.mark.skipif(not MATH_500.is_file(), reason=f"the MATH-500 file is not at {MATH_500}")
+
+
+def _correct(texts: list[str], golds: list[str]) -> int:
+    return sum(math_reward.reward(text, _problem(gold)).correct for text, gold in zip(texts, golds, strict=True))
+
+
+@needs_gsm8k
+def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
+    golds = [problem.answer for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")]
+    texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
+    assert _correct(texts, golds) == _correct([rf"\boxed{{{gold}}}" for gold in golds], golds) == len(golds) == 1319
+    others = golds[1:] + golds[:1]
+    assert _correct(texts, others) == sum(gold == other for gold, other in zip(golds, others, strict=True))
+
+
+@needs_math500
+def test_real_math500_golds_verify():
+    rows = [json.loads(line) for line in MATH_500.read_text().splitlines()]
+    golds = [row["answer"] for row in rows]
+    assert _correct([row["solution"] for row in rows], golds) == len(golds) == 500
+    assert _correct([rf"so \boxed{{{gold}}}" for gold in golds], golds) == 500
+
+
+@needs_math500
+def test_shuffled_math500_golds_fail():
+    golds = [json.loads(line)["answer"] for line in MATH_500.read_text().splitlines()]
+    shuffled = random.Random(0).sample(golds, len(golds))
+    pairs = [(rf"\boxed{{{said}}}", gold) for said, gold in zip(shuffled, golds, strict=True) if said != gold]
+    assert len(pairs) > 480
+    assert _correct(*map(list, zip(*pairs, strict=True))) <= 1
+
+
+@needs_gsm8k
+def test_real_gsm8k_golds_verify_through_math_verify_too():
+    for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:200]:
+        text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
+        assert math_reward.compare_integers(text, problem.answer) is None
+        assert math_reward.reward(text, problem).correct

@@ -1,0 +1,215 @@
+"""The pool of reward workers: order, speed, and samples that hang, raise, crash or eat memory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.data.sets import read_problem_set
+from megatron_rl.errors import RunError
+from megatron_rl.rewards.worker_pool import RewardPool
+from megatron_rl.types import Problem, Reward
+
+GSM8K_TEST = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
+MEMORY_MB = 2048
+
+
+HOSTILE = """
+    import os, signal, sys, time
+    from megatron_rl.types import Reward
+
+    def reward(text, problem):
+        print("noise on stdout")
+        if text == "hang":
+            time.sleep(1000)
+        if text == "hang in C":
+            pow(3, 10 ** 11)
+        if text == "slow":
+            time.sleep(0.3)
+        if text == "raise":
+            raise ValueError("no verdict")
+        if text == "exit":
+            sys.exit(3)
+        if text == "hard exit":
+            os._exit(7)
+        if text == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "memory":
+            bytearray(2 ** 36)
+        if text == "wrong type":
+            return 1.0
+        if text == "nan":
+            return Reward(float("nan"), True)
+        if text == "modules":
+            return Reward(0.0, False, ",".join(sorted(sys.modules)))
+        if text == "pid":
+            return Reward(float(os.getpid()), True)
+        return Reward(float(text == problem.answer), text == problem.answer)
+"""
+
+
+def pool_of(name: str, workers: int, timeout: float, memory_mb: int = MEMORY_MB) -> RewardPool:
+    return RewardPool([(name, {})], workers, timeout, memory_mb)
+
+
+def judged(pool: RewardPool, texts: list[str], problems: list[Problem]) -> list[Reward]:
+    return [reward for [reward] in pool.score(texts, problems)]
+
+
+@pytest.fixture
+def hostile(tmp_path, monkeypatch):
+    """The name of a reward function that misbehaves on request."""
+    (tmp_path / "hostile_reward.py").write_text(textwrap.dedent(HOSTILE))
+    monkeypatch.syspath_prepend(tmp_path)
+    return "hostile_reward:reward"
+
+
+def _problems(count: int) -> list[Problem]:
+    return [Problem(str(index), "?", str(index)) for index in range(count)]
+
+
+def test_rewards_come_in_the_order_of_the_samples():
+    problems = _problems(300)
+    texts = [f"#{problem.answer}" if index % 3 else "#-1" for index, problem in enumerate(problems)]
+    with pool_of("arithmetic", 3, 5.0) as pool:
+        for _ in range(2):
+            assert [reward.correct for reward in judged(pool, texts, problems)] == [bool(index % 3) for index in range(300)]
+        assert judged(pool, [], []) == []
+
+
+@pytest.mark.parametrize(
+    "text, error",
+    [
+        ("hang", "timeout after 0.5 s"),
+        ("hang in C", "timeout after 0.5 s"),
+        ("killed", "worker died (signal 9)"),
+        ("hard exit", "worker died (exit code 7)"),
+        ("raise", "ValueError: no verdict"),
+        ("exit", "SystemExit: 3"),
+        ("memory", "MemoryError: "),
+        ("wrong type", "TypeError: the reward function must return a Reward, not float"),
+        ("nan", "ValueError: the reward function returned nan"),
+    ],
+)
+def test_a_bad_sample_costs_only_itself(hostile, text, error):
+    problems = _problems(40)
+    texts = [problem.answer for problem in problems]
+    texts[5] = texts[23] = text
+    with pool_of(hostile, 2, 0.5 if "timeout" in error else 20.0) as pool:  # a busy machine must not look like a hanging sample
+        rewards = judged(pool, texts, problems)
+        assert rewards[5] == rewards[23] == Reward(0.0, False, error)
+        assert [reward for number, reward in enumerate(rewards) if number not in (5, 23)] == [Reward(1.0, True)] * 38
+        assert judged(pool, ["0"], problems[:1])[0].correct
+
+
+def test_the_timeout_counts_for_each_sample_not_for_its_chunk(hostile):
+    with pool_of(hostile, 1, 1.5) as pool:
+        rewards = judged(pool, ["slow"] * 8, _problems(8))
+    assert [reward.error for reward in rewards] == [""] * 8
+
+
+def test_a_worker_killed_while_idle_costs_no_sample(hostile):
+    with pool_of(hostile, 1, 5.0) as pool:
+        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        [reward] = judged(pool, ["pid"], _problems(1))
+    assert reward.correct and int(reward.value) != pid
+
+
+def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free(hostile):
+    pool = pool_of(hostile, 4, 5.0)
+    thread = threading.Thread(target=pool.__enter__)  # Linux sends the death signal when the starting thread ends
+    thread.start()
+    thread.join()
+    with pool:
+        assert all(reward.correct for reward in judged(pool, [str(index) for index in range(64)], _problems(64)))
+
+
+def test_a_worker_imports_little_and_ignores_ctrl_c(hostile):
+    with pool_of(hostile, 1, 5.0) as pool:
+        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
+        os.kill(pid, signal.SIGINT)
+        modules = judged(pool, ["modules"], _problems(1))[0].error.split(",")
+        assert int(judged(pool, ["pid"], _problems(1))[0].value) == pid
+    assert not {"torch", "numpy", "pydantic", "transformers", "sympy"} & set(modules)
+
+
+def test_closing_ends_the_workers(hostile):
+    with pool_of(hostile, 1, 5.0) as pool:
+        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
+def test_a_busy_worker_dies_with_its_parent(hostile, tmp_path):
+    script = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from megatron_rl.rewards.worker_pool import RewardPool
+from megatron_rl.types import Problem
+with RewardPool([({hostile!r}, {{}})], 1, 60.0, {MEMORY_MB}) as pool:
+    problems = [Problem("0", "?", "0")] * 2
+    print(int(pool.score(["pid"], problems[:1])[0][0].value), flush=True)
+    pool.score(["hang"], problems[:1])
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        worker_pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        parent.kill()
+    assert _gone_within(worker_pid, seconds=5)
+
+
+def _gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        if state == "Z":  # dead; whether anyone reaps it depends on the machine's init
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_function_that_cannot_be_loaded_is_reported():
+    with pytest.raises(RunError, match="2048 MiB could not load its functions: ModuleNotFoundError: No module named 'absent'"):
+        with pool_of("absent:reward", 1, 5) as pool:
+            judged(pool, ["#1"], _problems(1))
+
+
+def test_workers_that_cannot_start_break_the_run(tmp_path, monkeypatch):
+    (tmp_path / "suicidal_reward.py").write_text("import os; os._exit(9)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with (
+        pytest.raises(RunError, match=r"do not start: worker died \(exit code 9\)"),
+        pool_of("suicidal_reward:reward", 2, 5.0) as pool,
+    ):
+        judged(pool, ["#1"], _problems(1))
+
+
+def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
+    texts = [r"\boxed{\frac{2}{4}}", r"\boxed{(10^9)!}", r"\boxed{\frac{1}{2}}"]
+    with pool_of("math", 1, 2.0) as pool:
+        rewards = judged(pool, texts, [Problem("p", "?", r"\frac{1}{2}")] * 3)
+    assert [reward.correct for reward in rewards] == [True, False, True]
+    assert [bool(reward.error) for reward in rewards] == [False, True, False]
+
+
+@pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
+def test_real_gsm8k_golds_verify_in_the_pool():
+    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
+    texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
+    with pool_of("math", 2, 5.0) as pool:
+        assert all(reward.correct for reward in judged(pool, texts, problems))

@@ -1,0 +1,183 @@
+"""What a sync plans beforehand, and the check that the live engine holds what the plan writes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from test_model_geometry import model
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.errors import RunError, UserError
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.rollout.engine import EngineTensorSpec
+from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
+from megatron_rl.sync.plan import SyncPlan
+from parallel.layout import Layout
+from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
+
+QKV = "model.layers.0.self_attn.qkv_proj.weight"
+FP8 = "('float8_e4m3fn', (1024, 256))"
+
+
+def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = None, rollout_tp: int = 2, **widths: object) -> SyncPlan:
+    contract = PrecisionContract.from_config(PrecisionConfig(mode=mode, high=high))
+    return SyncPlan.make(model(**widths), train or Layout(), (rollout_tp, 1), contract, 1 << 20)
+
+
+def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
+    """What SGLang holds of `model()` at tp = 2, by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 300 -> 320."""
+    layer = {
+        "input_layernorm.weight": (high, (256,)),
+        "self_attn.qkv_proj.weight": ("float8_e4m3fn", (1024, 256)),
+        "self_attn.qkv_proj.weight_scale_inv": ("float32", (8, 2)),
+        "self_attn.q_norm.weight": (high, (128,)),
+        "self_attn.k_norm.weight": (high, (128,)),
+        "self_attn.o_proj.weight": ("float8_e4m3fn", (256, 512)),
+        "self_attn.o_proj.weight_scale_inv": ("float32", (2, 4)),
+        "post_attention_layernorm.weight": (high, (256,)),
+        "mlp.gate_up_proj.weight": ("float8_e4m3fn", (1024, 256)),
+        "mlp.gate_up_proj.weight_scale_inv": ("float32", (8, 2)),
+        "mlp.down_proj.weight": ("float8_e4m3fn", (256, 512)),
+        "mlp.down_proj.weight_scale_inv": ("float32", (2, 4)),
+    }
+    held = {"model.embed_tokens.weight": (high, (160, 256)), "model.norm.weight": (high, (256,)), "lm_head.weight": (high, (160, 256))}
+    held |= {f"model.layers.{index}.{name}": tensor for index in range(2) for name, tensor in layer.items()}
+    return [{name: EngineTensorSpec(*tensor) for name, tensor in held.items()} for _ in range(2)]
+
+
+def test_an_engine_that_holds_what_the_contract_says_passes():
+    check_live_tensors(make(), live_engine())
+    check_live_tensors(make(high="fp32"), live_engine("float32"))
+
+
+@pytest.mark.parametrize(
+    "name, tensor, held, expected",
+    [
+        (QKV, None, "absent", FP8),
+        (QKV + "_scale_inv", None, "absent", "('float32', (8, 2))"),
+        ("model.layers.0.self_attn.qkv_proj.bias", EngineTensorSpec("bfloat16", (1024,)), "('bfloat16', (1024,))", "absent"),
+        (QKV, EngineTensorSpec("float8_e4m3fn", (512, 256)), "('float8_e4m3fn', (512, 256))", FP8),
+        (QKV, EngineTensorSpec("bfloat16", (1024, 256)), "('bfloat16', (1024, 256))", FP8),
+        (QKV + "_scale_inv", EngineTensorSpec("bfloat16", (8, 2)), "('bfloat16', (8, 2))", "('float32', (8, 2))"),
+        ("model.norm.weight", EngineTensorSpec("float32", (256,)), "('float32', (256,))", "('bfloat16', (256,))"),
+        ("model.norm.weight", EngineTensorSpec("bfloat16", (256, 1)), "('bfloat16', (256, 1))", "('bfloat16', (256,))"),
+        ("lm_head.weight", EngineTensorSpec("float8_e4m3fn", (160, 256)), "('float8_e4m3fn', (160, 256))", "('bfloat16', (160, 256))"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_live_tensor_that_differs_is_named(rank, name, tensor, held, expected):
+    live = live_engine()
+    if tensor is None:
+        del live[rank][name]
+    else:
+        live[rank][name] = tensor
+    with pytest.raises(RunError) as caught:
+        check_live_tensors(make(), live)
+    assert str(caught.value) == f"engine rank {rank}: {name} is {held}, the precision contract says {expected}"
+
+
+def test_an_unquantised_engine_is_refused_in_fp8_and_right_in_bf16():
+    plain = [
+        {name: dataclasses.replace(tensor, dtype="bfloat16") for name, tensor in rank.items() if not name.endswith("_scale_inv")}
+        for rank in live_engine()
+    ]
+    check_live_tensors(make("bf16"), plain)
+    with pytest.raises(RunError, match="engine rank 0: model.layers.0.mlp.down_proj.weight is "):
+        check_live_tensors(make(), plain)
+
+
+class FakeEngine:
+    """An engine with the right weights, that quantises activations as told."""
+
+    def __init__(self, formats: dict[str, str], live: list[dict[str, EngineTensorSpec]] | None = None) -> None:
+        self._formats, self._live = formats, live or live_engine()
+
+    def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
+        return self._live
+
+    def read_activation_scale_formats(self) -> dict[str, str]:
+        return self._formats
+
+
+@pytest.mark.parametrize(
+    "formats, told",
+    [
+        ({"a": "pow2", "b": "fp32"}, "b quantises activations with fp32 scales; precision.scale_format is pow2"),
+        ({}, "no FP8 linear layer is live"),
+    ],
+)
+def test_an_engine_that_quantises_activations_otherwise_is_refused(formats, told):
+    check_live_engine(make(), FakeEngine({"a": "pow2", "b": "pow2"}))
+    with pytest.raises(RunError, match=told):
+        check_live_engine(make(), FakeEngine(formats))
+
+
+def int8_engine() -> list[dict[str, EngineTensorSpec]]:
+    """`live_engine` in INT8: one scale per row of a weight."""
+    found = []
+    for rank in live_engine():
+        data = {name: EngineTensorSpec("int8", tensor.shape) for name, tensor in rank.items() if tensor.dtype == "float8_e4m3fn"}
+        scales = {name + "_scale": EngineTensorSpec("float32", (tensor.shape[0], 1)) for name, tensor in data.items()}
+        found.append({name: tensor for name, tensor in rank.items() if tensor.dtype == "bfloat16"} | data | scales)
+    return found
+
+
+def test_an_int8_engine_passes_in_int8_alone():
+    check_live_engine(make("int8_rollout"), FakeEngine({"a": "int8"}, int8_engine()))
+    with pytest.raises(RunError, match=r"is \('int8', .* the precision contract says \('float8_e4m3fn'"):
+        check_live_tensors(make("fp8_rollout"), int8_engine())
+    with pytest.raises(RunError, match=r"is \('float8_e4m3fn', .* the precision contract says \('int8'"):
+        check_live_tensors(make("int8_rollout"), live_engine())
+
+
+@pytest.mark.parametrize(
+    "formats, told",
+    [
+        ({"a": "int8", "b": "pow2"}, "b quantises activations with pow2 scales; precision.mode is int8_rollout"),
+        ({}, "no INT8 linear layer is live"),
+    ],
+)
+def test_an_int8_engine_with_other_activations_is_refused(formats, told):
+    with pytest.raises(RunError, match=told):
+        check_live_engine(make("int8_rollout"), FakeEngine(formats, int8_engine()))
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
+@pytest.mark.parametrize("high, itemsize", [("bf16", 2), ("fp32", 4)])
+def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize):
+    plan = make(mode, high, Layout(tp=2))
+    fp8 = 2 * (2 * 1024 * 256 + 2 * 512 * 256) * 2  # ranks, matrices of qkv and gate_up and of o and down, layers
+    norms, vocabulary = 2 * (256 * 5 + 128 * 4), 2 * 300 * 256
+    weights = fp8 * itemsize if mode == "bf16" else fp8 + fp8 // 128**2 * 4
+    assert sum(map(plan.count_bytes, plan.transfers)) == weights + (norms + vocabulary) * itemsize
+    assert 0 < max(sum(rows.nbytes for rows in bucket) for bucket in plan.buckets) <= 1 << 20
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"ffn": 384, "train": Layout(tp=2)}, ["mlp.gate_proj.weight", "rows 0..192", "cuts a 128x128 FP8 block", "precision.mode = bf16"]),
+        ({"rollout_tp": 3}, ["rollout.tp = 3", "num_attention_heads (8)", "use a divisor of 8"]),
+        (
+            {"train": Layout(tp=3)},
+            ["layout.tp = 3", "num_attention_heads (8)", "train layouts that work: tp=1 or tp=4", "use a divisor of 8"],
+        ),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):
+    with pytest.raises(UserError) as caught:
+        make(**arguments)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_bucket_smaller_than_a_row_is_refused():
+    wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
+    with pytest.raises(UserError, match=r"sync.bucket_mb = 1: one row of .* is \d+ bytes, a bucket holds 1048576; raise it"):
+        SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)
+
+
+def test_int8_latent_attention_is_refused():
+    latent = MLAGeometry(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
+    with pytest.raises(UserError, match=r"precision.mode = 'int8_rollout': is not built for latent attention \(MLA\): .*; use fp8_rollout"):
+        make("int8_rollout", kind="deepseek_v3", latent=latent, experts=MoEGeometry(count=4, ffn=128))

@@ -1,0 +1,104 @@
+"""The studies go on where they were: finished runs are read, not made again; and their page shows each of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from megatron_rl.config import load_config
+
+ROOT = Path(__file__).resolve().parents[3]
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
+def study(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}_study.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
+
+
+def run_folder(parent: Path, scores: list[float], *overrides: str, **metrics: float) -> None:
+    """A run that is finished, with these overrides of the quickstart and these held-out accuracies."""
+    folder = parent / "2026-01-01_00-00-00"
+    folder.mkdir(parents=True)
+    (parent / "latest").symlink_to(folder.name)
+    config = load_config(QUICKSTART, [f"--log.dir={parent}", *overrides]).model_dump(mode="json")
+    (folder / "run.json").write_text(json.dumps({"status": "finished", "config": config}))
+    rows = [{"step": step, "eval/accuracy": score, "reward/mean": score, **metrics} for step, score in enumerate(scores)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def algorithm_run(parent: Path, name: str, scores: list[float], *more: str) -> None:
+    run_folder(parent / name, scores, f"--algorithm.name={name}", f"--train.steps={len(scores) - 1}", *more)
+
+
+def test_finished_runs_make_a_page_without_training(tmp_path):
+    algorithm_run(tmp_path, "grpo", [0.25, 0.75, 0.5], "--train.seed=1")
+    algorithm_run(tmp_path, "gspo", [0.25, 0.125, 0.625], "--train.seed=1")
+    done = study("algorithm", "--algorithms", "grpo,gspo", "--steps", 2, "--out", tmp_path, "--train.seed=1")
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "study.html").read_text()
+    assert "<td>grpo</td><td>2</td><td>25.0 %</td><td>75.0 %</td><td>50.0 %</td>" in page
+    assert "<td>gspo</td><td>2</td><td>25.0 %</td><td>62.5 %</td><td>62.5 %</td>" in page
+    assert page.count("<svg ") == 1 and "--train.seed=1" in page
+
+
+def test_a_run_of_another_configuration_is_made_anew(tmp_path):
+    """What is asked of the command that trains is seen by its refusal of a model that is not there."""
+    algorithm_run(tmp_path, "dapo", [0.5, 0.5])
+    (tmp_path / "model").mkdir()
+    for change in ("--train.seed=1", "--train.learning_rate=1e-3"):
+        done = study("algorithm", "--algorithms", "dapo", "--steps", 1, "--out", tmp_path, change, f"--model.path={tmp_path / 'model'}")
+        assert done.returncode == 2 and "holds no config.json" in done.stderr
+
+
+def test_what_is_not_known_is_refused(tmp_path):
+    for tool, *wrong in (("algorithm", "--algorithms", "gppo"), ("precision", "--modes", "fp4"), ("precision", "--settings", "grpo")):
+        done = study(tool, *wrong, "--out", tmp_path)
+        assert done.returncode == 2 and wrong[-1] in done.stderr and not any(tmp_path.iterdir())
+    done = study("algorithm", "--config", "absent.toml", "--out", tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "absent.toml" in done.stderr
+
+
+def test_the_precision_study_shows_modes_side_by_side(tmp_path):
+    """Two seeds each: means of accuracies, their spread, the deepest fall, and the falls of the reward."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    try:
+        from precision_study import overrides
+    finally:
+        sys.path.pop(0)
+    scores = {"bf16": ([0.25, 0.5, 0.75], [0.25, 0.75, 0.5]), "fp8_rollout+tis": ([0.25, 0.5, 0.5], [0.25, 0.25, 0.25])}
+    for name, runs in scores.items():
+        mode, _, way = name.partition("+")
+        for tis in (False, True) if mode == "bf16" else (bool(way), False):
+            for seed, values in enumerate(runs):
+                folder = tmp_path / "many_updates" / f"{mode}{'+tis' * tis}" / f"seed{seed}"
+                more = overrides("many_updates", mode, tis, seed, 2, tmp_path)
+                run_folder(folder, values, *more, **{"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125})
+    arguments = ("--modes", "bf16,fp8_rollout", "--settings", "many_updates", "--seeds", 2, "--steps", 2, "--tis", "--out", tmp_path)
+    done = study("precision", *arguments)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "study.html").read_text()
+    line = "<td>{}</td><td>2</td><td>25.0 %</td><td>{}</td><td>{}</td><td>25.0 %</td><td>{}</td><td>{}</td><td>0.5</td><td>–</td>"
+    assert line.format("bf16", "75.0 %", "62.5 %", "25.0 %", "0.5") in page
+    assert line.format("fp8_rollout+tis", "37.5 %", "37.5 %", "0.0 %", "0") in page
+    assert "<td>bf16+tis</td><td>–</td><td>–</td><td>0.125</td>" in page
+    assert page.count("<svg ") == 3  # accuracy, reward, mismatch
+
+
+def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from bench_scaling import medians, table
+
+    def row(trainer: float) -> dict[str, float]:
+        parts = {"time/logprobs": trainer / 4, "time/train": 3 * trainer / 4, "time/generate": 1.0, "time/sync": 0.375, "time/proof": 0.125}
+        return {**parts, "time/step": sum(parts.values())}
+
+    found = {1: medians([row(2.5), row(2.0), row(99.0)]), 2: medians([row(1.25)])}
+    strong, weak = (table(kind, found).splitlines()[2:] for kind in ("strong", "weak"))
+    assert strong == [
+        "| 1 | 4.00 | 2.50 | 1.00 | 1.00 | 1.00 | 0.500 | 12.5 % | 3.1 % |",
+        "| 2 | 2.75 | 1.25 | 2.00 | 1.45 | 1.00 | 0.500 | 18.2 % | 4.5 % |",
+    ]
+    assert weak[1].split(" | ")[3:5] == ["4.00", "2.91"]
