@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.models import make_checkpoint
-from support.world import World
+from support.processes import World
 
 
 def _world(size: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:

@@ -29,7 +29,7 @@ def test_one_step_is_that_of_the_sampled_tokens_alone(one, plain, checkpoint):
     batch = dialogues(6, seed=5)
     assert 0.5 < sum(sequence.sampled_count for sequence in batch) / sum(len(sequence.response_ids) for sequence in batch) < 0.9
     found = one.call("support.trainer:train_grpo", checkpoint, FP32, {}, [batch])[0]
-    expected = plain.call("support.transformers_side:grpo", checkpoint, [vars(sequence) for sequence in batch], 0.1)[0]
+    expected = plain.call("support.transformers_reference:grpo", checkpoint, [vars(sequence) for sequence in batch], 0.1)[0]
     torch.testing.assert_close(found["before"], expected.pop("logprobs"), atol=2e-5, rtol=0)
     assert found["entropy"] == pytest.approx(expected.pop("entropy"), rel=1e-5)
     assert {name: found["steps"][0][name] for name in expected} == pytest.approx(expected, rel=1e-4)
@@ -38,7 +38,7 @@ def test_one_step_is_that_of_the_sampled_tokens_alone(one, plain, checkpoint):
 def test_log_probs_of_an_environments_tokens_change_nothing(one, checkpoint):
     """No loss, no metric and no weight, in steps that read log-probs wherever the loop can."""
     algorithm = {"updates_per_step": 2, "kl_coef": 0.1, "correction": "tis", "calibrate_every": 1}
-    arguments = "support.looped:run_loop", checkpoint, FP8, algorithm, 2, 0.02, 1
+    arguments = "support.training_runs:run_loop", checkpoint, FP8, algorithm, 2, 0.02, 1
     runs = [one.call(*arguments, said)[0] for said in (0.0, -9.0, None)]
     first, second, alone = ([without_times(row) for row in run["rows"]] for run in runs)
     assert first == second and runs[0]["advantages"] == runs[1]["advantages"]

@@ -9,8 +9,7 @@ import signal
 import psutil
 import pytest
 from support.models import FP8
-from support.processes import alive_after, until
-from support.world import World
+from support.processes import World, alive_after, until
 
 from megatron_rl.observability.hang_watchdog import read_rank_status
 
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):
     run = tmp_path / "run"
     with World(2, tmp_path / "world") as world:
-        world.send("support.standing:train_with_watchdog", checkpoint, run, FP8, 8.0)
+        world.send("support.training_runs:train_with_watchdog", checkpoint, run, FP8, 8.0)
         until(lambda: (stand := read_rank_status(run / "ranks", 1)) is not None and stand.step >= 2, 240, "rank 1 trains")
         os.kill(world.pid(1), signal.SIGSTOP)
         assert alive_after([psutil.Process(world.pid(0))], 120) == []
@@ -33,5 +32,5 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
 
 
 def test_a_signal_to_one_rank_is_the_stop_of_all(two):
-    found = two.call("support.standing:break_after_a_signal", 1, seconds=300)
+    found = two.call("support.training_runs:break_after_a_signal", 1, seconds=300)
     assert [(str(error), error.exit_code) for error in found] == [("stopped by SIGUSR1", 143)] * 2

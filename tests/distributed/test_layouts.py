@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import ARCHITECTURES, FP8, FP32, make_checkpoint, make_model, random_sequences, read_weights
-from support.world import World
+from support.processes import World
 
 from megatron_rl.errors import RunError
 from parallel.layout import Layout

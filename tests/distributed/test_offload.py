@@ -17,7 +17,7 @@ BATCHES = [random_sequences(4, seed=seed) for seed in (41, 42, 43)]
 @pytest.mark.parametrize("precision", [FP8, {**FP8, "high": "bf16"}], ids=["fp32", "bf16 with masters of their own"])
 def test_training_and_checkpoints_are_the_same_with_the_state_away(one, two, checkpoint, tmp_path, precision, dp):
     stay, go = (
-        (one, two)[dp - 1].call("support.offloaded:train", checkpoint, tmp_path / str(offload), precision, BATCHES, offload, dp)
+        (one, two)[dp - 1].call("support.trainer:train", checkpoint, tmp_path / str(offload), precision, BATCHES, offload, dp)
         for offload in (False, True)
     )
     for stays, away in zip(stay, go, strict=True):

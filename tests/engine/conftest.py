@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.models import make_checkpoint
-from support.world import World
+from support.processes import World
 
 
 @pytest.fixture(scope="session")

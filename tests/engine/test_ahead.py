@@ -18,13 +18,13 @@ STEPS = 5
 def served(new_world, checkpoint, tmp_path_factory):
     """A trainer and its engine; the tests of this module share them in order."""
     world = new_world()
-    world.call("support.asynchronous:start", checkpoint, tmp_path_factory.mktemp("ahead"), FP8, seconds=270)
+    world.call("support.async_runs:start", checkpoint, tmp_path_factory.mktemp("ahead"), FP8, seconds=270)
     return world
 
 
 def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_version(served):
     """The new weights read the old tokens anew, so a token's log-prob is that of its version alone, to the bit."""
-    found = served.call("support.switched:switch_under_load", {"running": "continue"}, 1, 3, BATCH, PROMPTS, 48, seconds=200)[0]
+    found = served.call("support.async_runs:switch_under_load", {"running": "continue"}, 1, 3, BATCH, PROMPTS, 48, seconds=200)[0]
     assert [report["proved"] for report in found["reports"]] == [TENSORS] * 3
     assert max(found["running"]) > 0 and found["mixed"] > 0
     assert set(found["logprobs"]) == {1, 2, 3, 4}
@@ -34,7 +34,7 @@ def test_completions_that_go_on_over_a_switch_have_the_log_probs_of_each_tokens_
 
 @pytest.mark.parametrize("running", ["continue", "restart", "finish"])
 def test_no_token_is_older_than_the_bound(served, running):
-    found = served.call("support.asynchronous:run_ahead", running, 1, STEPS, seconds=200)[0]
+    found = served.call("support.async_runs:run_ahead", running, 1, STEPS, seconds=200)[0]
     rows, made = found["rows"], found["made"]
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert [row["sync/proved"] for row in rows] == [TENSORS] * (STEPS + 1)
@@ -51,7 +51,7 @@ def test_no_token_is_older_than_the_bound(served, running):
 
 
 def test_with_a_bound_of_two_it_may_be_two_versions_ahead(served):
-    found = served.call("support.asynchronous:run_ahead", "continue", 2, STEPS, seconds=200)[0]
+    found = served.call("support.async_runs:run_ahead", "continue", 2, STEPS, seconds=200)[0]
     ages = {version - sampled for version, versions in found["made"] for sampled in versions}
     assert {0, 1} < ages | {2} and max(ages) <= 2
     assert [row["sync/proved"] for row in found["rows"]] == [TENSORS] * (STEPS + 1)
@@ -59,17 +59,17 @@ def test_with_a_bound_of_two_it_may_be_two_versions_ahead(served):
 
 def test_who_waits_gives_its_memory_back_and_the_next_sync_fills_it(served):
     """The cache takes 64 MiB for each of keys and values."""
-    found = served.call("support.asynchronous:give_memory_back_and_take_it_again", 20, PROMPTS, seconds=120)[0]
+    found = served.call("support.async_runs:give_memory_back_and_take_it_again", 20, PROMPTS, seconds=120)[0]
     assert found["awake"] - found["released"] > 100, found
     assert found["again"] - found["released"] > 100, found
     assert found["waited"] and found["proved"] == TENSORS
-    again = served.call("support.served:generate", PROMPTS)[0]
+    again = served.call("support.trainer_engine:generate", PROMPTS)[0]
     assert again["versions"] == {22} and torch.equal(again["engine"], again["trainer"])
 
 
 def test_nothing_is_left(served):
     """Last: the engine ends with its trainer, also while requests run."""
     trainer, *below = family(served.pid())
-    served.send("support.served:generate_until_it_fails", PROMPTS)
+    served.send("support.trainer_engine:generate_until_it_fails", PROMPTS)
     trainer.kill()
     assert len(below) >= 3 and command_lines(alive_after(below, 20)) == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from support.architectures import write_model
+from support.models import write_model
 from support.processes import Command
 
 pytestmark = pytest.mark.slow

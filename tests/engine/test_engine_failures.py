@@ -22,24 +22,24 @@ PROMPTS = [sequence.prompt_ids for sequence in random_sequences(4, seed=1)]
 def other_scales(new_world, checkpoint, tmp_path_factory):
     """A trainer of pow2 scales with an engine whose checkpoint has no "scale_fmt": same bytes, activations in fp32 scales."""
     folder, world = tmp_path_factory.mktemp("other_scales"), new_world()
-    model = world.call("support.served:save_only", checkpoint, folder / "model", FP8)[0]
+    model = world.call("support.trainer_engine:save_only", checkpoint, folder / "model", FP8)[0]
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     edit_config(model, {"quantization_config": {**quantization, "modules_to_not_convert": ["lm_head"]}})
-    world.call("support.served:start", checkpoint, folder, FP8, model, seconds=270)
+    world.call("support.trainer_engine:start", checkpoint, folder, FP8, model, seconds=270)
     return world
 
 
 def test_an_engine_with_other_activation_scales_is_refused(other_scales):
-    other_scales.call("support.served:prove")  # the weights alone do not show it
+    other_scales.call("support.trainer_engine:prove")  # the weights alone do not show it
     line = r"breaks the precision contract: .*_proj quantises activations with fp32 scales; precision.scale_format is pow2"
     with pytest.raises(RunError, match=line):
-        other_scales.call("support.served:check_live")
-    found = other_scales.call("support.served:generate", PROMPTS)[0]
+        other_scales.call("support.trainer_engine:check_live")
+    found = other_scales.call("support.trainer_engine:generate", PROMPTS)[0]
     assert (found["engine"] - found["trainer"]).abs().mean() > 1e-4  # it is another policy
 
 
 def test_its_live_graph_says_where_it_differs(other_scales):
-    lines, *_ = other_scales.call("support.graphs:compare_served_graphs")[0]
+    lines, *_ = other_scales.call("support.trainer_engine:compare_served_graphs")[0]
     readers = ["input_norm -> attention.qkv", "attention.core -> attention.output", "post_attention_norm -> mlp.gate_up"]
     readers += ["mlp.swiglu -> mlp.down"]
     assert lines == [f"layer 0: {name} (x) is e4m3 1x128 fp32 in the rollout, e4m3 1x128 pow2 in training" for name in readers]
@@ -51,11 +51,11 @@ def test_an_engine_killed_while_it_generates_is_an_error_at_once(other_scales):
     killer = threading.Timer(2.0, server.kill)
     killer.start()
     start = time.monotonic()
-    line, tail = other_scales.call("support.served:generate_until_it_fails", PROMPTS, seconds=60)[0]
+    line, tail = other_scales.call("support.trainer_engine:generate_until_it_fails", PROMPTS, seconds=60)[0]
     assert time.monotonic() - start < 30
     assert "the engine does not answer /generate" in line and "engine.log" in line and "\n" not in line
     assert isinstance(tail, str)
-    other_scales.call("support.served:stop_twice", seconds=45)
+    other_scales.call("support.trainer_engine:stop_twice", seconds=45)
     assert command_lines(alive_after(below, 5)) == {}
 
 
@@ -76,7 +76,7 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
         worlds = {name: new_world() for name in faults}
         for name, (model, fault, _, _) in faults.items():
             (tmp_path / f"log_{name}").mkdir()
-            worlds[name].send("support.engines:launch_only", model, tmp_path / f"log_{name}", fault)
+            worlds[name].send("support.engine_faults:launch_only", model, tmp_path / f"log_{name}", fault)
         for name, (_, _, line, log) in faults.items():
             said, tail, seconds = worlds[name].receive(seconds=270)[0]
             assert line in said and f"log_{name}" in said, f"{name}: {said}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from support.models import FP8, random_sequences
-from support.world import World
+from support.processes import World
 
 from megatron_rl.errors import RunError
 from megatron_rl.hf.write import read_config
@@ -29,7 +29,7 @@ def served(request, tmp_path_factory):
     layout, tp, ep = ENGINES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     with World(layout.world_size, folder / "world") as world:
-        world.call("support.resharded:start", request.param, folder, FP8, layout, tp, ep, seconds=270)
+        world.call("support.reshard_runs:start", request.param, folder, FP8, layout, tp, ep, seconds=270)
         yield world, folder
 
 
@@ -40,10 +40,10 @@ def transformers_side(tmp_path_factory):
 
 
 def assert_same_logprobs(world, folder, transformers_side, version: int, seed: int) -> None:
-    found = world.call("support.resharded:generate", PROMPTS)[0]
+    found = world.call("support.reshard_runs:generate", PROMPTS)[0]
     assert found["versions"] == {version}
     config = read_config(folder / "model")
-    wanted = transformers_side.call("support.transformers_side:fp8_logprobs", config, seed, FP8, found["sequences"])[0]
+    wanted = transformers_side.call("support.transformers_reference:fp8_logprobs", config, seed, FP8, found["sequences"])[0]
     assert len(found["engine"]) >= 50
     # most are equal up to the order of sums, which no other quantiser or weight would give; an E4M3 rounding that tips over (2^-3 of
     # one activation) stays in the cache for all tokens that follow, and shifts them by some 10^-2
@@ -55,20 +55,20 @@ def assert_same_logprobs(world, folder, transformers_side, version: int, seed: i
 
 def test_every_rank_holds_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):
     world, folder = served
-    world.call("support.resharded:check_live")
-    assert world.call("support.resharded:prove")[0] >= LEAST
+    world.call("support.reshard_runs:check_live")
+    assert world.call("support.reshard_runs:prove")[0] >= LEAST
     assert_same_logprobs(world, folder, transformers_side, version=0, seed=0)
 
 
 def test_a_sync_moves_everything_to_its_engine_rank(served, transformers_side):
     """For MLA this holds too that w_kc and w_vc are made anew from the kv_b_proj that was written."""
     world, folder = served
-    world.call("support.resharded:change", 1)
+    world.call("support.reshard_runs:change", 1)
     with pytest.raises(RunError, match="the sync is not proved"):
-        world.call("support.resharded:prove")
-    report = world.call("support.resharded:sync", 1)[0]
+        world.call("support.reshard_runs:prove")
+    report = world.call("support.reshard_runs:sync", 1)[0]
     assert report["proved"] == report["tensors"] >= LEAST
-    assert world.call("support.resharded:prove")[0] == report["proved"]
+    assert world.call("support.reshard_runs:prove")[0] == report["proved"]
     assert_same_logprobs(world, folder, transformers_side, version=1, seed=1)
-    world.call("support.resharded:change", 2)
-    assert world.call("support.resharded:sync", 2, {"staged": True})[0]["proved"] == report["proved"]
+    world.call("support.reshard_runs:change", 2)
+    assert world.call("support.reshard_runs:sync", 2, {"staged": True})[0]["proved"] == report["proved"]

@@ -31,7 +31,7 @@ def run(new_world, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     small = ["--model.create.num_hidden_layers=1", "--model.warm_start.steps=60", "--data.levels=[2, 3]"]
     config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small])
-    new_world().call("support.evaluated:make_run", config, folder / "run", 3, seconds=270)
+    new_world().call("support.training_runs:make_run", config, folder / "run", 3, seconds=270)
     return folder / "run"
 
 

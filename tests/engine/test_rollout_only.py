@@ -25,7 +25,7 @@ def engines(new_world, checkpoint, tmp_path_factory):
     worlds = {mode: new_world() for mode in FORMATS}
     models = {"fp8_rollout": checkpoint, "int8_rollout": make_checkpoint(tmp_path_factory.mktemp("experts"), **EXPERTS)}
     for mode, world in worlds.items():
-        world.send("support.served:start", models[mode], tmp_path_factory.mktemp(mode), {"mode": mode, "high": "fp32"})
+        world.send("support.trainer_engine:start", models[mode], tmp_path_factory.mktemp(mode), {"mode": mode, "high": "fp32"})
     for world in worlds.values():
         world.receive(seconds=240)
     return worlds
@@ -43,7 +43,7 @@ def served(mode, engines):
 
 
 def assert_the_engine_computes_as_emulated(served):
-    found = served.call("support.emulated:generate_and_emulate", PROMPTS)[0]
+    found = served.call("support.trainer_engine:generate_and_emulate", PROMPTS)[0]
     error = (found["engine"] - found["emulated"]).abs()
     mismatch = (found["engine"] - found["trainer"]).abs()
     assert len(error) >= 50
@@ -52,22 +52,22 @@ def assert_the_engine_computes_as_emulated(served):
 
 
 def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emulated(served, mode):
-    served.call("support.served:check_live")
-    assert served.call("support.served:prove") == [TENSORS[mode]]
-    _, _, rollout = served.call("support.graphs:compare_served_graphs")[0]
+    served.call("support.trainer_engine:check_live")
+    assert served.call("support.trainer_engine:prove") == [TENSORS[mode]]
+    _, _, rollout = served.call("support.trainer_engine:compare_served_graphs")[0]
     quantised = [str(edge.format) for edge in rollout.edges if edge.format.quantized]
     assert len(quantised) == 8 and set(quantised) == FORMATS[mode]  # qkv, output, gate_up, down
     assert_the_engine_computes_as_emulated(served)
 
 
 def test_after_an_optimizer_step_a_sync_serves_the_newly_quantised_weights(served, mode):
-    served.call("support.served:train", random_sequences(8, seed=22))
+    served.call("support.trainer_engine:train", random_sequences(8, seed=22))
     with pytest.raises(RunError, match="the sync is not proved"):
-        served.call("support.served:prove")
+        served.call("support.trainer_engine:prove")
     for version in (1, 2):  # twice: SGLang processes its weights at the end of every update
-        report = served.call("support.served:sync", version, 1 << 16)[0]
+        report = served.call("support.trainer_engine:sync", version, 1 << 16)[0]
         assert report["proved"] == report["tensors"] == TENSORS[mode] and report["buckets"] > 5
-    served.call("support.served:check_live")
+    served.call("support.trainer_engine:check_live")
     assert_the_engine_computes_as_emulated(served)
 
 
@@ -80,7 +80,7 @@ def test_after_an_optimizer_step_a_sync_serves_the_newly_quantised_weights(serve
 )
 def test_one_bit_changed_in_an_int8_engine_is_named_and_the_next_sync_mends_it(engines, name, row, col, line):
     served = engines["int8_rollout"]
-    served.call("support.served:change_engine", f"model.layers.0.{name}", row, col)
+    served.call("support.trainer_engine:change_engine", f"model.layers.0.{name}", row, col)
     with pytest.raises(RunError, match=line):
-        served.call("support.served:prove")
-    assert served.call("support.served:sync", 3, 16 << 20)[0]["proved"] == TENSORS["int8_rollout"]
+        served.call("support.trainer_engine:prove")
+    assert served.call("support.trainer_engine:sync", 3, 16 << 20)[0]["proved"] == TENSORS["int8_rollout"]

@@ -23,9 +23,9 @@ def world(new_world):
 def answered(world, tmp_path_factory):
     """Answers of two turns by a random model, in a mode in which trainer and engine differ, and what both say of them."""
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"), **WIDTHS, **EXPERTS)
-    world.call("support.replayed:start", checkpoint, tmp_path_factory.mktemp("engine"), PRECISION, seconds=270)
-    sequences, same, cached = world.call("support.replayed:two_turns", PROMPTS)[0]
-    return sequences, same, cached, world.call("support.replayed:logprobs", sequences)[0]
+    world.call("support.routing:start", checkpoint, tmp_path_factory.mktemp("engine"), PRECISION, seconds=270)
+    sequences, same, cached = world.call("support.routing:two_turns", PROMPTS)[0]
+    return sequences, same, cached, world.call("support.routing:logprobs", sequences)[0]
 
 
 def apart(found: dict, name: str) -> torch.Tensor:
@@ -51,4 +51,4 @@ def test_replay_brings_the_mismatch_down_to_that_of_a_dense_model(answered, worl
     assert apart(found, "replay").mean() < 0.8 * apart(found, "free").mean()
     assert apart(found, "replay").max() < 0.5 * apart(found, "free").max()  # a token at another expert is far off
     dense = make_checkpoint(tmp_path_factory.mktemp("dense"), **WIDTHS, intermediate_size=256)  # as wide as two experts
-    assert apart(found, "replay").mean() <= world.call("support.replayed:dense_mismatch", dense, PRECISION, sequences)[0]
+    assert apart(found, "replay").mean() <= world.call("support.routing:dense_mismatch", dense, PRECISION, sequences)[0]

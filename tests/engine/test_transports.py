@@ -18,7 +18,7 @@ TOKENS = 48
 def served(new_world, checkpoint, tmp_path_factory):
     """A trainer and its engine; the tests of this module share them in order."""
     world = new_world()
-    world.call("support.served:start", checkpoint, tmp_path_factory.mktemp("transports"), FP8, seconds=270)
+    world.call("support.trainer_engine:start", checkpoint, tmp_path_factory.mktemp("transports"), FP8, seconds=270)
     return world
 
 
@@ -39,7 +39,7 @@ def test_requests_that_run_during_syncs_belong_to_one_version_each(served, way, 
     if settings["transport"] == "disk":
         settings["dir"] = tmp_path
     first = 1 + 10 * list(WAYS).index(way)
-    found = served.call("support.switched:switch_under_load", settings, first, 2, BATCH, PROMPTS, TOKENS, seconds=200)[0]
+    found = served.call("support.async_runs:switch_under_load", settings, first, 2, BATCH, PROMPTS, TOKENS, seconds=200)[0]
     assert [report["proved"] for report in found["reports"]] == [TENSORS] * 2
     assert all(report["bytes"] > 0 and 0 < report["proof_seconds"] < report["seconds"] for report in found["reports"])
     assert max(found["running"]) > 0 and found["mixed"] == 0  # the question was put
@@ -54,12 +54,12 @@ def test_requests_that_run_during_syncs_belong_to_one_version_each(served, way, 
 
 def test_a_byte_changed_on_its_way_is_found_before_it_is_served(served):
     with pytest.raises(RunError, match=r"the sync is not proved: .* of engine rank 0 differs from .* of trainer rank 0; first in rows"):
-        served.call("support.switched:sync_with_wrong_byte", {"transport": "shared_memory"}, 90)
-    assert served.call("support.served:sync", 91, 16 << 20)[0]["proved"] == TENSORS
+        served.call("support.async_runs:sync_with_wrong_byte", {"transport": "shared_memory"}, 90)
+    assert served.call("support.trainer_engine:sync", 91, 16 << 20)[0]["proved"] == TENSORS
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
 def test_a_trainer_that_fails_in_the_middle_is_one_error_in_bounded_time(served, transport):
     with pytest.raises(RunError, match=r"^the sync broke: trainer rank 0: out of memory, say; engine rank 0 could not finish: \w+Error: "):
-        served.call("support.switched:sync_that_breaks", {"transport": transport, "timeout": 20.0}, 92, seconds=60)
-    assert served.call("support.served:sync", 93, 16 << 20)[0]["proved"] == TENSORS
+        served.call("support.async_runs:sync_that_breaks", {"transport": transport, "timeout": 20.0}, 92, seconds=60)
+    assert served.call("support.trainer_engine:sync", 93, 16 << 20)[0]["proved"] == TENSORS

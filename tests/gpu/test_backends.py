@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.activations import check_columns, check_kernel, check_rows, uneven
+from support.fp8_reference import check_columns, check_kernel, check_rows, uneven
 
 from megatron_rl.precision.backends import make_backend, requirements
 from megatron_rl.precision.backends.base import Fp8Backend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import device_sums
+from support import fp8_reference as device_sums
 
 from parallel.digest import digest, digest_all
 from parallel.shards import Rect

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import library_scales
-from support.activations import engine_layouts, uneven
+from support import fp8_reference as library_scales
+from support.fp8_reference import engine_layouts, uneven
 
 from megatron_rl.precision.fp8 import quantize_1x128
 from rollout_sglang.hooks import gpu_activation_quant

@@ -47,7 +47,7 @@ code=$(sed -n "$(wc -l <"$PWD/started.$RANK")p" codes)
 echo "rank $RANK was here"
 if [ "$code" = engines ]; then
   code=0
-  if [ "$RANK" = 0 ]; then "$REAL_PYTHON" -m support.placed "$@" || code=$?; touch ended; fi
+  if [ "$RANK" = 0 ]; then "$REAL_PYTHON" -m support.slurm_trainer "$@" || code=$?; touch ended; fi
   until [ -e ended ]; do sleep 0.2; done
 fi
 [ "$code" != stop ] || { trap 'exit 143' USR1 TERM; while :; do sleep 0.1; done; }
@@ -153,7 +153,7 @@ def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
 
 
 def assert_engines(job: Job, nodes: list[str]) -> None:
-    """Engines 0, 1, ... told that they are there and counted their devices node by node. `support.placed` has seen them end."""
+    """Engines 0, 1, ... told that they are there and counted their devices node by node. `support.slurm_trainer` has seen them end."""
     logs = [(job.folder / f"engine{number}.log").read_text().splitlines() for number in range(len(nodes))]
     told = [json.loads(next(line for line in log if line.startswith("{"))) for log in logs]
     assert [(one["node"], one["host"]) for one in told] == [(node, "127.0.0.1") for node in nodes]

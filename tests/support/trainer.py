@@ -1,4 +1,4 @@
-"""The trainer's side of a test, run in the ranks of a `World`: a real Megatron model, its optimizer, and what they hold."""
+"""A Megatron actor on the rank of a `World`, and what tests ask of it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
@@ -20,9 +21,12 @@ from megatron_rl.errors import RunError
 from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint import load as checkpoints
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.fp8_linear import disable_fp8, find_fp8_layers
 from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, global_parameters, load_checkpoint
+from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
@@ -235,3 +239,87 @@ def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     trainer.layout, trainer.hf_config, trainer.contract = Layout(), hf_config, PrecisionContract.from_config(precision)
     trainer.model, trainer.shards = model, shards
     return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
+
+
+Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
+"""Log-probs of all answer tokens; gradient of their sum by parameter."""
+
+
+def packed_and_alone(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
+) -> tuple[torch.Tensor, list[Found]]:
+    """(log-probs of each sequence alone, in the [1, s] form that is not packed; what micro-batches of each bound give)."""
+    trainer = Trainer(folder, precision)
+    return _unpacked(trainer, batch), [_packed(trainer, batch, bound) for bound in bounds]
+
+
+def _packed(trainer: Trainer, batch: list[TrainingSample], bound: int) -> Found:
+    def loss(logits: torch.Tensor, row: MicroBatch, _: Any) -> torch.Tensor:
+        return negative_log_likelihood(token_logprobs(logits, row.targets, 1.0), row)[0]
+
+    actor = trainer.actor
+    actor.micro_batch_tokens = bound
+    logprobs, _ = actor.compute_logprobs(batch)
+    actor._forward_chunks[0].zero_grad_buffer()
+    actor._run(batch, loss, forward_only=False)
+    return torch.cat(logprobs), {name: parameter.main_grad.clone() for name, parameter in trainer.model.named_parameters()}
+
+
+def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
+    found = []
+    for sequence in batch:
+        ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+        tokens = F.pad(ids, (0, 64 - ids.shape[1]))
+        with torch.no_grad():
+            logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
+        found.append(token_logprobs(logits[:, : ids.shape[1] - 1], ids[:, 1:], 1.0)[0, len(sequence.prompt_ids) - 1 :])
+    return torch.cat(found)
+
+
+def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[str, torch.Tensor]:
+    """This rank's gradients of one made-up loss under sequence parallelism; FP8 layers add theirs to a gradient buffer."""
+    model = Trainer(folder, precision, {"recompute": recompute}).actor.model
+    assert model.config.sequence_parallel
+    for layer in find_fp8_layers(model).values():
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+    runs: list[int] = []
+    first = model.decoder.layers[0].mlp.linear_fc1
+    first.register_forward_hook(lambda *_: runs.append(1))
+    tokens = torch.randint(0, 256, (4, 48), generator=torch.Generator().manual_seed(3))
+    model.train()
+    logits = model(tokens, torch.arange(48).expand(4, 48).contiguous(), None)
+    logits.float().square().mean().backward()
+    assert len(runs) == (1 if recompute == "none" else 2), f"the layer ran {len(runs)} times"
+    return {name: getattr(p, "main_grad", p.grad).clone() for name, p in model.named_parameters()}
+
+
+def train(
+    folder: Path, to: Path, precision: dict[str, Any], batches: list[list[TrainingSample]], offload: bool, dp: int = 1
+) -> dict[str, Any]:
+    """Steps with the state away between them, where `offload`: bytes held, log-probs and a checkpoint in between, and what it tells."""
+    trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
+    actor, away = trainer.actor, trainer.actor._offload
+    gradients, logprobs, addresses = [], [], []
+    for number, batch in enumerate(batches):
+        away.reload()
+        away.reload()
+        actor.update(batch, PolicyLoss(AlgorithmConfig()))
+        addresses.append(_addresses(actor.optimizer))
+        if offload:
+            away.offload()
+            away.offload()
+        addresses.append(_addresses(actor.optimizer))
+        gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in away._buffers))
+        logprobs.append(torch.cat(actor.compute_logprobs(batch)[0]))
+        state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
+        CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
+    return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "held": trainer.dump_bytes()}
+
+
+def _addresses(optimizer: Any) -> list[int]:
+    """Of moments and separate masters."""
+    found = []
+    for part in flatten_chained(optimizer):
+        found += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
+        found += [master.data_ptr() for _, master in iter_fp32_masters(part)]
+    return found

@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def fake_libraries(monkeypatch):
-    from support import fake_kernels
+    from support import fake_gpu_libraries as fake_kernels
 
     from megatron_rl.precision.backends import make_backend
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.fp8_checkpoints import SETTINGS, make_fp8_checkpoint, split
-from support.hollow import list_tensors, write_sparse_safetensors
+from support.fp8_checkpoints import SETTINGS, list_tensors, make_fp8_checkpoint, split, write_sparse_safetensors
 from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support.device_sums import run_sums
+from support.fp8_reference import run_sums
 
 from parallel.digest import Hash
 
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(
 CASES = """
 import torch
 from parallel.digest_triton import run_sums
-from support import device_sums
+from support import fp8_reference as device_sums
 
 generator = torch.Generator().manual_seed(0)
 for size in (0, 1, 3, 4, 4096, 4097, 256 << 10, (256 << 10) + 4, 600_001):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support import library_scales as library
+from support import fp8_reference as library
 
 from megatron_rl.precision.fp8 import compute_scales
 

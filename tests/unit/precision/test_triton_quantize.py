@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 CASES = """
 import itertools, torch
-from support.activations import check_into, check_kernel, uneven
+from support.fp8_reference import check_into, check_kernel, uneven
 
 for form, dtype, (tokens, width) in itertools.product(
     ("pow2", "fp32"), (torch.float32, torch.bfloat16), ((128, 128), (130, 256), (3, 128), (256, 384))

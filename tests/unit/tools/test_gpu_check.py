@@ -17,7 +17,7 @@ from gpu_parts import found, outcome, table
 from gpu_parts.outcome import Outcome
 from gpu_parts.parts import PARTS, TOTAL_SECONDS, Part
 from gpu_parts.rows import Row
-from support.hopper import H200
+from support.gpu_machine import H200
 
 ROOT = Path(__file__).resolve().parents[3]
 ABOUT = {"date": "2026-11-21", "commit": "abc1234", "seconds": 61.2}

@@ -28,8 +28,8 @@ from gpu_parts import (
     training,
 )
 from gpu_parts.rows import Row, Rows, read_rows
-from support import fake_kernels
-from support.hopper import H200
+from support import fake_gpu_libraries as fake_kernels
+from support.gpu_machine import H200
 
 from megatron_rl.config import load_config
 from megatron_rl.precision.backends import make_backend

@@ -7,8 +7,7 @@ import json
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support.fp8_checkpoints import make_fp8_checkpoint
-from support.hollow import list_tensors, write_sparse_safetensors
+from support.fp8_checkpoints import list_tensors, make_fp8_checkpoint, write_sparse_safetensors
 from support.models import ARCHITECTURES
 from typer.testing import CliRunner
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import fake_kernels
-from support.activations import engine_layouts, uneven
+from support import fake_gpu_libraries as fake_kernels
+from support.fp8_reference import engine_layouts, uneven
 from support.processes import ROOT, one_thread_environment
 
 from megatron_rl.precision.fp8 import quantize_1x128
@@ -99,7 +99,7 @@ def test_experts_are_quantised_by_block_in_one_place():
 
 
 def test_the_installed_kernels_have_the_formulas_of_the_named_references():
-    """`support.library_scales`, line by line."""
+    """`support.fp8_reference`, line by line."""
     source = (SGLANG / "kernels/jit/csrc/gemm/per_token_group_quant.cuh").read_text()
     helpers = (SGLANG / "kernels/jit/include/sgl_kernel/deepseek_v4/fp8_utils.cuh").read_text()
     for line in ("1e-10f)", "kMaxValueInv = 1.f / kMaxValue", "raw_scale = amax * kMaxValueInv", "quant_scale = kMaxValue / amax"):
@@ -210,6 +210,6 @@ def test_sglangs_own_gpu_code_comes_to_the_contracts_quantiser():
     """Its dense layers and experts, up to their products, with the hooks applied as an engine applies them."""
     environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     done = subprocess.run(
-        [sys.executable, "-m", "support.hooked_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-m", "support.sglang_quantizers"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,20 +1,25 @@
-"""What may go wrong with engines, struck at the right moment while the trainer's process works with them."""
+"""Faults of engines: strikes, kills, and the engine's own settings of tests."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
+from megatron_rl.config import Config
+from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from parallel.transport.pack import ChunkPacker
+from rollout_sglang import engine, launch_args
 
 Faults = dict[int, str]
 """Number of an engine -> what happens to it."""
@@ -102,3 +107,30 @@ def _until(condition: Callable[[], bool], seconds: float = 30) -> None:
             return
         pause.wait(0.01)
     raise AssertionError("it never came")
+
+
+_SMALL = {"max_running_requests": 16, "max_total_tokens": 4096, "request_timeout": 60.0}
+
+
+def engine_config(checkpoint: Path, precision: dict[str, Any], start_timeout: float = 240.0) -> Config:
+    rollout = {**_SMALL, "start_timeout": start_timeout}
+    return Config.model_validate({"model": {"path": checkpoint}, "precision": precision, "rollout": rollout})
+
+
+def launch_only(checkpoint: Path, folder: Path, fault: dict[str, Any]) -> tuple[str, str, float]:
+    """Starts an engine that cannot start: (the error's line, its log tail, seconds it took).
+
+    `fault`: `start_timeout` in seconds, a `port` to insist on, or a server `argument`.
+    """
+    config = engine_config(checkpoint, {"mode": "fp8_unified", "high": "fp32"}, fault.get("start_timeout", 240.0))
+    if "port" in fault:
+        launch_args._free_port = lambda slot: fault["port"]
+    if "argument" in fault:
+        arguments = launch_args._server_arguments
+        launch_args._server_arguments = lambda *given: [*arguments(*given), fault["argument"]]
+    began = time.perf_counter()
+    try:
+        engine.start_engine_and_wait(config, checkpoint, folder).stop()
+    except RunError as error:
+        return str(error), error.log_tail, time.perf_counter() - began
+    raise AssertionError("the engine started")

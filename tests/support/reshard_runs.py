@@ -22,7 +22,7 @@ from megatron_rl.types import Generation, SamplingParams
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from rollout_sglang.engine import SGLangEngine, start_engine_and_wait
-from support.architectures import write_model
+from support.models import write_model
 from support.trainer import Trainer
 from support.trainer import start as start_trainer
 

@@ -1,37 +1,169 @@
-"""The real loop, trainer and checkpoints with a scripted engine, in parts: run in the ranks of a `World`."""
+"""The training loop with a scripted rollout: learning, resuming, hanging, planted mismatches."""
 
 from __future__ import annotations
 
+import json
 import random
 import resource
+import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemStream
-from megatron_rl.distributed import is_rank0
+from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
+from megatron_rl.hf import write
 from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.checkpoint import load
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
+from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
-from megatron_rl.mcore.load_weights import load_checkpoint
-from megatron_rl.mcore.model import build_model, freeze
+from megatron_rl.mcore.load_weights import build_own_shards, load_checkpoint
+from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.rank_log import rank_log
+from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
+from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.loop import Loop
+from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
+from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
-from support.looped import NullSync, RecordingLog
 from support.models import random_sequences
 from support.trainer import Trainer, negative_log_likelihood, start
+
+T = TypeVar("T")
+
+GROUPS, SIZE = 4, 4
+GOOD, BAD = 11, 12
+"""The token that every rewarded answer is made of, and that of the others."""
+SAID = [13, 14]
+"""What an environment says."""
+
+
+class ScriptedWorker:
+    """Always the same groups, half of each rewarded; engine log-probs are the trainer's and a little noise.
+
+    `said`: an environment speaks after the first token of each answer, and this is stored as the log-prob of what it says.
+    """
+
+    def __init__(self, actor: Actor, noise: float, said: float | None) -> None:
+        self.actor, self._noise, self._said, self._source = actor, noise, said, random.Random(0)
+
+    def sequences(self) -> list[TrainingSample]:
+        found = [
+            TrainingSample([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member))
+            for group in range(GROUPS)
+            for member in range(SIZE)
+        ]
+        for sequence in found if self._said is not None else []:
+            sequence.response_mask = [True, *[False] * len(SAID), *[True] * (len(sequence.response_ids) - 1)]
+            sequence.response_ids[1:1] = SAID
+        return found
+
+    def collect(self, version: int) -> RolloutBatch:
+        completions = []
+        for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
+            told = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
+            reward = Reward(float(number % 2), bool(number % 2))
+            ids = sequence.prompt_ids, sequence.response_ids
+            if self._said is not None:
+                told[1:1] = [self._said] * len(SAID)
+            completions.append(
+                Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward, response_mask_T=sequence.response_mask)
+            )
+        return RolloutBatch(completions, {"time/generate": 1.0})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def evaluate(self, version: int) -> dict[str, float]:
+        """How much likelier a good token is than a bad one, in nats."""
+        found = self.actor.compute_logprobs(self.sequences())[0]
+        good, bad = (torch.cat([part for number, part in enumerate(found) if number % 2 == which]).mean() for which in (1, 0))
+        return {"eval/lead": float(good - bad)}
+
+
+class NullSync:
+    def run(self, version: int) -> NullSync:
+        return self
+
+    def serving(self, version: int, work: Callable[[], T]) -> T:
+        return run_on_rank0(work)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class NullCheckpointManager:
+    def write(self, mark: TrainState, last: bool) -> None: ...
+
+    def poll(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+class RecordingLog:
+    """What a RunLog is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.samples_seen: list[dict[str, Any]] = []
+
+    def set_phase(self, phase: str) -> None: ...
+
+    def write_step(self, metrics: dict[str, float]) -> None:
+        self.rows.append(metrics)
+
+    def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        self.samples_seen += rows
+
+
+def run_loop(
+    folder: Path,
+    precision: dict[str, Any],
+    algorithm: dict[str, Any],
+    steps: int,
+    noise: float,
+    attribute_every: int = 0,
+    said: float | None = None,
+    worker_class: type[ScriptedWorker] = ScriptedWorker,
+) -> dict[str, Any]:
+    """The rows of the log and the advantages of the last step's samples."""
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
+    config = Config.model_validate(
+        {
+            "model": {"path": folder}, "precision": precision, "train": {"steps": steps}, "algorithm": algorithm, "data": {"eval_every": 1},
+            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8},
+            "log": {"samples": GROUPS * SIZE, "attribute_every": attribute_every},
+        }
+    )  # fmt: skip
+    reference = None
+    if config.algorithm.kl_coef:
+        model = freeze(build_model(trainer.hf_config, trainer.layout, trainer.contract))
+        load_checkpoint(model, folder, trainer.shards)
+        reference = Policy(model, 1.0, 4)
+    log = RecordingLog()
+    causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
+    worker = worker_class(trainer.actor, noise, said)
+    Loop(config, trainer.actor, reference, NullSync(), worker, log, NullCheckpointManager(), causes).run()
+    return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}
+
 
 GROUPS, SIZE = 4, 4
 
@@ -223,3 +355,73 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     return said
+
+
+def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
+    """Trains for ever; what is to be said when the run stands still is written to `run`/said."""
+    start(layout := Layout(tp=2))
+    run.mkdir(exist_ok=True)
+    rank = dist.get_rank()
+    with (
+        rank_log(run, rank, 2) as log,
+        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")),
+    ):
+        train_to(folder, run, 1_000_000, precision, layout=layout)
+
+
+def _say(run: Path, line: str) -> None:
+    (run / "said").write_text(line)
+
+
+def break_after_a_signal(rank: int) -> RunError:
+    """What ends a run that breaks on all ranks after that one got SIGUSR1."""
+    start(Layout(tp=2))
+    install_signal_handlers(alone=False)
+    if dist.get_rank() == rank:
+        signal.raise_signal(signal.SIGUSR1)
+    return prefer_stop_error(RunError("the engine is gone"))
+
+
+CHANGED = "linear_fc1.weight"
+
+
+def measure_causes(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], fault: str = "") -> dict[str, float]:
+    """The metrics of the ladder. `fault`: the engine computes a little otherwise ("kernels"), scales its inputs in the other format
+    ("activations"), holds a first scale that is twice as large ("weights"), or an optimizer step follows ("version")."""
+    trainer = Trainer(folder, precision)
+    actor, named_tensors, activations = trainer.actor, trainer.collect_named_tensors(), trainer.contract.activation_format
+    if fault == "activations":
+        activations = {"pow2": "fp32", "fp32": "pow2"}[activations or ""]
+    if fault == "weights":
+        name = next(name for name in named_tensors if f"{CHANGED}_scale" in name)
+        named_tensors[name] = named_tensors[name].clone()
+        named_tensors[name].view(-1)[0] *= 2
+    with emulate_engine(actor.model, named_tensors, activations):
+        sampled = actor.compute_logprobs(batch)[0]
+    for answer, engine, own in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
+        answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
+            fault == "kernels"
+        )
+        answer.old_logprobs = own
+    causes = MismatchAttribution(actor, lambda: named_tensors, activations)
+    causes.measure(batch)
+    if fault == "version":
+        actor.update(batch, PolicyLoss(AlgorithmConfig()))
+    return causes.finish()
+
+
+def make_run(config: Config, folder: Path, step: int) -> Path:
+    """Makes `config.model` and saves it as the checkpoint of `step` in the run folder `folder`; returns the checkpoint."""
+    layout = Layout()
+    start_megatron(layout, 0)
+    make_warm_start_checkpoint(config, layout, print)
+    hf_config = write.read_config(config.model.path)
+    model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision))
+    load_checkpoint(model, config.model.path, build_own_shards(hf_config, layout))
+    saved = folder / "checkpoints" / f"step_{step:05d}"
+    state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
+    (folder / "checkpoints").mkdir(parents=True)
+    load.save(saved, model, hf_config, config.model.path, state)
+    run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
+    (folder / "run.json").write_text(json.dumps(run))
+    return saved

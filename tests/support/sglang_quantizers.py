@@ -1,4 +1,4 @@
-"""SGLang's own GPU code for block FP8, run as far as its matrix products with our hooks applied: `python -m support.hooked_quantizers`.
+"""SGLang's own GPU code for block FP8, run as far as its matrix products with our hooks applied: `python -m support.sglang_quantizers`.
 
 In place of Triton's kernel stands the reference quantiser, and in place of every product one that keeps its operands. What is tested is
 that each path of SGLang comes to our quantiser, with which layouts. A process of its own, since hooks change SGLang for good.
@@ -16,8 +16,8 @@ import torch
 from megatron_rl.precision.fp8 import quantize_1x128
 from rollout_sglang.hooks import gpu_activation_quant, registry
 from rollout_sglang.platform import stub_modules
-from support import fake_kernels
-from support.activations import uneven
+from support import fake_gpu_libraries as fake_kernels
+from support.fp8_reference import uneven
 
 SIZES = ((5, 384), (130, 256), (3, 128), (1, 512))
 

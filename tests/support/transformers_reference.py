@@ -16,7 +16,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from megatron_rl.precision.fp8_products import fprop
 from parallel.reshard import scale_name
-from support.architectures import masters, served
+from support.models import masters, served
 
 
 def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
@@ -59,7 +59,7 @@ def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[
 def fp8_logprobs(
     hf_config: dict[str, Any], seed: int, precision: dict[str, Any], sequences: list[tuple[list[int], list[int]]]
 ) -> torch.Tensor:
-    """Log-probs of all answers' tokens, one after the other, of `support.architectures.masters` with the precision flow of the contract.
+    """Log-probs of all answers' tokens, one after the other, of `support.models.masters` with the precision flow of the contract.
 
     The whole model is transformers', in float32, with the blocks' values for weights; only `F.linear` quantises its input where its
     weight is one of those. kv_b_proj is left out: an engine with absorbed MLA multiplies its blocks with inputs that are not quantised.

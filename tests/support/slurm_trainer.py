@@ -1,6 +1,7 @@
 """Stands in for the trainer of a batch job: starts the engines of its configuration where they belong, and ends them as engines that hang.
 
-`python -m support.placed`, then the trainer's own words. The engines are stand-ins too: where SGLang would start, they tell into their
+`python -m support.slurm_trainer`, then the trainer's own words. The engines are stand-ins too: where SGLang would start, they tell into
+their
 logs where they are and what they were told, and then leave every signal unheard that they may.
 """
 

@@ -1,7 +1,7 @@
 """Engines without SGLang, which start in seconds: a process with the same HTTP face around the project's own code for an engine's weights.
 
 The trainer's side is the real one (client, restarts, sync, transports, proof), over random tensors instead of a model. An answer's tokens
-are a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.light` is the
+are a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.fake_engine` is the
 engine; the functions below `--- the trainer's side` run in the ranks of a `World`.
 """
 
@@ -40,8 +40,8 @@ from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import _free_port
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.server import die_with_parent
-from support.faults import Faults, family_of, strike_while
-from support.faults import sync_through as strike_in_sync
+from support.engine_faults import Faults, family_of, strike_while
+from support.engine_faults import sync_through as strike_in_sync
 
 MODEL = MODELS["tiny"]
 _TOKEN_SECONDS = 0.02
@@ -133,7 +133,7 @@ class LightStart:
         port, key = _free_port(EnginePlacement()), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
-        return EngineProcess(["127.0.0.1", str(port)], environment, log, "support.light"), f"http://127.0.0.1:{port}", key
+        return EngineProcess(["127.0.0.1", str(port)], environment, log, "support.fake_engine"), f"http://127.0.0.1:{port}", key
 
 
 @dataclass
@@ -207,7 +207,7 @@ def _answers(count: int, tokens: int, alone: int | None = None) -> list[tuple[li
 
 
 def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:
-    """`answers` with faults; see `support.faults.strike_while`. On other ranks than 0 the result alone."""
+    """`answers` with faults; see `support.engine_faults.strike_while`. On other ranks than 0 the result alone."""
     run = _now[0]
     if run.engines is None:
         return run.recovering_sync.run_with_recovery(version, lambda: None)

@@ -1,9 +1,10 @@
-"""Checks of quantised activations against the reference quantiser, shared by the interpreter's test and the GPU's."""
+"""Independent references of FP8 numerics: plain loops, other libraries' formulas."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
@@ -83,3 +84,71 @@ def _same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> 
         a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
         for a, b in zip(got, expected, strict=True)
     )
+
+
+FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Scales = tuple[FloatArray, FloatArray]
+
+_ONE, _LARGEST, _EPSILON = np.float32(1), np.float32(448), np.float32(1e-10)
+_EXPONENT, _MANTISSA = np.uint32(0x7F800000), np.uint32(0x007FFFFF)
+
+
+def transformer_engine_fp32(amax: FloatArray) -> Scales:
+    """`compute_scale_from_amax` of recipe_common.cuh (2.20.2), amax_epsilon = 1e-10: a quotient, and its reciprocal for the scale."""
+    multiplier = _LARGEST / np.maximum(amax, _EPSILON)
+    return _ONE / multiplier, multiplier
+
+
+def transformer_engine_pow2(amax: FloatArray) -> Scales:
+    """The same, with force_pow_2_scales: only the exponent bits of the multiplier are kept."""
+    multiplier = (transformer_engine_fp32(amax)[1].view(np.uint32) & _EXPONENT).view(np.float32)
+    return _ONE / multiplier, multiplier
+
+
+def sglang_cuda_fp32(amax: FloatArray) -> Scales:
+    """`QuantTrait` of kernels/jit/csrc/gemm/per_token_group_quant.cuh (0.5.23), and `calculate_fp8_scales` of its predecessor
+    per_token_group_quant_8bit_v2.cuh: the scale is a product with 1 / 448 as the compiler rounds it."""
+    amax = np.maximum(amax, _EPSILON)
+    return amax * (_ONE / _LARGEST), _LARGEST / amax
+
+
+def sglang_cuda_pow2(amax: FloatArray) -> Scales:
+    """The same files' ue8m0 branch, `cast_to_ue8m0` and `fast_log2_ceil`: that scale's exponent, one more where its mantissa is not 0."""
+    bits = sglang_cuda_fp32(amax)[0].view(np.uint32)
+    exponent = (bits >> np.uint32(23)) + ((bits & _MANTISSA) != 0)
+    return _power(exponent), _power(254 - exponent)
+
+
+def sglang_triton_fp32(amax: FloatArray) -> Scales:
+    """`_per_token_group_quant_8bit` of kernels/ops/quantization/fp8_kernel.py, which runs on AMD GPUs: two quotients."""
+    scale = np.maximum(amax, _EPSILON) / _LARGEST
+    return scale, _ONE / scale
+
+
+def _power(biased_exponent: FloatArray) -> FloatArray:
+    return (biased_exponent.astype(np.uint32) << np.uint32(23)).view(np.float32)
+
+
+COLUMNS, RUN = 1024, 64
+_STEP = np.uint64(6364136223846793005)
+
+
+def run_sums(flat: torch.Tensor) -> torch.Tensor:
+    """int64 [runs, 2] of uint8 [n]."""
+    raw = flat.numpy().tobytes()
+    words = np.frombuffer(raw + bytes(-len(raw) % 4), dtype="<u4").astype(np.uint64)
+    words = np.concatenate([words, np.zeros(-len(words) % (COLUMNS * RUN), dtype=np.uint64)]).reshape(-1, RUN, COLUMNS)
+    found = np.zeros((len(words), COLUMNS), dtype=np.uint64)
+    for row in range(RUN):
+        found = found * _STEP + words[:, row]
+    keys = np.array([_key(number) for number in range(2 * COLUMNS)], dtype=np.uint64).reshape(2, COLUMNS)
+    sums = np.stack([(found * key).sum(1, dtype=np.uint64) for key in keys], axis=1)
+    return torch.from_numpy(sums.view(np.int64))
+
+
+def _key(number: int) -> int:
+    """SplitMix64, made odd."""
+    z = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return (z ^ z >> 31) | 1

@@ -21,9 +21,9 @@ from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
 from parallel.model_geometry import ModelGeometry
-from support.faults import Faults, family_of, strike_while
-from support.faults import sync_through as strike_in_sync
-from support.served import Served
+from support.engine_faults import Faults, family_of, strike_while
+from support.engine_faults import sync_through as strike_in_sync
+from support.trainer_engine import Served
 
 _BUCKET = 64 << 10
 Said = tuple[list[int], list[float], int]
@@ -85,13 +85,13 @@ def generate(prompts: list[list[int]], tokens: int, alone: int | None = None) ->
 
 
 def generate_through(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-    """`generate` with faults; see `support.faults.strike_while`."""
+    """`generate` with faults; see `support.engine_faults.strike_while`."""
     several = _now[0]
     return strike_while(lambda: generate(prompts, tokens), several.engines, several.recovering_sync, version, faults)
 
 
 def sync_through(faults: Faults, version: int) -> dict[str, Any]:
-    """`sync` with faults; see `support.faults.sync_through`."""
+    """`sync` with faults; see `support.engine_faults.sync_through`."""
     return strike_in_sync(_now[0].engines, _now[0].recovering_sync, version, faults)
 
 

@@ -1,0 +1,291 @@
+"""Real Megatron models in any layout: their named tensors, their memory, single FP8 layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from safetensors import safe_open
+
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import PrecisionConfig, TrainConfig
+from megatron_rl.hf import write
+from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.export import gather_tensors
+from megatron_rl.mcore.layers.fp8_linear import FP8ColumnParallelLinear, FP8RowParallelLinear, find_fp8_layers, quantize_model
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, get_shard_rect, load_checkpoint
+from megatron_rl.mcore.model import FP8TransformerConfig, build_model, start_megatron
+from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
+from parallel.digest import raw_bytes, view_rect
+from parallel.layout import Layout
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import get_scale_rect, kind_of, scale_name
+from parallel.shards import Rect, Shard
+from support.trainer import TRAIN, Trainer, leave_layout, negative_log_likelihood, start
+
+
+def restart_megatron(layout: Layout) -> None:
+    """Makes Megatron's groups anew; the processes stay."""
+    leave_layout()
+    start_megatron(layout, seed=0)
+    torch.set_num_threads(1)
+
+
+def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Supervised steps in FP32: what each step returned, and on rank 0 the weights afterwards under Hugging Face names.
+
+    Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
+    """
+    restart_megatron(layout)
+    hf_config, contract = write.read_config(folder), PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
+    shards = build_rank_shards(hf_config, layout, dist.get_rank())
+    model = build_model(hf_config, layout, contract)
+    load_checkpoint(model, folder, shards)
+    actor = Actor(model, TrainConfig(**TRAIN, adam_eps=1e-4), temperature=1.0)
+    steps = [actor.update(batch, negative_log_likelihood) for batch in batches]
+    geometry = ModelGeometry.from_hf_config(hf_config)
+    return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, frozenset(), "fp32")
+
+
+def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
+    """This rank's virtual pipeline stages, built, loaded and quantised."""
+    restart_megatron(layout)
+    hf_config = write.read_config(folder)
+    chunks = get_model_chunks(build_model(hf_config, layout, contract))
+    load_checkpoint(chunks, folder, build_rank_shards(hf_config, layout, dist.get_rank()))
+    for chunk in chunks:
+        quantize_model(chunk)
+    return chunks
+
+
+def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, Any]) -> dict[str, Any]:
+    """Builds, loads and quantises this rank's part, then holds its named_tensors against the checkpoint's own grid.
+
+    Returns `missing` and `surplus` names, the names that are `different`, and how many tensors there are of each kind; `computed` FP8
+    layers hold dequantised values already.
+    """
+    hf_config, contract = write.read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
+    chunks = load_model_chunks(folder, contract, layout)
+    shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantised=contract.rollout_fp8)[dist.get_rank()]
+    found = collect_named_tensors(chunks, shards, contract)
+    expected = _on_the_checkpoints_grid(folder, shards, contract)
+    return {
+        "missing": sorted(expected.keys() - found.keys()),
+        "surplus": sorted(found.keys() - expected.keys()),
+        "different": [name for name in expected.keys() & found.keys() if not _same_bytes(found[name], expected[name])],
+        "scales": sum(name.endswith("_scale_inv") for name in expected),
+        "fp8_layers": sum(len(find_fp8_layers(chunk)) for chunk in chunks),
+        "computed": sum(layer._operand is not None for chunk in chunks for layer in find_fp8_layers(chunk).values()),
+    }
+
+
+def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
+    """Every tensor quantised whole, then cut by the geometry's regions. A trainer without FP8 has no FP32 master: it rounds first."""
+    high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
+    found: dict[str, torch.Tensor] = {}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        for shard in shards:
+            kind = kind_of(shard.role, contract.fp8_roles())
+            dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": high}[kind]
+            found[shard.name] = torch.zeros(shard.shape, dtype=dtype)
+            if kind == "fp8":
+                found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
+            for region in shard.regions:
+                value = file.get_tensor(region.tensor.name)
+                if kind == "fp8":
+                    grid = quantize_weight(value if contract.train_fp8 else value.to(high), contract.scale_format)
+                    _copy(found[shard.name], get_shard_rect(region), grid.data, region.tensor_rect)
+                    _copy(
+                        found[scale_name(shard.name)],
+                        get_scale_rect(get_shard_rect(region)),
+                        grid.scale,
+                        get_scale_rect(region.tensor_rect),
+                    )
+                else:
+                    _copy(found[shard.name], get_shard_rect(region), value.to(dtype), region.tensor_rect)
+    return found
+
+
+def _copy(target: torch.Tensor, at: Rect, source: torch.Tensor, of: Rect) -> None:
+    view_rect(target, at).copy_(view_rect(source, of))
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bool((raw_bytes(one) == raw_bytes(other)).all())
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
+    """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
+    chunks = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
+    layers = [layer for chunk in chunks for layer in find_fp8_layers(chunk).values()]
+    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    wrapped = [DistributedDataParallel(chunk.config, how, chunk) for chunk in chunks]
+    config = chunks[0].config
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-3, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=sharded
+    )
+    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=False)
+    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+    for part in parts:
+        part.init_state_fn(part.optimizer, part.config)
+    masters = "shard_fp32_from_float16_groups" if sharded else "fp32_from_float16_groups"
+    return {
+        "weights": _bytes(tensor for chunk in chunks for tensor in (*chunk.parameters(), *_router_buffers(chunk))),
+        "blocks": _bytes(tensor for layer in layers for tensor in layer.blocks),
+        "operands": _bytes(layer.operand.of(torch.float32) for layer in layers),
+        "gradients": _bytes(buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)),
+        "masters": _bytes(tensor for part in parts for group in getattr(part, masters, []) for tensor in group),
+        "moments": _bytes(state[kind] for part in parts for state in part.optimizer.state.values() for kind in _MOMENTS),
+    }
+
+
+def saved(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
+    """Bytes that the forward pass of each decoder layer keeps for the backward pass; parameters apart. One micro-batch of sequences
+    with `lengths` places."""
+    actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
+    sequences = [TrainingSample([1] * length, [2]) for length in lengths]
+    (batch,) = actor.make_micro_batches(sequences)
+    kept = [_Kept(actor.model) for _ in actor.model.decoder.layers]
+    for layer, found in zip(actor.model.decoder.layers, kept, strict=True):
+        layer.register_forward_pre_hook(lambda *_, found=found: found.begin())
+        layer.register_forward_hook(lambda *_, found=found: found.end())
+    actor.forward(batch)
+    return [found.bytes for found in kept]
+
+
+class _Kept:
+    """The storages that autograd keeps between `begin` and `end`, each counted once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self._found: dict[int, torch.Tensor] = {}  # alive, so that no address is used twice
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def begin(self) -> None:
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        self._hooks.__exit__(None, None, None)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in self._known:
+            self._found[address] = tensor
+        return tensor
+
+
+def _router_buffers(chunk: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor for name, tensor in chunk.named_buffers() if ".router." in name]
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, **more: Any) -> Any:
+    """This rank's layer of a "column" (N split over ranks) or "row" (K split) kind, with its part of weight [N, K], quantised."""
+    start()
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    config = FP8TransformerConfig(
+        num_layers=1,
+        hidden_size=weight.shape[1],
+        num_attention_heads=2,
+        add_bias_linear=False,
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=sequence_parallel,
+        params_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        fp8_scale_format=scale_format,
+    )
+    how = dict(config=config, init_method=torch.nn.init.zeros_, bias=False) | {"skip_bias_add": False} | more
+    column = kind == "column"
+    make = FP8ColumnParallelLinear if column else FP8RowParallelLinear
+    layer = make(weight.shape[1], weight.shape[0], **how, **({"gather_output": False} if column else {"input_is_parallel": True}))
+    with torch.no_grad():
+        layer.weight.copy_(weight.chunk(tp, dim=0 if column else 1)[rank])
+    layer.quantize("weight")
+    return layer
+
+
+def accumulated(sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+    """WGrad of a column-parallel layer on this rank: "once" of all tokens, x [s, 1, K] and dy [s, 1, N], and "added" to a gradient
+    buffer in two halves. Checks Megatron's protocol: the buffer is used, its flag set, and what autograd gets is no gradient."""
+    layer = build("column", "pow2", sequence_parallel, weight)
+    tp, rank = dist.get_world_size(), dist.get_rank()
+
+    def backward(x: torch.Tensor, dy: torch.Tensor) -> None:
+        mine = x.chunk(tp)[rank] if sequence_parallel else x
+        layer(mine.clone().requires_grad_(True))[0].backward(dy.chunk(tp, dim=2)[rank].contiguous())
+
+    backward(x, dy)
+    once, layer.weight.grad = layer.weight.grad, None
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    for half in zip(x.chunk(2), dy.chunk(2), strict=True):
+        layer.weight.grad_added_to_main_grad = False
+        backward(*half)
+        assert layer.weight.grad_added_to_main_grad
+    return {"once": once, "added": layer.weight.main_grad}
+
+
+def experts(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """y, dx and dw of this rank's part of an expert, whose tokens the dispatcher has exchanged already: the layer itself must neither
+    gather nor sum. x [T, K of the rank], dy [T, N of the rank]; the results are this rank's."""
+    layer = build(kind, "pow2", dist.get_world_size() > 1, weight, is_expert=True, skip_bias_add=True)
+    x = x.clone().requires_grad_(True)
+    y, _ = layer(x)
+    y.backward(dy)
+    return y.detach(), x.grad, layer.weight.grad
+
+
+def products(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> Any:
+    """FProp, DGrad and WGrad of the whole layer, put together from all ranks: y [s, b, N], dx [s, b, K], dw [N, K], on every rank.
+
+    `kind`: "column" (N split over ranks) or "row" (K split). weight [N, K], x [s, b, K], dy [s, b, N] are those of the whole layer.
+    """
+    layer = build(kind, scale_format, sequence_parallel, weight)
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    column = kind == "column"
+    split, whole = (0, 1) if column else (1, 0)
+
+    def part(tensor: torch.Tensor, along_features: bool) -> torch.Tensor:
+        """This rank's part of an activation: of its features, or of its sequence under sequence parallelism, or all of it."""
+        if along_features:
+            return tensor.chunk(tp, dim=2)[rank].contiguous()
+        return tensor.chunk(tp, dim=0)[rank].contiguous() if sequence_parallel else tensor
+
+    def joined(tensor: torch.Tensor, along_features: bool) -> torch.Tensor:
+        if not along_features and not sequence_parallel:
+            return tensor
+        return _gather(tensor, 2 if along_features else 0)
+
+    mine = part(x, along_features=not column).clone().requires_grad_(True)
+    y, _ = layer(mine)
+    y.backward(part(dy, along_features=column))
+    assert layer.weight.shape[whole] == weight.shape[whole]
+    return (
+        joined(y.detach(), along_features=column),
+        joined(mine.grad, along_features=not column),
+        _gather(layer.weight.grad, split),
+    )
+
+
+def _gather(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
