@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.golden import slow_fp8
 from support.models import random_sequences
-
-from tests.unit.golden import slow_fp8
 
 pytestmark = pytest.mark.slow
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
+from support.golden import slow_fp8
 from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
 
 from megatron_rl.errors import UserError
@@ -17,7 +18,6 @@ from megatron_rl.hf import write
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
-from tests.unit.golden import slow_fp8
 
 pytestmark = pytest.mark.slow
 

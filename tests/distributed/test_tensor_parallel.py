@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.golden import slow_fp8
 from support.models import FP8, FP32, random_sequences, read_weights
 
 from parallel.reshard import scale_name
-from tests.unit.golden import slow_fp8
 
 pytestmark = pytest.mark.slow
 

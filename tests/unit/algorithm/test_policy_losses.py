@@ -21,7 +21,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 
 LONGEST = 12
-FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "weights", "corrections")
+FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")
 Tokens = list[list[float]]
 
 
@@ -137,9 +137,9 @@ def exact_weights(batch: MicroBatch, sequences: list[TrainingSample]) -> MicroBa
     """The weights as Python floats hold them; the tensors of a batch are float32."""
     exact = torch.zeros_like(batch.loss_weights)
     for index, places in batch.iter_target_positions(sequences):
-        exact[0, places] = sequences[index].weight
+        exact[0, places] = sequences[index].loss_weight
     torch.testing.assert_close(batch.loss_weights, exact, rtol=1e-7, atol=0)
-    return dataclasses.replace(batch, weights=exact)
+    return dataclasses.replace(batch, loss_weights=exact)
 
 
 CONFIGS = {

@@ -67,7 +67,7 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, mos
                 assert (batch.advantages[answer] == sequence.advantage).all()
                 for name in ("old_logprobs", "reference_logprobs"):
                     assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
-        for name in ("advantages", "old_logprobs", "reference_logprobs", "weights", "corrections"):
+        for name in ("advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights"):
             assert (getattr(batch, name)[known == 0] == 0).all()
 
 

@@ -176,7 +176,7 @@ def test_the_order_is_the_same_in_every_process(load, jsonl, tmp_path):
     train = jsonl("train.jsonl", [f"q{n}" for n in range(20)])
     stream, held_out = load(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
     code = f"""
-from pathlib import Path; from megatron_rl.config import Config, ModelConfig; from megatron_rl.config_data import DataConfig
+from pathlib import Path; from megatron_rl.config import Config, ModelConfig; from megatron_rl.config.data import DataConfig
 from megatron_rl.data import load_problems; from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 make_byte_tokenizer(Path({str(tmp_path / "m")!r}))
 data = DataConfig(train=[dict(source="arithmetic"), dict(source={train!r})], format="gsm8k", eval_size=10)

@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf import write
 from megatron_rl.hf.read import INDEX, HFCheckpoint, is_fp8_checkpoint
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
-from parallel.model_geometry import ModelGeometry, Rect, Region, whole
+from parallel.model_geometry import ModelGeometry, Rect, Region, take_all
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
 SCALES = GATE + "_scale_inv"
@@ -213,7 +213,7 @@ def test_rectangles_of_values_and_of_blocks(made):
     tensor, checkpoint = geometry(made["fp8"]).tensors()[GATE], opened(made["fp8"])
     weights = load_file(made["fp8"] / "model.safetensors")
     values = dequantize_weight(Fp8Weight(weights[GATE], weights[SCALES]))
-    assert torch.equal(checkpoint.read_values(whole(tensor)), values)
+    assert torch.equal(checkpoint.read_values(take_all(tensor)), values)
     uneven = Region(tensor, Rect(100, 37, 200, 150))  # over the edges of blocks
     assert torch.equal(checkpoint.read_values(uneven), values[100:300, 37:187])
     data, scale = checkpoint.read_blocks(Region(tensor, Rect(128, 128, 256, 128)))
@@ -230,7 +230,7 @@ def test_values_that_are_no_numbers(folder):
     checkpoint = opened(folder)
     checkpoint.read_values(Region(tensor, Rect(0, 0, 384, 256)))  # what other ranks read
     with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
-        checkpoint.read_values(whole(tensor))
+        checkpoint.read_values(take_all(tensor))
     if checkpoint.fp8:
         with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
-            checkpoint.read_blocks(whole(tensor))
+            checkpoint.read_blocks(take_all(tensor))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from golden import slow_fp8
 from support.fp8_checkpoints import make_fp8_checkpoint
+from support.golden import slow_fp8
 from support.models import make_checkpoint, read_weights
 from typer.testing import CliRunner
 

@@ -16,7 +16,7 @@ from megatron_rl.observability.hang_watchdog import RankStatus, _ranks, clear_ra
 RANK = """
 import sys, time
 from pathlib import Path
-from megatron_rl import phases
+from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 
 rank, folder, steps = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
@@ -28,11 +28,11 @@ def say(line):
 def wait_for_another_rank():
     time.sleep(60)
 
-with rank_log(folder, rank, 2) as log, phases.watch_for_hangs(folder, rank, 2, 2.0, log, say):
+with rank_log(folder, rank, 2) as log, hang_watchdog.watch_for_hangs(folder, rank, 2, 2.0, log, say):
     while not all((folder / "ranks" / f"rank_0000{one}.json").exists() for one in range(2)):
         time.sleep(0.05)
     for step in range(1, steps + 1):
-        phases.enter_phase("train", step)
+        hang_watchdog.enter_phase("train", step)
         time.sleep(0.5)
     (folder / f"reached{rank}").touch()
     wait_for_another_rank()

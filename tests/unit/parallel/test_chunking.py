@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from golden import slow_cut
-from golden.slow_cut import ROLES, Arrays, Case, cases
 from hypothesis import given
 from hypothesis import strategies as st
+from support.golden import slow_cut
+from support.golden.slow_cut import ROLES, Arrays, Case, cases
 from test_model_geometry import model
 from test_reshard import planned, quick, sources_of, targets_of
 

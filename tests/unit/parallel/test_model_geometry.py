@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from golden import slow_cut
+from support.golden import slow_cut
 
 from megatron_rl.config import ArchitectureConfig
 from megatron_rl.hf import write

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from golden.slow_cut import ROLES
+from support.golden.slow_cut import ROLES
 
 from parallel.layout import Layout
 from parallel.layout_hints import (

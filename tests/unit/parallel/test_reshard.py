@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from golden import slow_cut
-from golden.slow_cut import ROLES, Case, cases
 from hypothesis import given, settings
+from support.golden import slow_cut
+from support.golden.slow_cut import ROLES, Case, cases
 from test_model_geometry import model
 
 from megatron_rl.precision.fp8 import quantize_weight

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from golden import slow_cut
-from golden.slow_cut import ROLES, Arrays, Case, cases
 from hypothesis import given, settings
+from support.golden import slow_cut
+from support.golden.slow_cut import ROLES, Arrays, Case, cases
 from test_model_geometry import model
 
 from megatron_rl.config import PrecisionConfig

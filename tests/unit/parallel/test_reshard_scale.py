@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from golden.slow_cut import ROLES
+from support.golden.slow_cut import ROLES
 from test_published_models import CONFIGS
 
 from parallel.layout import Layout

@@ -6,15 +6,14 @@ arithmetic alone, so no library's random numbers are behind it.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from support.processes import ROOT
 
 from megatron_rl.precision.fp8 import quantize_weight, round_trip_1x128, round_trip_128x1
 
-FILE = Path(__file__).parents[1] / "golden" / "fp8.npz"
+FILE = ROOT / "tests" / "support" / "golden" / "fp8.npz"
 
 
 def values(rows: int, cols: int, seed: int) -> torch.Tensor:

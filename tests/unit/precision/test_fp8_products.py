@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from golden import slow_fp8
+from support.golden import slow_fp8
 from test_fp8_quantize import FORMATS, uneven
 
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight

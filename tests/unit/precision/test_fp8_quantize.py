@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from golden import slow_fp8
+from support.golden import slow_fp8
 
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
 

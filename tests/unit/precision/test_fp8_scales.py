@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from golden import slow_fp8
+from support.golden import slow_fp8
 
 from megatron_rl.precision.fp8 import compute_scales
 

@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from parallel.formats import BLOCK
-from parallel.hf_widths import KINDS
+from parallel.hf_widths import SUPPORTED_MODEL_TYPES
 from parallel.layout import Layout
 from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry, Shard
 from parallel.reshard import Transfer, scale_name
@@ -37,7 +37,7 @@ def _divisors(length: int, limit: int = 8) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Case:
+def cases(draw: st.DrawFn, kinds: tuple[str, ...] = SUPPORTED_MODEL_TYPES) -> Case:
     """Models of every kind with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that divide them."""
     kind = draw(st.sampled_from(kinds))
     head_dim = draw(st.sampled_from([BLOCK] * 3 + [64])) if kind in ("llama", "qwen2") else BLOCK
