@@ -27,11 +27,11 @@ _REASONS_TOLD = 3
 class Scorer:
     """Scores completions as `config` says; use it as a context manager, which holds the worker processes.
 
-    `say` is told how many completions of a call got no verdict, and why. Entering starts the workers without waiting for them.
+    `notify` is told how many completions of a call got no verdict, and why. Entering starts the workers without waiting for them.
     """
 
-    def __init__(self, config: RewardConfig, say: Callable[[str], None]) -> None:
-        self._config, self._say, self._parts, self._correctness_label = config, say, config.parts, config.correctness_label
+    def __init__(self, config: RewardConfig, notify: Callable[[str], None]) -> None:
+        self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
         self._one_at_a_time = threading.Lock()
@@ -95,7 +95,7 @@ class Scorer:
         reasons = Counter(rewards[number].error for number in failed).most_common()
         told = "; ".join(f"{error} ({count})" for error, count in reasons[:_REASONS_TOLD])
         more = f"; and {len(reasons) - _REASONS_TOLD} other reasons" if len(reasons) > _REASONS_TOLD else ""
-        self._say(f"{len(failed)} of {len(rewards)} completions got no verdict: {told}{more}")
+        self._notify(f"{len(failed)} of {len(rewards)} completions got no verdict: {told}{more}")
         if self._config.on_error == "stop":
             problem, error = problems_B[failed[0]], rewards[failed[0]].error
             raise RunError(f"a completion of problem {problem.id} got no verdict ({error}), and reward.on_error is stop")

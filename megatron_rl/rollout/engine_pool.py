@@ -38,10 +38,10 @@ _SPLITS_PER_ENGINE = 4
 """Requests that a batch is cut into for each engine, so that one which is early takes over from one which is late."""
 
 
-def start_engines(config: Config, model_path: Path, log_dir: Path, say: Callable[[str], None] = print) -> EnginePool:
+def start_engines(config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print) -> EnginePool:
     """Starts the engines of a configuration side by side, and returns when all are ready. Raises RunError where one is not."""
     launch = find_engine_launcher(config.rollout.engine)
-    return EnginePool(config, lambda number: launch(config, model_path, log_dir, number), say)
+    return EnginePool(config, lambda number: launch(config, model_path, log_dir, number), notify)
 
 
 def check_devices(config: Config) -> None:
@@ -77,8 +77,8 @@ class _Replica:
 class EnginePool:
     """See `megatron_rl.rollout.engine.Engine`, whose protocol this class has."""
 
-    def __init__(self, config: Config, start: Callable[[int], Engine], say: Callable[[str], None]) -> None:
-        self._settings, self._start, self._say = config.rollout, start, say
+    def __init__(self, config: Config, start: Callable[[int], Engine], notify: Callable[[str], None]) -> None:
+        self._settings, self._start, self._notify = config.rollout, start, notify
         self._changed = threading.Condition()
         self._version = self._restarts = 0
         self._stopped = False
@@ -156,7 +156,7 @@ class EnginePool:
             left = self._restarts <= self._settings.max_restarts
             place.successor = self._starter.submit(self._start_successor, place.number, engine) if left else None
             self._changed.notify_all()
-        self._say(f"engine {place.number} is lost: {error}" + ("; another one starts" if left else ""))
+        self._notify(f"engine {place.number} is lost: {error}" + ("; another one starts" if left else ""))
 
     def _start_successor(self, number: int, lost: Engine) -> Engine:
         lost.stop(force=True)

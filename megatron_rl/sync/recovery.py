@@ -26,8 +26,8 @@ T = TypeVar("T")
 class RecoveringWeightSync:
     """A `WeightSync` that is repeated. Every trainer rank makes one, only rank 0 has the engines; all methods are collective."""
 
-    def __init__(self, sync: WeightSync, engines: EnginePool | None, say: Callable[[str], None]) -> None:
-        self._sync, self._engines, self._say = sync, cast(EnginePool, engines), say  # the engines are used inside run_on_rank0 only
+    def __init__(self, sync: WeightSync, engines: EnginePool | None, notify: Callable[[str], None]) -> None:
+        self._sync, self._engines, self._notify = sync, cast(EnginePool, engines), notify  # the engines are used inside run_on_rank0 only
         self._restarts, self._seconds = 0, 0.0
         self._since: float | None = None
 
@@ -58,7 +58,7 @@ class RecoveringWeightSync:
             if self._since is not None:
                 seconds = time.perf_counter() - self._since
                 self._since, self._seconds = None, self._seconds + seconds
-                self._say(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
+                self._notify(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
             return report
 
     def _replace_lost(self, loss: EngineLostError) -> None:

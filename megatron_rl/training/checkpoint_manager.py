@@ -21,9 +21,9 @@ class CheckpointManager:
     """The checkpoints of one run, one under way at a time. All methods are collective; `saved`: the version the run goes on from, or -1."""
 
     def __init__(
-        self, config: Config, layout: Layout, run: Path, actor: Actor, hf_config: dict[str, Any], say: Callable[[str], None], saved: int
+        self, config: Config, layout: Layout, run: Path, actor: Actor, hf_config: dict[str, Any], notify: Callable[[str], None], saved: int
     ) -> None:
-        self._config, self._layout, self._run, self._actor, self._hf_config, self._say = config, layout, run, actor, hf_config, say
+        self._config, self._layout, self._run, self._actor, self._hf_config, self._notify = config, layout, run, actor, hf_config, notify
         self._pending: CheckpointWriter | None = None
         self._newest_version = saved
 
@@ -40,7 +40,7 @@ class CheckpointManager:
         except RunError as error:
             if last:
                 raise RunError(f"no checkpoint of step {mark.version}: {error}") from None
-            self._say(f"no checkpoint of step {mark.version}: {error}; the run goes on")
+            self._notify(f"no checkpoint of step {mark.version}: {error}; the run goes on")
 
     def poll(self) -> None:
         """Between two steps: completes the one under way if it is written."""
@@ -55,7 +55,7 @@ class CheckpointManager:
         try:
             self._finish()
         except RunError as error:
-            self._say(f"no checkpoint {name}: {error}; the run goes on")
+            self._notify(f"no checkpoint {name}: {error}; the run goes on")
 
     def _begin(self, mark: TrainState) -> CheckpointWriter:
         precision = self._config.precision.model_dump(mode="json")
@@ -72,5 +72,5 @@ class CheckpointManager:
         under_way, self._pending, begun, self._newest_version = self._pending, None, self._newest_version, -1
         if under_way is not None:
             under_way.finish()
-            self._say(f"checkpoint {under_way.folder}")
+            self._notify(f"checkpoint {under_way.folder}")
         self._newest_version = begun

@@ -98,7 +98,7 @@ class Session:
                 raise error from broken
             raise
         if is_rank0():
-            self.say(headline(read_metrics(self.folder)))
+            self.notify(headline(read_metrics(self.folder)))
         self._close_log("finished")
         return self.folder
 
@@ -110,14 +110,14 @@ class Session:
         folder = self.resume_point.folder.parents[1]
         self.log = RunLog.reopen(folder, config, collect_versions(), self.resume_point.state["step"])
         for remark in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
-            self.say(remark)
+            self.notify(remark)
         for damaged in self.resume_point.damaged:
             set_aside(damaged)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
         hang_watchdog.clear_rank_files(folder)
         return str(folder)
 
-    def say(self, text: str) -> None:
+    def notify(self, text: str) -> None:
         """One line for the person who watches; silent on other ranks than 0."""
         if self.log is not None:
             self.log.write_event(text)
@@ -126,8 +126,8 @@ class Session:
         model_path = self.config.model.path
         if not (model_path / "config.json").is_file():
             hang_watchdog.enter_phase("the warm start")
-            make_warm_start_checkpoint(self.config, self.layout, self.say)
-            self.say(f"warm start saved to {model_path}")
+            make_warm_start_checkpoint(self.config, self.layout, self.notify)
+            self.notify(f"warm start saved to {model_path}")
         hang_watchdog.enter_phase("loading the model")
         hf_config = write.read_config(model_path)
         plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
@@ -135,7 +135,7 @@ class Session:
         model = build_model(hf_config, self.layout, self.contract, self.config.train)
         load_checkpoint(model, model_path, shards)
         if is_fp8_checkpoint(hf_config) and not self.contract.train_fp8:
-            self.say("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
+            self.notify("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
         mark = self._load_checkpoint(actor)
 
@@ -150,12 +150,12 @@ class Session:
         run_on_rank0(lambda: check_live_engine(plan, cast(EnginePool, engines)))
         check_graph(model, engines, self.contract, self.folder)
         sync.prove()
-        self.say(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
+        self.notify(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
         saved = -1 if mark is None else mark.version
-        checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.say, saved)
+        checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.notify, saved)
         turns = ColocationManager(self.config.placement, actor, engines)
         causes = MismatchAttribution(actor, live, self.contract.activation_format)
-        recovering_sync = RecoveringWeightSync(sync, engines, self.say)
+        recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         return Loop(self.config, actor, self._reference(hf_config), recovering_sync, worker, self.log, checkpoints, causes, mark, turns)
 
     def _load_checkpoint(self, actor: Actor) -> TrainState | None:
@@ -178,12 +178,12 @@ class Session:
             stream, held_out = load_problems(config, tokenizer)
             if mark is not None:
                 stream.load_state_dict(mark.data)
-            scorer = self._resources.enter_context(Scorer(config.reward, self.say))
+            scorer = self._resources.enter_context(Scorer(config.reward, self.notify))
             environment = config.environment
             environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
-            self.say(f"starting the engines: {config.rollout.engines}")
+            self.notify(f"starting the engines: {config.rollout.engines}")
             hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
-            found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.say)
+            found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.notify)
             self._resources.callback(found[0].stop)
             found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
             if config.placement.max_staleness:
@@ -206,7 +206,7 @@ class Session:
         try:
             loop.save(last=True)
         except Exception as error:  # the run's own error is the one to report
-            self.say(f"no last checkpoint: {error}")
+            self.notify(f"no last checkpoint: {error}")
 
     def _report_hang(self, line: str) -> None:
         """Of a rank that stands still, in the watch's thread."""

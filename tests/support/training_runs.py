@@ -364,12 +364,12 @@ def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuc
     rank = dist.get_rank()
     with (
         rank_log(run, rank, 2) as log,
-        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: _say(run, f"rank {rank}: {line}")),
+        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: _notify(run, f"rank {rank}: {line}")),
     ):
         train_to(folder, run, 1_000_000, precision, layout=layout)
 
 
-def _say(run: Path, line: str) -> None:
+def _notify(run: Path, line: str) -> None:
     (run / "said").write_text(line)
 
 

@@ -21,14 +21,14 @@ from megatron_rl.observability.rank_log import rank_log
 
 rank, folder, steps = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 
-def say(line):
+def notify(line):
     with (folder / "said").open("a") as file:
         file.write(f"rank {rank} says {line}\\n")
 
 def wait_for_another_rank():
     time.sleep(60)
 
-with rank_log(folder, rank, 2) as log, hang_watchdog.watch_for_hangs(folder, rank, 2, 2.0, log, say):
+with rank_log(folder, rank, 2) as log, hang_watchdog.watch_for_hangs(folder, rank, 2, 2.0, log, notify):
     while not all((folder / "ranks" / f"rank_0000{one}.json").exists() for one in range(2)):
         time.sleep(0.05)
     for step in range(1, steps + 1):
