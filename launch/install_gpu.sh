@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv-gpu in the repository's root with the pinned packages of the GPU tier: torch for CUDA 13, SGLang with its kernels, DeepGEMM,
-# Megatron-Core, Transformer Engine (its torch extension is built here, from source), and this project (editable). See docs/gpu.md.
+# Megatron-Core, Transformer Engine (its torch extension is built here, from source), and this project (editable). See docs/guides/gpu.md.
 #   bash launch/install_gpu.sh --check       # say what would be installed and what this machine lacks; changes nothing
 #   PYTHON=/path/to/python3.12               use this interpreter (default: the first fit one on PATH)
 #   MEGATRON_RL_MIN_DISK_MB=30000            disk to ask for: an estimate, the installation was never measured

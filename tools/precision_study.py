@@ -4,7 +4,7 @@
                                     [--steps N] [--tis] [--replay none,engine] [--out DIR] [--section.key=value ...]
 
 Runs are made one after the other, each in its own folder DIR/SETTING/MODE/seedN; a run that is finished is not made again. The page is
-DIR/study.html, written anew after every run. Further arguments go to every run. How to read the page: docs/study.md.
+DIR/study.html, written anew after every run. Further arguments go to every run. How to read the page: docs/results/study.md.
 """
 
 from __future__ import annotations

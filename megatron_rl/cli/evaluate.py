@@ -1,6 +1,6 @@
 """The command `eval`: checks, checkpoints, engine, completions, statistics, results. One engine at a time, and no trainer.
 
-DIR/eval.json          everything counted and computed (docs/evaluation.md)
+DIR/eval.json          everything counted and computed (docs/guides/evaluation.md)
 DIR/completions.jsonl  every completion, written as it comes
 DIR/eval.html          the tables, to read
 DIR/checkpoint/, baseline/    the engines' logs

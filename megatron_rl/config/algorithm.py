@@ -1,4 +1,5 @@
-"""The section `[algorithm]`: independent pieces, and names that set them together. Formulas and sources are in docs/algorithms.md.
+"""The section `[algorithm]`: independent pieces, and names that set them together. Formulas and sources are in
+docs/reference/algorithms.md.
 
 An algorithm's name is a preset: it gives defaults to other fields, and each of them can still be set by itself.
 Imports without torch.
@@ -78,7 +79,7 @@ class AlgorithmConfig(ConfigSection):
 
     routing_replay: Literal["none", "trainer", "engine"] = "none"
     """Whose choice of experts the training's forward passes take: each its own; `trainer` (R2): that of the pass that computed the old
-    log-probs; `engine` (R3): the engine's when it sampled, in that pass as well. See docs/moe.md."""
+    log-probs; `engine` (R3): the engine's when it sampled, in that pass as well. See docs/guides/moe.md."""
 
     @model_validator(mode="before")
     @classmethod

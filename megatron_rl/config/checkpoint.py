@@ -16,4 +16,4 @@ class CheckpointConfig(ConfigSection):
     """The newest checkpoints that stay; 0: all."""
     resume: str = "never"
     """`never`: a new run. `auto`: the newest run under log.dir goes on in its folder unless it is finished; where there is none, a new one.
-    Else the folder of the run that goes on, finished or not. See docs/checkpoints.md."""
+    Else the folder of the run that goes on, finished or not. See docs/guides/checkpoints.md."""

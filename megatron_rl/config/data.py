@@ -1,4 +1,4 @@
-"""The section `[data]`: where problems come from and how they are asked. Imports without torch. See docs/data.md."""
+"""The section `[data]`: where problems come from and how they are asked. Imports without torch. See docs/guides/data.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section `[environment]`: who answers the policy between its turns; see docs/environments.md. Imports without torch."""
+"""The section `[environment]`: who answers the policy between its turns; see docs/guides/environments.md. Imports without torch."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ class LogConfig(ConfigSection):
     samples: int = Field(8, ge=0)
     """Completions kept per step for the report."""
     attribute_every: int = Field(0, ge=0)
-    """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/precision.md); 0: never."""
+    """RL steps between attributions of the mismatch to its causes, at three forward passes each (docs/reference/precision.md); 0: never."""
     stuck_after: float = Field(1800.0, ge=0)
-    """Seconds without any rank entering another phase after which a run says where each rank stands and ends; 0: never (docs/slurm.md)."""
+    """Seconds without any rank entering another phase after which a run says where each rank stands and ends; 0: never
+    (docs/guides/slurm.md)."""

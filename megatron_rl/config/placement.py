@@ -10,7 +10,7 @@ from megatron_rl.config.base import ConfigSection
 
 
 class PlacementConfig(ConfigSection):
-    """Where engine and trainer run, and whether they wait for each other. See docs/placement.md."""
+    """Where engine and trainer run, and whether they wait for each other. See docs/guides/placement.md."""
 
     kind: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: on the same devices, in turns; who waits gives its memory back. `disaggregated`: each on devices of its own."""

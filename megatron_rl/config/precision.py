@@ -1,4 +1,4 @@
-"""The section `[precision]`: the mode and its formats; see docs/precision.md. Imports without torch."""
+"""The section `[precision]`: the mode and its formats; see docs/reference/precision.md. Imports without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_rl.config.base import ConfigSection
 
 
 class PrecisionConfig(ConfigSection):
-    """The precision flow of trainer and engine. See docs/precision.md."""
+    """The precision flow of trainer and engine. See docs/reference/precision.md."""
 
     mode: Literal["bf16", "fp8_rollout", "int8_rollout", "fp8_unified"] = "fp8_unified"
     """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the trainer

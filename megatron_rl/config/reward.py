@@ -1,4 +1,4 @@
-"""The section `[reward]`: how completions are scored (docs/rewards.md). Imports without torch."""
+"""The section `[reward]`: how completions are scored (docs/guides/rewards.md). Imports without torch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class RolloutConfig(ConfigSection):
     """Tokens that an engine's KV cache holds."""
     hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
     """The nodes that engines run on, as many on each: for each the address of the one interface that its engines listen on, this machine's
-    own or one of a private network. See docs/slurm.md and docs/security.md."""
+    own or one of a private network. See docs/guides/slurm.md and docs/guides/security.md."""
     start_timeout: float = Field(300.0, gt=0)
     """Seconds an engine may take to become healthy."""
     request_timeout: float = Field(600.0, gt=0)

@@ -18,7 +18,7 @@ _LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16
 
 
 class SyncConfig(ConfigSection):
-    """Moving weights from the actor to the engine. See docs/sync.md."""
+    """Moving weights from the actor to the engine. See docs/reference/sync.md."""
 
     transport: Literal["shared_memory", "process_group", "gloo", "cuda_ipc", "disk"] = "shared_memory"
     """`shared_memory`: one host, CPUs. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through the host's

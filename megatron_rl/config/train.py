@@ -49,7 +49,7 @@ class TrainConfig(ConfigSection):
     clip_grad: float = Field(1.0, ge=0)
     """Largest gradient norm; 0 turns clipping off."""
     router_aux_loss: float = Field(0.0, ge=0)
-    """Weight of Megatron's load-balancing loss of experts, per token and layer; 0 turns it off. See docs/moe.md."""
+    """Weight of Megatron's load-balancing loss of experts, per token and layer; 0 turns it off. See docs/guides/moe.md."""
     router_bias_rate: float = Field(0.0, ge=0)
     """What an optimizer step adds to or takes from a router's correction bias (DeepSeek-V3), which balances load without a loss."""
     micro_batch_tokens: int = Field(8192, ge=1)

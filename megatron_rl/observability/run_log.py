@@ -5,7 +5,7 @@
     samples.jsonl   some completions of each step
     run.log         the lines that the console showed
     tensorboard/    the metrics again, for TensorBoard
-    checkpoints/    see docs/checkpoints.md; a run that goes on from one writes on in the same folder
+    checkpoints/    see docs/guides/checkpoints.md; a run that goes on from one writes on in the same folder
     ranks/          a log of each rank, and where it stands (megatron_rl.observability.rank_log, megatron_rl.observability.hang_watchdog)
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
 

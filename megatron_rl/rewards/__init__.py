@@ -1,4 +1,4 @@
-"""Rewards: functions that judge one completion, the worker processes that run them, and their weighted sum (docs/rewards.md).
+"""Rewards: functions that judge one completion, the worker processes that run them, and their weighted sum (docs/guides/rewards.md).
 
 This file imports nothing heavy, because every worker imports it. `megatron_rl.rewards.scorer.Scorer` is what the loop uses.
 """

@@ -1,4 +1,4 @@
-"""Rewards from an HTTP server of the user's. The protocol, with an example server, is in docs/rewards.md.
+"""Rewards from an HTTP server of the user's. The protocol, with an example server, is in docs/guides/rewards.md.
 
     POST url   {"texts": [...], "problems": [{"id", "prompt", "answer", "level", "source"}, ...]}
     200        {"rewards": [number or null, ...], "correct": [true, ...]}       `correct` may be left out: a reward above 0

@@ -1,1 +1,1 @@
-"""SamplingParams: the rollout engines, generation of one turn or many, and the scored completions of a step."""
+"""Sampling: the rollout engines, generation of one turn or many, and the scored completions of a step."""

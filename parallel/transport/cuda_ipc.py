@@ -1,7 +1,7 @@
 """CUDA IPC: a ring in the sender's device memory that engine ranks on the same host open by handle. No byte visits the CPU.
 
 The handles go over the ring's Unix socket as JSON, in torch's own form (`torch.multiprocessing.reductions`). A device is told by
-its UUID, because processes number devices differently. Not run on any machine yet: see docs/sync.md.
+its UUID, because processes number devices differently. Not run on any machine yet: see docs/reference/sync.md.
 """
 
 from __future__ import annotations

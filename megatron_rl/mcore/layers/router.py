@@ -1,4 +1,4 @@
-"""Routers that can be watched, and told which experts to take: routing replay (docs/moe.md).
+"""Routers that can be watched, and told which experts to take: routing replay (docs/guides/moe.md).
 
 Megatron's choice of experts asks an object `router_replay`, whose own class shares its state among all models of a process: actor and
 reference would replay together. So every router has one of ours, a `RoutingReplay`.

@@ -86,7 +86,7 @@ def load_environment(name: str) -> EnvironmentClass:
     except Exception as error:  # whatever the module raises on import
         raise UserError("environment.name", name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
     if not callable(getattr(found, "step", None)):
-        raise UserError("environment.name", name, "has no method step(text)", "see docs/environments.md")
+        raise UserError("environment.name", name, "has no method step(text)", "see docs/guides/environments.md")
     stop_strings(name, found)
     return found
 
