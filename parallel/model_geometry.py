@@ -11,22 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from parallel.hf_widths import MLAGeometry, MoEGeometry, parse_widths
-from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard, split_cols, split_rows, stack_regions, take_all
-
-__all__ = [
-    "GeometryError",
-    "HFTensor",
-    "MLAGeometry",
-    "MoEGeometry",
-    "ModelGeometry",
-    "Rect",
-    "Region",
-    "Shard",
-    "split_cols",
-    "split_rows",
-    "stack_regions",
-    "take_all",
-]
+from parallel.shards import HFTensor, Shard, take_all
 
 
 @dataclass(frozen=True)

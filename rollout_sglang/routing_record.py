@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import RunError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
 
 
@@ -26,7 +26,7 @@ class RoutedExpertsReader:
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> RoutedExpertsReader:
-        return cls(RoutingShape.from_hf_config(write.read_config(folder)))
+        return cls(RoutingShape.from_hf_config(read_config(folder)))
 
     def read(self, answer: dict[str, Any], tokens: int) -> np.ndarray:
         """The record (`megatron_rl.hf.routing_record`) of an answer with that many tokens, the prompt's included.

@@ -19,7 +19,7 @@ import typer
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import ArchitectureConfig, PrecisionConfig, TrainConfig
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
@@ -65,7 +65,7 @@ def main(
 def actor(architecture: ArchitectureConfig, precision: PrecisionConfig, train: TrainConfig) -> Actor:
     """An actor with random weights."""
     contract = PrecisionContract.from_config(precision)
-    model = build_model(write.make_hf_config(architecture, 0, precision.high), Layout(), contract)
+    model = build_model(make_hf_config(architecture, 0, precision.high), Layout(), contract)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

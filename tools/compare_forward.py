@@ -31,7 +31,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import error_text
 from megatron_rl.config import ArchitectureConfig, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.activation_hooks import record_activations
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.export import save_hf
@@ -141,7 +141,7 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         resources.callback(stop_megatron)
         if not (config.model.path / "config.json").is_file():
             make_warm_start_checkpoint(config, layout, lambda _: None)
-        hf_config, contract = write.read_config(config.model.path), PrecisionContract.from_config(config.precision)
+        hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
         shards, model = build_own_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.path, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)

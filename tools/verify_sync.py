@@ -44,9 +44,9 @@ from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
 from parallel.digest import digest_all, view_rect
 from parallel.layout import Layout
-from parallel.model_geometry import GeometryError, ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect, kind_of, scale_name
-from parallel.shards import HFTensor, Rect, Region, Shard
+from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard
 from parallel.transport.base import Link
 from rollout_sglang.weight_receiver import WeightReceiver
 

@@ -13,7 +13,7 @@ from typing import cast
 from megatron_rl.config import Config
 from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
@@ -53,7 +53,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparis
     if is_rank0():
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
     config = _with_checkpoint(config, layout, folder)
-    hf_config, contract = write.read_config(config.model.path), PrecisionContract.from_config(config.precision)
+    hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
     shards = build_own_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
     load_checkpoint(model, config.model.path, shards)

@@ -13,15 +13,16 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
 from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
 from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
 from megatron_rl.mcore.export import convert, save_hf
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout import Layout
-from parallel.model_geometry import GeometryError, ModelGeometry
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import GeometryError
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,11 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
         raise UserError(option, str(folder), "is no folder" if folder.exists() else "does not exist", fix)
     contract = PrecisionContract.from_config(config.precision)
     if (folder / "config.json").is_file():
-        step, hf_config = None, write.read_config(folder)
+        step, hf_config = None, read_config(folder)
         loads_directly = _loads_directly(folder, option, hf_config, contract)
     else:
         state, saved = read_state(folder)
-        step, hf_config, loads_directly = int(state.get("step", 0)), write.read_config(folder / "hf"), False
+        step, hf_config, loads_directly = int(state.get("step", 0)), read_config(folder / "hf"), False
         trained = PrecisionContract.from_config(saved)
         if trained.train_fp8 and contract.rollout_fp8 and trained.scale_format != contract.scale_format:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"

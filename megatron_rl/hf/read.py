@@ -22,8 +22,9 @@ from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import E4M3_MAX, QUANTIZED_ROLES
 from megatron_rl.precision.fp8 import Fp8Weight
 from parallel.formats import BLOCK, count_blocks
-from parallel.model_geometry import HFTensor, ModelGeometry, Region
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect, scale_name
+from parallel.shards import HFTensor, Region
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HIGH, _SCALES = ("BF16", "F16", "F32"), ("F32", "BF16")

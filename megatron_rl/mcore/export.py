@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.hf.write import atomic_folder, write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.int8 import quantize_int8_weight, row_maxima
@@ -23,8 +24,9 @@ from parallel.chunking import list_tensor_specs
 from parallel.digest import view_rect
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import GeometryError, ModelGeometry, take_all
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import add_scale_transfers, kind_of, reshard, scale_name
+from parallel.shards import GeometryError, take_all
 
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -92,8 +94,8 @@ def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Ten
     quantization = contract.hf_quantization_config()
     if quantization:
         config["quantization_config"] = quantization
-    with write.atomic_folder(folder) as temporary:
-        write.write_checkpoint(temporary, config, tensors, tokenizer)
+    with atomic_folder(folder) as temporary:
+        write_checkpoint(temporary, config, tensors, tokenizer)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
@@ -123,7 +125,7 @@ def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
     `to` are the fields of a `PrecisionConfig`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
     Raises UserError for what `HFCheckpoint` refuses, and where FP8 would be quantised again.
     """
-    hf_config = write.read_config(folder)
+    hf_config = read_config(folder)
     source = HFCheckpoint(folder, hf_config, "--checkpoint")
     if source.fp8 and to["mode"] != "bf16":
         raise UserError("--precision", None, f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")

@@ -12,7 +12,7 @@ import torch
 
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.rollout_weights import quantize_shards
@@ -22,9 +22,9 @@ from parallel.digest import view_rect
 from parallel.formats import count_blocks
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order, reorder_for_quantization
-from parallel.model_geometry import GeometryError, ModelGeometry, Rect, Region, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
-from parallel.shards import find_misaligned_region
+from parallel.shards import GeometryError, Rect, Region, Shard, find_misaligned_region
 
 
 def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
@@ -47,7 +47,7 @@ def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard]) -> No
     """
     broken = None
     try:
-        hf_config = write.read_config(folder)
+        hf_config = read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config)
         checkpoint.check(ModelGeometry.from_hf_config(hf_config))
         _load(model, checkpoint, shards)

@@ -14,8 +14,8 @@ from megatron_rl.mcore.layers.fp8_linear import reorder_rows
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import Fp8Weight, quantize_weight
 from megatron_rl.precision.int8 import Int8Weight, quantize_int8_weight, row_maxima
-from parallel.model_geometry import Shard
 from parallel.reshard import kind_of, scale_name
+from parallel.shards import Shard
 
 
 def quantize_shards(

@@ -15,10 +15,9 @@ from parallel.formats import SCHEMES
 from parallel.layout import Layout
 from parallel.layout_hints import add_layout_hints, find_engine_problem, find_trainer_problem, keep_one_layer_per_kind
 from parallel.megatron_shards import build_megatron_shards, check_layout
-from parallel.model_geometry import GeometryError, Shard
 from parallel.reshard import kind_of
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import find_misaligned_region
+from parallel.shards import GeometryError, Shard, find_misaligned_region
 
 
 @dataclass(frozen=True)

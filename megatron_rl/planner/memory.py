@@ -26,9 +26,10 @@ from parallel.formats import SCHEMES, count_blocks
 from parallel.layout import Coordinates, Layout
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_megatron_shards, list_stage_layers
-from parallel.model_geometry import ModelGeometry, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import kind_of
 from parallel.sglang_shards import build_sglang_shards
+from parallel.shards import Shard
 
 _SCALE = 4
 _EXPERT = ".local_experts."

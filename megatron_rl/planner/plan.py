@@ -9,13 +9,14 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths
 from megatron_rl.errors import UserError
-from megatron_rl.hf.write import make_hf_config, read_config
+from megatron_rl.hf.create import make_hf_config
+from megatron_rl.hf.files import read_config
 from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
-from parallel.model_geometry import GeometryError
+from parallel.shards import GeometryError
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memo
 from megatron_rl.planner.roofline import StepTime, estimate_step_time
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from parallel.layout import Layout
-from parallel.model_geometry import GeometryError
+from parallel.shards import GeometryError
 
 _ENGINE_EIGHTHS = (1, 2, 4, 6)
 

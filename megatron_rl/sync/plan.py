@@ -11,9 +11,10 @@ from parallel.chunking import Bucket, fill_buckets, list_tensor_specs
 from parallel.layout import Layout
 from parallel.layout_hints import add_layout_hints
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import GeometryError, ModelGeometry, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
+from parallel.shards import GeometryError, Shard
 
 _ITEMSIZE = {"bf16": 2, "fp32": 4}
 

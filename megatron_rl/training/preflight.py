@@ -10,8 +10,9 @@ from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths, check_placement, check_trainer_layout
 from megatron_rl.data import check_data
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
 from megatron_rl.hf.config import parse_forward_config, rope_theta
+from megatron_rl.hf.create import make_hf_config
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.backends import requirements
 from megatron_rl.precision.contract import PrecisionContract
@@ -23,7 +24,8 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_transport
 from megatron_rl.training.resume import find_run_to_resume
 from parallel.layout import Layout
-from parallel.model_geometry import GeometryError, ModelGeometry
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import GeometryError
 
 
 def run_training(config: Config) -> Path:
@@ -93,12 +95,12 @@ def _check_waits(config: Config) -> None:
 def _check_model(config: Config, layout: Layout) -> None:
     folder = config.model.path
     if (folder / "config.json").is_file() or config.model.create is None:
-        hf_config = write.read_config(folder)
+        hf_config = read_config(folder)
         _check_same_model(config, hf_config)
     else:
         if folder.exists():
             raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
-        hf_config = write.make_hf_config(config.model.create, 0, config.precision.high)
+        hf_config = make_hf_config(config.model.create, 0, config.precision.high)
     parse_forward_config(hf_config)
     try:
         geometry = ModelGeometry.from_hf_config(hf_config)

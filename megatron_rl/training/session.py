@@ -17,7 +17,7 @@ from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.distributed import is_rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import is_fp8_checkpoint
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
@@ -129,7 +129,7 @@ class Session:
             make_warm_start_checkpoint(self.config, self.layout, self.notify)
             self.notify(f"warm start saved to {model_path}")
         hang_watchdog.enter_phase("loading the model")
-        hf_config = write.read_config(model_path)
+        hf_config = read_config(model_path)
         plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
         shards = build_own_shards(hf_config, self.layout)
         model = build_model(hf_config, self.layout, self.contract, self.config.train)

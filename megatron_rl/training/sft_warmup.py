@@ -23,7 +23,9 @@ from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.data.prompt_template import make_prompt_formatter
 from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config, make_random_tensors
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
@@ -46,7 +48,7 @@ def make_warm_start_checkpoint(config: Config, layout: Layout, report: Any) -> N
         raise UserError("model.path", str(config.model.path), "does not exist", "name an existing checkpoint, or add [model.create]")
     start = Path(run_on_rank0(lambda: str(_random_checkpoint(config))))
     try:
-        hf_config = write.read_config(start)
+        hf_config = read_config(start)
         contract = PrecisionContract.from_config(config.precision)
         shards = build_own_shards(hf_config, layout)
         model = build_model(hf_config, layout, contract, config.train)
@@ -64,10 +66,10 @@ def _random_checkpoint(config: Config) -> Path:
     """A temporary checkpoint with fresh weights and the byte-level tokenizer."""
     folder = Path(tempfile.mkdtemp(prefix="megatron-rl-random-"))
     make_byte_tokenizer(folder)
-    hf_config = write.make_hf_config(config.model.create, load_tokenizer(folder).eos_token_id, "fp32")  # type: ignore[arg-type]
+    hf_config = make_hf_config(config.model.create, load_tokenizer(folder).eos_token_id, "fp32")  # type: ignore[arg-type]
     tensors = ModelGeometry.from_hf_config(hf_config).tensors().values()
     shapes = {tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for tensor in tensors}
-    write.write_checkpoint(folder, hf_config, write.make_random_tensors(hf_config, shapes, config.model.warm_start.seed), None)
+    write_checkpoint(folder, hf_config, make_random_tensors(hf_config, shapes, config.model.warm_start.seed), None)
     return folder
 
 

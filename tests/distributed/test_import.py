@@ -14,7 +14,8 @@ from support.golden import slow_fp8
 from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
@@ -80,7 +81,7 @@ def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world
 def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_path):
     """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
     folder, again = fp8("plain"), tmp_path / "again"
-    write.write_checkpoint(tmp_path, {**write.read_config(folder), "quantization_config": None}, dequantised(folder), folder)
+    write_checkpoint(tmp_path, {**read_config(folder), "quantization_config": None}, dequantised(folder), folder)
     one.call("support.fp8_checkpoints:import_and_export", tmp_path, unified(), again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)

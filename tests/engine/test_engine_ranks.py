@@ -8,7 +8,7 @@ from support.models import FP8, random_sequences
 from support.processes import World
 
 from megatron_rl.errors import RunError
-from megatron_rl.hf.write import read_config
+from megatron_rl.hf.files import read_config
 from parallel.layout import Layout
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.layout import Layout
@@ -37,7 +37,7 @@ def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
     """
     tensors = {name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}
     generator = torch.Generator().manual_seed(seed)
-    for tensor in ModelGeometry.from_hf_config(write.read_config(folder)).tensors().values():
+    for tensor in ModelGeometry.from_hf_config(read_config(folder)).tensors().values():
         if tensor.role in QUANTIZED_ROLES:
             tensors[tensor.name], tensors[scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         elif tensor.role in FP32_ROLES:

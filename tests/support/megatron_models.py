@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.fp8_linear import FP8ColumnParallelLinear, FP8RowParallelLinear, find_fp8_layers, quantize_model
@@ -44,7 +44,7 @@ def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> 
     Adam's epsilon is far above rounding noise, so that a gradient that is almost zero is not turned into a whole step.
     """
     restart_megatron(layout)
-    hf_config, contract = write.read_config(folder), PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
+    hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
     shards = build_rank_shards(hf_config, layout, dist.get_rank())
     model = build_model(hf_config, layout, contract)
     load_checkpoint(model, folder, shards)
@@ -57,7 +57,7 @@ def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> 
 def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
     """This rank's virtual pipeline stages, built, loaded and quantised."""
     restart_megatron(layout)
-    hf_config = write.read_config(folder)
+    hf_config = read_config(folder)
     chunks = get_model_chunks(build_model(hf_config, layout, contract))
     load_checkpoint(chunks, folder, build_rank_shards(hf_config, layout, dist.get_rank()))
     for chunk in chunks:
@@ -71,7 +71,7 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
     Returns `missing` and `surplus` names, the names that are `different`, and how many tensors there are of each kind; `computed` FP8
     layers hold dequantised values already.
     """
-    hf_config, contract = write.read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
+    hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
     shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantised=contract.rollout_fp8)[dist.get_rank()]
     found = collect_named_tensors(chunks, shards, contract)

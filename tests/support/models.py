@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import ArchitectureConfig, PrecisionConfig
 from megatron_rl.data.byte_tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config, make_random_tensors
+from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.model_geometry import ModelGeometry
@@ -122,7 +123,7 @@ def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
         values = torch.randn((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols), generator=generator)
         tensors[tensor.name] = 1 + 0.2 * values if tensor.role == "norm" else 0.1 * values if tensor.vector else 0.05 * values
     folder.mkdir(parents=True, exist_ok=True)
-    write.write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
+    write_checkpoint(folder, {"torch_dtype": "float32", **config}, tensors, None)
     return folder
 
 
@@ -130,17 +131,17 @@ def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
     """Writes a checkpoint of FP32 weights; two heads of 128 and two kv heads, so that tensor parallelism of 2 fits."""
     make_byte_tokenizer(folder)
     architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
-    config = write.make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
+    config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
     shapes = {
         tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
         for tensor in ModelGeometry.from_hf_config(config).tensors().values()
     }
-    tensors = write.make_random_tensors(config, shapes, seed)
+    tensors = make_random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
             tensors[name] = 1 + 0.2 * torch.randn(tensor.shape, generator=generator)
-    write.write_checkpoint(folder, config, tensors, None)
+    write_checkpoint(folder, config, tensors, None)
     return folder
 
 
@@ -250,7 +251,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random FP32 tensors of a model by their Hugging Face names; vectors are around one, so that a forgotten norm is noticed."""
     model = ModelGeometry.from_hf_config(config)
     shapes = {tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for tensor in model.tensors().values()}
-    found = write.make_random_tensors(config, shapes, seed)
+    found = make_random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in found.items():
         if tensor.dim() == 1:
@@ -279,5 +280,5 @@ def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 
     make_byte_tokenizer(folder)
     eos = load_tokenizer(folder).eos_token_id
     config = config_of(kind, contract, eos_token_id=eos, pad_token_id=eos, bos_token_id=None, **changes)
-    write.write_checkpoint(folder, config, served(config, masters(config, seed), contract), None)
+    write_checkpoint(folder, config, served(config, masters(config, seed), contract), None)
     return config

@@ -18,7 +18,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint import load as checkpoints
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
@@ -48,7 +48,7 @@ class Trainer:
     ) -> None:
         self.layout = start(layout)
         self.folder, self.precision = folder, PrecisionConfig(**precision)
-        self.hf_config = write.read_config(folder)
+        self.hf_config = read_config(folder)
         self.contract = PrecisionContract.from_config(self.precision)
         self.shards = build_own_shards(self.hf_config, self.layout)
         self.train = TrainConfig(**{**TRAIN, **(train or {})})

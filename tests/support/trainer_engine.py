@@ -31,7 +31,8 @@ from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.graph_check import GraphComparison, check_graph, read_training_graph
 from megatron_rl.types import Problem, SamplingParams
 from parallel.digest import view_rect
-from parallel.model_geometry import ModelGeometry, Rect
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import Rect
 from rollout_sglang.engine import SGLangEngine, start_engine_and_wait
 from support.engine_faults import engine_config
 from support.trainer import Trainer

@@ -21,7 +21,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemStream
 from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint import load
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
@@ -415,7 +415,7 @@ def make_run(config: Config, folder: Path, step: int) -> Path:
     layout = Layout()
     start_megatron(layout, 0)
     make_warm_start_checkpoint(config, layout, print)
-    hf_config = write.read_config(config.model.path)
+    hf_config = read_config(config.model.path)
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision))
     load_checkpoint(model, config.model.path, build_own_shards(hf_config, layout))
     saved = folder / "checkpoints" / f"step_{step:05d}"

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.hf import write
+from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from megatron_rl.precision.fp8_products import fprop
@@ -74,7 +74,7 @@ def fp8_logprobs(
     values = {name: value for name, value in values.items() if not name.endswith("_scale_inv")}
     with tempfile.TemporaryDirectory() as folder:
         config = {key: value for key, value in hf_config.items() if key != "quantization_config"}
-        write.write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
+        write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
         model = _load(Path(folder))
     linear = functional.linear
     quantised = _addresses(model) if fp8 else set()

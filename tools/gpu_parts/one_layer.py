@@ -8,7 +8,7 @@ from bench_step import loss, sequence
 from gpu_parts.sizes import SIZES
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import ArchitectureConfig, PrecisionConfig, TrainConfig
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model
 from megatron_rl.mcore.names import get_model_chunks
@@ -21,7 +21,7 @@ __all__ = ["SIZES", "actor", "batch_of", "loss", "model"]
 def model(architecture: ArchitectureConfig, precision: PrecisionConfig) -> torch.nn.Module:
     """With the same random weights for the same widths and precision.mode. Megatron must be started."""
     (chunk,) = get_model_chunks(
-        build_model(write.make_hf_config(architecture, 0, precision.high), Layout(), PrecisionContract.from_config(precision))
+        build_model(make_hf_config(architecture, 0, precision.high), Layout(), PrecisionContract.from_config(precision))
     )
     with torch.no_grad():
         for number, parameter in enumerate(chunk.parameters()):

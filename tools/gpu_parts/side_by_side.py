@@ -13,7 +13,7 @@ import torch
 from gpu_parts.rows import Rows
 from megatron_rl.config import ArchitectureConfig, Config, PrecisionConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.precision.contract import PrecisionContract
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
@@ -59,7 +59,7 @@ def write_model(folder: Path, architecture: ArchitectureConfig, precision: Preci
     """A checkpoint's folder without weights."""
     contract = PrecisionContract.from_config(precision)
     make_byte_tokenizer(folder)
-    config = write.make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
+    config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
     quantised = contract.hf_quantization_config()
     (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantised} if quantised else {})))
     return folder

@@ -29,7 +29,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import ArchitectureConfig, PrecisionConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors
 from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron
@@ -87,7 +87,7 @@ class OneRun:
     """Actor, reference and sync of one precision, in front of its engine."""
 
     def __init__(self, architecture: ArchitectureConfig, precision: PrecisionConfig, engine: SGLangEngine, settings: SyncConfig) -> None:
-        hf_config, contract = write.make_hf_config(architecture, 0, precision.high), PrecisionContract.from_config(precision)
+        hf_config, contract = make_hf_config(architecture, 0, precision.high), PrecisionContract.from_config(precision)
         self.actor, self.engine, self.version = actor(architecture, precision), engine, 0
         self.reference = Policy(freeze(model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
         shards, geometry = build_own_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)

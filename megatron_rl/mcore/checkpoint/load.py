@@ -20,10 +20,10 @@ from pydantic import ValidationError
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from parallel.layout import Layout
-from parallel.model_geometry import Shard
+from parallel.shards import Shard
 
 
 def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, state: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ def load_in_one_process(folder: Path) -> tuple[Any, list[Shard], PrecisionConfig
     from megatron_rl.mcore.names import get_model_chunks
     from megatron_rl.precision.contract import PrecisionContract
 
-    hf_config = write.read_config(folder / "hf")
+    hf_config = read_config(folder / "hf")
     start_megatron(Layout(), seed=0)
     (model,) = get_model_chunks(build_model(hf_config, Layout(), PrecisionContract.from_config(precision)))
     loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / "mcore"))

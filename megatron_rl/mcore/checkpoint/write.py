@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_rl.distributed import gather_from_ranks, is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import list_tokenizer_files
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
@@ -84,7 +84,7 @@ class CheckpointWriter:
         (self._hidden / "mcore").mkdir(parents=True)
         (self._hidden / "hf").mkdir()
         (self._hidden / "hf" / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
-        for file in write.list_tokenizer_files(self._tokenizer):
+        for file in list_tokenizer_files(self._tokenizer):
             shutil.copy(file, self._hidden / "hf" / file.name)
 
     def _complete(self, files: dict[str, dict[str, Any]]) -> None:

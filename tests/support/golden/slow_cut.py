@@ -10,11 +10,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from parallel.formats import BLOCK
-from parallel.hf_widths import SUPPORTED_MODEL_TYPES
+from parallel.hf_widths import SUPPORTED_MODEL_TYPES, MLAGeometry, MoEGeometry
 from parallel.layout import Layout
-from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, scale_name
-from parallel.shards import FP32_ROLES
+from parallel.shards import FP32_ROLES, Shard
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 Arrays = dict[str, np.ndarray]

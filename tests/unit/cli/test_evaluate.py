@@ -15,7 +15,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import check_checkpoint
-from megatron_rl.hf import write
+from megatron_rl.hf.files import list_tokenizer_files, read_config
 from megatron_rl.mcore.export import convert
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,7 @@ def of_a_run(folder: Path, model: Path, **precision: object) -> Path:
     """A run's checkpoint without its weights, which nothing here reads."""
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "config.json").write_text((model / "config.json").read_text())
-    for file in write.list_tokenizer_files(model):
+    for file in list_tokenizer_files(model):
         (folder / "hf" / file.name).write_text(file.read_text())
     (folder / "state.json").write_text(json.dumps({"step": 30, "precision": precision}))
     return folder
@@ -104,7 +104,7 @@ def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantised, 
     wanted = config(mode=mode)
     prepared = check_checkpoint(model, "--checkpoint", wanted).prepare(wanted, tmp_path / "made")
     assert prepared == tmp_path / "made"
-    assert write.read_config(prepared)["quantization_config"]["quant_method"] == quantised
+    assert read_config(prepared)["quantization_config"]["quant_method"] == quantised
     assert check_checkpoint(prepared, "--checkpoint", wanted).loads_directly  # and would be taken as it is the next time
 
 

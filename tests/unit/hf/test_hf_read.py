@@ -13,10 +13,11 @@ from support.fp8_checkpoints import SETTINGS, list_tensors, make_fp8_checkpoint,
 from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import INDEX, HFCheckpoint, is_fp8_checkpoint
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
-from parallel.model_geometry import ModelGeometry, Rect, Region, take_all
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import Rect, Region, take_all
 
 GATE, NORM, HEAD = "model.layers.0.mlp.gate_proj.weight", "model.norm.weight", "lm_head.weight"
 SCALES = GATE + "_scale_inv"
@@ -38,11 +39,11 @@ high, fp8 = (pytest.mark.parametrize("folder", [which], indirect=True) for which
 
 
 def opened(folder: Path) -> HFCheckpoint:
-    return HFCheckpoint(folder, write.read_config(folder))
+    return HFCheckpoint(folder, read_config(folder))
 
 
 def geometry(folder: Path) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(write.read_config(folder))
+    return ModelGeometry.from_hf_config(read_config(folder))
 
 
 def check(folder: Path) -> None:

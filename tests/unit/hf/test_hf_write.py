@@ -12,12 +12,14 @@ from safetensors.torch import load_file
 
 from megatron_rl.config import ArchitectureConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config, make_random_tensors
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import atomic_folder, write_checkpoint
 
 
 def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
     target = tmp_path / "a" / "model"
-    with write.atomic_folder(target) as folder:
+    with atomic_folder(target) as folder:
         (folder / "file").write_text("x")
         assert not target.exists() and folder.parent == target.parent
     assert (target / "file").read_text() == "x"
@@ -28,7 +30,7 @@ def test_a_finished_folder_appears_at_once_and_readable(tmp_path):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 def test_a_failure_leaves_nothing(tmp_path, error):
     def write_half() -> None:
-        with write.atomic_folder(tmp_path / "model") as folder:
+        with atomic_folder(tmp_path / "model") as folder:
             (folder / "half").write_text("x")
             raise error
 
@@ -41,7 +43,7 @@ def test_a_folder_that_is_there_already_stays_as_it_was(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "old").write_text("precious")
     with pytest.raises(OSError):
-        with write.atomic_folder(tmp_path / "model") as folder:
+        with atomic_folder(tmp_path / "model") as folder:
             (folder / "new").write_text("x")
     assert os.listdir(tmp_path) == ["model"] and os.listdir(tmp_path / "model") == ["old"]
 
@@ -53,7 +55,7 @@ def test_a_checkpoint_comes_back_bit_by_bit_with_the_tokenizers_files(tmp_path):
         (source / name).write_text(name)
     scrambled = torch.randn(6, 4).t()  # not contiguous
     tensors = {"a": scrambled, "b": torch.randn(3).bfloat16(), "c": torch.randn(4, 4).to(torch.float8_e4m3fn)}
-    write.write_checkpoint(target, {"model_type": "qwen3"}, tensors, source)
+    write_checkpoint(target, {"model_type": "qwen3"}, tensors, source)
     assert {file.name for file in target.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json",
     }  # fmt: skip
@@ -62,7 +64,7 @@ def test_a_checkpoint_comes_back_bit_by_bit_with_the_tokenizers_files(tmp_path):
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
         assert torch.equal(loaded[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
-    assert write.read_config(target) == {"model_type": "qwen3"}
+    assert read_config(target) == {"model_type": "qwen3"}
 
 
 @pytest.mark.parametrize(
@@ -73,14 +75,14 @@ def test_a_bad_config_json_is_the_users_error_in_one_line(tmp_path, content, rul
     if content is not None:
         (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(UserError, match=rule) as caught:
-        write.read_config(tmp_path)
+        read_config(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_transformers_reads_a_new_config(tmp_path):
     from transformers import AutoConfig
 
-    made = write.make_hf_config(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), 7, "bf16")
+    made = make_hf_config(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), 7, "bf16")
     (tmp_path / "config.json").write_text(json.dumps(made))
     read = AutoConfig.from_pretrained(tmp_path)
     assert (type(read).__name__, read.hidden_size, read.tie_word_embeddings, read.eos_token_id) == ("Qwen3Config", 384, True, 7)
@@ -91,7 +93,7 @@ def test_transformers_reads_a_new_config_with_experts(tmp_path):
     from transformers import AutoConfig
 
     widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
-    (tmp_path / "config.json").write_text(json.dumps(write.make_hf_config(ArchitectureConfig(**widths), 7, "fp32")))
+    (tmp_path / "config.json").write_text(json.dumps(make_hf_config(ArchitectureConfig(**widths), 7, "fp32")))
     read = AutoConfig.from_pretrained(tmp_path)
     assert (type(read).__name__, read.norm_topk_prob, read.decoder_sparse_step, read.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
     assert {name: getattr(read, name) for name in widths} == widths
@@ -99,7 +101,7 @@ def test_transformers_reads_a_new_config_with_experts(tmp_path):
 
 def test_random_weights_repeat_with_the_seed_and_norms_are_one():
     shapes = {"w": (300, 400), "norm": (400,)}
-    first, again, other = (write.make_random_tensors({"initializer_range": 0.02}, shapes, seed) for seed in (1, 1, 2))
+    first, again, other = (make_random_tensors({"initializer_range": 0.02}, shapes, seed) for seed in (1, 1, 2))
     assert torch.equal(first["w"], again["w"]) and not torch.equal(first["w"], other["w"])
     assert (first["norm"] == 1).all() and all(tensor.dtype == torch.float32 for tensor in first.values())
     assert first["w"].std().item() == pytest.approx(0.02, rel=0.02) and abs(first["w"].mean().item()) < 1e-3

@@ -11,7 +11,7 @@ from support.models import make_checkpoint, read_weights
 from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
-from megatron_rl.hf import write
+from megatron_rl.hf.files import list_tokenizer_files, read_config
 from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.model_geometry import ModelGeometry
@@ -35,16 +35,16 @@ def test_fp8_to_bf16(tmp_path, scales):
             values = slow_fp8.from_codes(expected.view(torch.uint8).numpy()) * scale
             expected = torch.from_numpy(values.astype(np.float32)).bfloat16()
         assert torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16, name
-    config = write.read_config(output)
+    config = read_config(output)
     assert not is_fp8_checkpoint(config) and config["torch_dtype"] == "bfloat16"
     HFCheckpoint(output, config).check(ModelGeometry.from_hf_config(config))
-    assert {file.name for file in write.list_tokenizer_files(output)} == {file.name for file in write.list_tokenizer_files(source)} != set()
+    assert {file.name for file in list_tokenizer_files(output)} == {file.name for file in list_tokenizer_files(source)} != set()
 
 
 def test_high_precision_to_fp8(tmp_path):
     source, output = make_checkpoint(tmp_path / "fp32"), tmp_path / "fp8"
     assert export("--checkpoint", source, "--output", output, "--precision", "fp8")[0] == 0
-    weights, found, config = read_weights(source), read_weights(output), write.read_config(output)
+    weights, found, config = read_weights(source), read_weights(output), read_config(output)
     assert config["quantization_config"]["scale_fmt"] == "ue8m0" and config["torch_dtype"] == "float32"
     checkpoint, model = HFCheckpoint(output, config), ModelGeometry.from_hf_config(config)
     checkpoint.check(model)

@@ -13,8 +13,8 @@ from test_reshard import planned, quick, sources_of, targets_of
 
 from parallel.chunking import Bucket, RowRange, TensorSpec, clip_transfer, fill_buckets, list_tensor_specs
 from parallel.layout import Layout
-from parallel.model_geometry import Rect
 from parallel.reshard import Transfer
+from parallel.shards import Rect
 
 
 @quick

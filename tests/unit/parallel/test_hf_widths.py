@@ -9,7 +9,9 @@ import pytest
 import torch
 from test_published_models import CONFIGS, dense
 
-from parallel.model_geometry import GeometryError, MLAGeometry, ModelGeometry, MoEGeometry
+from parallel.hf_widths import MLAGeometry, MoEGeometry
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import GeometryError
 
 TINY = dense("", 3, 64, 4, 2, 96, 50, head_dim=32, pad_token_id=None)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}

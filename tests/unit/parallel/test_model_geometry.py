@@ -9,11 +9,13 @@ import pytest
 from support.golden import slow_cut
 
 from megatron_rl.config import ArchitectureConfig
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
+from parallel.hf_widths import MoEGeometry
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
-from parallel.model_geometry import GeometryError, ModelGeometry, MoEGeometry, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
+from parallel.shards import GeometryError, Shard
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 QKV = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
@@ -46,7 +48,7 @@ def names(shards: list[Shard]) -> set[str]:
 
 def test_the_geometry_is_read_from_the_projects_own_config_json():
     architecture = ArchitectureConfig(vocab_size=384, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
-    geometry = ModelGeometry.from_hf_config(write.make_hf_config(architecture, 0, "fp32"))
+    geometry = ModelGeometry.from_hf_config(make_hf_config(architecture, 0, "fp32"))
     assert geometry == ModelGeometry(layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, ffn=512, vocab=384, tied=True)
 
 
@@ -54,7 +56,7 @@ def test_tensors_have_the_shapes_of_transformers_qwen3():
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**write.make_hf_config(ArchitectureConfig(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
+    config = Qwen3Config(**make_hf_config(ArchitectureConfig(num_attention_heads=4, num_key_value_heads=2), 0, "fp32"))
     with torch.device("meta"):
         reference = {name: tuple(parameter.shape) for name, parameter in Qwen3ForCausalLM(config).named_parameters()}
     geometry = ModelGeometry.from_hf_config(config.to_dict())
@@ -145,7 +147,7 @@ def test_a_rank_outside_of_the_layout_is_refused(rank):
 
 
 def hf_config(**changes: object) -> dict[str, object]:
-    return {**write.make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
+    return {**make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
 
 
 @pytest.mark.parametrize(

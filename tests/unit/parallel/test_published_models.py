@@ -22,9 +22,10 @@ from parallel.layout_hints import (
     keep_one_layer_per_kind,
 )
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import GeometryError, ModelGeometry
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
+from parallel.shards import GeometryError
 
 
 def dense(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:

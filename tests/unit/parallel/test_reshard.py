@@ -14,12 +14,13 @@ from test_model_geometry import model
 
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import BLOCK
+from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
-from parallel.model_geometry import GeometryError, HFTensor, ModelGeometry, MoEGeometry, Rect, Shard, stack_regions, take_all
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards, padded_vocabulary
-from parallel.shards import take_rows
+from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)  # derandomised: CI and a person see the same cases
 

@@ -13,11 +13,13 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import list_tensor_specs
+from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import ModelGeometry, MoEGeometry, Rect, Shard
+from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards
+from parallel.shards import Rect, Shard
 
 NONE: frozenset[str] = frozenset()
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.config import ArchitectureConfig, PrecisionConfig, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.precision.backends import requirements
 from megatron_rl.training.preflight import preflight
 from parallel.layout import Layout
@@ -94,7 +94,7 @@ def test_the_original_deep_gemm_will_do(hopper):
 
 
 def geometry(**widths: int) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(write.make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
+    return ModelGeometry.from_hf_config(make_hf_config(ArchitectureConfig(**widths), 0, "bf16"))
 
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
@@ -116,7 +116,7 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
 def test_the_preflight_asks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(write.make_hf_config(ArchitectureConfig(), 0, "bf16")))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(make_hf_config(ArchitectureConfig(), 0, "bf16")))
     (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
     monkeypatch.setattr(requirements, "_version", {}.get)
     with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parallel.digest import digest, view_bytes
-from parallel.model_geometry import Rect
+from parallel.shards import Rect
 from rollout_sglang.rank_handler import live_tensors
 
 

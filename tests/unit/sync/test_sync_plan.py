@@ -13,8 +13,9 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
 from megatron_rl.sync.plan import SyncPlan
+from parallel.hf_widths import MLAGeometry, MoEGeometry
 from parallel.layout import Layout
-from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
+from parallel.model_geometry import ModelGeometry
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 FP8 = "('float8_e4m3fn', (1024, 256))"

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from megatron_rl.cli.main import app
 from megatron_rl.config import ArchitectureConfig, load_config
 from megatron_rl.data.files import SOURCE_FIX
-from megatron_rl.hf import write
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.training.preflight import preflight
 from parallel.layout import Layout
-from parallel.model_geometry import GeometryError
+from parallel.shards import GeometryError
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def workplace(tmp_path, monkeypatch):
 
 
 def write_config(workplace, **changes: object) -> None:
-    config = {**write.make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
+    config = {**make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
     config = {key: value for key, value in config.items() if value != "absent"}
     (workplace / "model" / "config.json").write_text(json.dumps(config))
     with contextlib.suppress(GeometryError):  # it is no model: config.json alone must be refused
@@ -186,7 +186,7 @@ def test_a_checkpoint_of_another_kind(workplace, changes, start):
 
 def test_weights_that_are_not_those_of_the_config(workplace):
     file = workplace / "model" / "model.safetensors"
-    tensors = list_tensors(write.make_hf_config(ArchitectureConfig(), 0, "fp32"))
+    tensors = list_tensors(make_hf_config(ArchitectureConfig(), 0, "fp32"))
     write_sparse_safetensors(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
     assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
     write_sparse_safetensors(file, {name: told for name, told in tensors.items() if name != "model.norm.weight"})

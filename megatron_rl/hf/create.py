@@ -1,0 +1,68 @@
+"""A new model from `[model.create]`: its config.json and random weights. Imports without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_rl.config import ArchitectureConfig
+
+if TYPE_CHECKING:
+    import torch
+
+
+def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: str) -> dict[str, Any]:
+    """Return the config.json of a Qwen3 model with the given widths, or of a Qwen3-MoE one where it has experts."""
+    return {
+        "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if architecture.num_experts else "qwen3",
+        "vocab_size": architecture.vocab_size,
+        "hidden_size": architecture.hidden_size,
+        "intermediate_size": architecture.intermediate_size,
+        "num_hidden_layers": architecture.num_hidden_layers,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_key_value_heads": architecture.num_key_value_heads,
+        "head_dim": architecture.head_dim,
+        "max_position_embeddings": architecture.max_position_embeddings,
+        "rope_theta": architecture.rope_theta,
+        "rope_scaling": None,
+        "tie_word_embeddings": architecture.tie_word_embeddings,
+        "initializer_range": architecture.initializer_range,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": architecture.num_hidden_layers,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": eos_token_id,
+        "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[high],
+        **(_expert_fields(architecture) if architecture.num_experts else {}),
+    }
+
+
+def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
+    """Return the fields of the experts: every layer has them, and the chosen ones' weights add up to one, as in Qwen3-30B-A3B."""
+    return {
+        "num_experts": architecture.num_experts,
+        "num_experts_per_tok": architecture.num_experts_per_tok,
+        "moe_intermediate_size": architecture.moe_intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+    }
+
+
+def make_random_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    """Return fresh float32 weights: norms are one, everything else is N(0, initializer_range)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * config["initializer_range"]
+        for name, shape in shapes.items()
+    }
