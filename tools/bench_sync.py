@@ -103,7 +103,7 @@ def make_empty_tensors(shards: Sequence[Shard], contract: PrecisionContract) -> 
     """Tensors as an engine rank holds them, all ones: every page is there before anything is measured."""
     found = {}
     for shard in shards:
-        fp8 = kind_of(shard.role, contract.fp8_roles()) == "fp8"
+        fp8 = kind_of(shard.role, contract.fp8_roles) == "fp8"
         found[shard.name] = torch.ones(shard.shape, dtype=torch.uint8 if fp8 else torch.bfloat16)
         if fp8:
             found[shard.name] = found[shard.name].view(torch.float8_e4m3fn)
@@ -141,7 +141,7 @@ def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[s
     found = {}
     for shard in shards:
         value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
-        if fp8 and shard.role in contract(True).fp8_roles():
+        if fp8 and shard.role in contract(True).fp8_roles:
             found[shard.name], found[scale_name(shard.name)] = quantize_weight(value, "pow2")
         else:
             found[shard.name] = value

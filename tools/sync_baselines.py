@@ -48,7 +48,7 @@ class PlainCopy:
 
     def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
         mine = {target: shards for target, shards in plan.targets.items() if target % world == rank}
-        sizes = [spec.rows * spec.cols * spec.itemsize for spec in list_tensor_specs(mine, contract(True).fp8_roles(), 2)]
+        sizes = [spec.rows * spec.cols * spec.itemsize for spec in list_tensor_specs(mine, contract(True).fp8_roles, 2)]
         self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
 
     def run(self) -> None:
@@ -58,7 +58,7 @@ class PlainCopy:
 
 def flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
     """One run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
-    specs = list_tensor_specs(build_engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles(), 2)
+    specs = list_tensor_specs(build_engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles, 2)
     total = sum(spec.rows * spec.cols * spec.itemsize for spec in specs)
     rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
     count = max(setup.train.world_size, setup.rollout_tp)
@@ -91,7 +91,7 @@ class GatherAndQuantise:
             parts = self._gather(name)
             if dist.get_rank() == 0:
                 for tensor in self._to_hugging_face(name, parts).values():
-                    if tensor.dim() == 2 and self._role(name) in contract(True).fp8_roles():
+                    if tensor.dim() == 2 and self._role(name) in contract(True).fp8_roles:
                         quantize_weight(tensor, "pow2")
 
     def _role(self, name: str) -> str:

@@ -79,7 +79,7 @@ def hf_tensor(task: VerifyTask, tensor: HFTensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(task.seed * 0x1_0000_0000 + zlib.crc32(tensor.name.encode()))
     shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
     return torch.randn(shape, generator=generator).to(
-        torch.bfloat16 if kind_of(tensor.role, task.contract.fp8_roles()) == "high" else torch.float32
+        torch.bfloat16 if kind_of(tensor.role, task.contract.fp8_roles) == "high" else torch.float32
     )
 
 
@@ -134,7 +134,7 @@ class InProcessEngine:
 def _empty(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     found = {}
     for shard in shards:
-        kind = kind_of(shard.role, contract.fp8_roles())
+        kind = kind_of(shard.role, contract.fp8_roles)
         found[shard.name] = torch.zeros(shard.shape, dtype=_DTYPES[kind])
         if kind == "fp8":
             found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
@@ -151,7 +151,7 @@ def differences(task: VerifyTask, engine: InProcessEngine, shards: Mapping[int, 
                 held_by.setdefault(region.tensor.name, []).append((rank, shard, region))
     for holders in held_by.values():
         tensor = holders[0][2].tensor
-        kind, value = kind_of(tensor.role, task.contract.fp8_roles()), hf_tensor(task, tensor)
+        kind, value = kind_of(tensor.role, task.contract.fp8_roles), hf_tensor(task, tensor)
         grid = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
         for rank, shard, region in holders:
             live = engine.tensors[rank]

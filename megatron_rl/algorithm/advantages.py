@@ -5,7 +5,7 @@
     leave_one_out   r_i - mean of the others' r                     RLOO, arXiv 2402.14740
     batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    REINFORCE++ with baseline, arXiv 2501.03262; std of r_i - mean(r)
 
-With `kl_in = "reward"`, r_i is the completion's reward less kl_coef times the KL estimate summed over its tokens.
+With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times the KL estimate summed over its tokens.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _EPSILON = 1e-6
 
 
 def compute_advantages(rewards: list[float], group_size: int, kind: str = "group_std", excluded: list[bool] | None = None) -> list[float]:
-    """One advantage per completion; groups of `group_size` lie side by side. All zero in a group whose members earned the same.
+    """Return one advantage per completion, for rewards ordered in groups of `group_size`. Equal rewards in a group give zeros.
 
-    A completion that is `excluded` gets 0, and the others what they would get in a smaller group; one that is left alone gets 0.
+    An `excluded` completion gets 0 and does not count in its group; a completion left alone in its group gets 0.
     """
     r = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     counted = torch.ones_like(r) if excluded is None else 1 - torch.tensor(excluded, dtype=r.dtype).view_as(r)
@@ -37,20 +37,20 @@ def compute_advantages(rewards: list[float], group_size: int, kind: str = "group
     return centred.flatten().tolist()
 
 
-def assign_advantages(sequences: list[TrainingSample], config: AlgorithmConfig, group_size: int) -> dict[str, float]:
-    """Sets the advantage of every sequence of a step from its reward; returns metrics. Old and reference log-probs must be known
-    where the KL counts in the reward."""
-    rewards = [sequence.reward for sequence in sequences]
+def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, group_size: int) -> dict[str, float]:
+    """Set the advantage of every sample of a step from its reward and return metrics. With `kl_in = "reward"`, old and reference
+    log-probs must be set."""
+    rewards = [sample.reward for sample in samples]
     metrics = {}
     if config.kl_coef and config.kl_in == "reward":
-        kl = [_summed_kl(sequence, config.kl_estimator) for sequence in sequences]
+        kl = [_summed_kl(sample, config.kl_estimator) for sample in samples]
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
-        metrics["reward/kl"] = sum(kl) / max(sum(sequence.sampled_count for sequence in sequences), 1)
-    excluded = [sequence.excluded for sequence in sequences]
-    for sequence, advantage in zip(sequences, compute_advantages(rewards, group_size, config.advantage, excluded), strict=True):
-        sequence.advantage = advantage
+        metrics["reward/kl"] = sum(kl) / max(sum(sample.sampled_count for sample in samples), 1)
+    excluded = [sample.excluded for sample in samples]
+    for sample, advantage in zip(samples, compute_advantages(rewards, group_size, config.advantage, excluded), strict=True):
+        sample.advantage = advantage
     return metrics
 
 
-def _summed_kl(sequence: TrainingSample, estimator: str) -> float:
-    return float(KL_ESTIMATORS[estimator](sequence.reference_logprobs - sequence.old_logprobs).sum())
+def _summed_kl(sample: TrainingSample, estimator: str) -> float:
+    return float(KL_ESTIMATORS[estimator](sample.reference_logprobs - sample.old_logprobs).sum())

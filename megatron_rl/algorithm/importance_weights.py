@@ -1,4 +1,4 @@
-"""Corrections for an engine that samples from a slightly different policy than the trainer holds. For every precision mode.
+"""Importance weights that correct for an engine sampling from a slightly different policy than the trainer's, in any precision mode.
 
     q_t = p_trainer / p_engine of a sampled token, the same weights, before the update:  exp(old_t - rollout_t)
 
@@ -20,7 +20,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]; not for `correction = "none"`."""
+    """Return (weights [A], bool [A]: capped or masked) of one answer from log q, float32 [A]. Not for `correction = "none"`."""
     low, high, cap = config.correction_low, config.correction_high, config.correction_cap
     if config.correction == "icepop":
         ratio = log_ratio.exp()
@@ -34,30 +34,31 @@ def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tupl
     return ratio.clamp(max=cap), ratio > cap
 
 
-def assign_corrections(sequences: list[TrainingSample], config: AlgorithmConfig) -> dict[str, float]:
-    """Sets the correction of every sequence of a step, and the engine's log-probs as the old ones where `old_policy` says so.
+def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig) -> dict[str, float]:
+    """Set `importance_weights` of every sample of a step and return weight statistics by sign of advantage.
 
-    Call when old (trainer) and rollout (engine) log-probs and advantages are known. Returns weight statistics by sign of advantage.
+    Needs old (trainer) and rollout (engine) log-probs and advantages. With `old_policy = "engine"`, first replaces the old log-probs
+    by the engine's.
     """
     if config.old_policy == "engine":
-        for sequence in sequences:
-            sequence.old_logprobs = sequence.rollout_logprobs
+        for sample in samples:
+            sample.old_logprobs = sample.rollout_logprobs
     if config.correction == "none":
         return {}
-    touched = []
-    for sequence in sequences:
-        sequence.importance_weights, outside = compute_correction(sequence.old_logprobs - sequence.rollout_logprobs, config)
-        touched.append(outside)
-    return _statistics(sequences, touched)
+    clipped = []
+    for sample in samples:
+        sample.importance_weights, outside = compute_correction(sample.old_logprobs - sample.rollout_logprobs, config)
+        clipped.append(outside)
+    return _statistics(samples, clipped)
 
 
-def _statistics(sequences: list[TrainingSample], touched: list[torch.Tensor]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _statistics(samples: list[TrainingSample], clipped: list[torch.Tensor]) -> dict[str, float]:
+    metrics: dict[str, float] = {}
     for name, sign in (("positive", 1), ("negative", -1)):
-        chosen = [number for number, sequence in enumerate(sequences) if sign * sequence.advantage > 0]
-        weights = torch.cat([torch.empty(0), *(sequences[number].importance_weights for number in chosen)])
+        chosen = [index for index, sample in enumerate(samples) if sign * sample.advantage > 0]
+        weights = torch.cat([torch.empty(0), *(samples[index].importance_weights for index in chosen)])
         if weights.numel():
-            found[f"correction/mean_{name}"] = float(weights.mean())
-            found[f"correction/max_{name}"] = float(weights.max())
-            found[f"correction/touched_{name}"] = float(torch.cat([touched[number] for number in chosen]).float().mean())
-    return found
+            metrics[f"correction/mean_{name}"] = float(weights.mean())
+            metrics[f"correction/max_{name}"] = float(weights.max())
+            metrics[f"correction/touched_{name}"] = float(torch.cat([clipped[index] for index in chosen]).float().mean())
+    return metrics

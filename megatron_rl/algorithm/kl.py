@@ -5,7 +5,7 @@
     k2 = d^2 / 2            biased, never negative; its gradient is that of the KL
     k3 = exp(d) - d - 1     unbiased, never negative
 
-With gradient, in the loss, k1 has expectation zero: it belongs into the reward.
+As a loss, the gradient of k1 has expectation zero, so k1 belongs in the reward.
 """
 
 from __future__ import annotations

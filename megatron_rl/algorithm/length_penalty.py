@@ -1,4 +1,4 @@
-"""Soft punishment of length (DAPO, arXiv 2503.14476, eq. 13): the last part of the length budget costs, growing to the full penalty.
+"""Soft overlong penalty (DAPO, arXiv 2503.14476, eq. 13): it grows linearly over the last part of the length budget.
 
 L = longest answer, C = share * L:   0 for |y| <= L - C,   (L - C - |y|) / C * penalty beyond,   -penalty at |y| = L
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def compute_overlong_penalty(length: int, longest: int, share: float, penalty: float) -> float:
-    """What is added to the reward of an answer of `length` tokens: 0 to -penalty."""
+    """Return the term added to the reward of an answer of `length` tokens, between -penalty and 0."""
     buffer = share * longest
     if not buffer:
         return 0.0

@@ -1,13 +1,13 @@
-"""Means over a batch as weights of tokens, given before the batch is cut.
+"""Token weights that turn the summed loss into a mean, assigned before the batch is cut into micro-batches.
 
-The trainer divides a sum over N answer tokens of n sequences by N. A token of a sequence of T answer tokens weighs
-as below; an environment's tokens weigh nothing and are not counted.
+The trainer divides a sum over N answer tokens of n sequences by N. A token of a sequence with T answer tokens
+gets the weight below; tokens written by an environment get 0 and are not counted.
 
     token     1                 the mean over all tokens (DAPO, arXiv 2503.14476)
     sequence  N / (n T)         the mean of the sequences' means (GRPO as published, arXiv 2402.03300; GSPO)
     constant  N / (n L)         sum / (n L), L = the longest answer allowed (Dr. GRPO, arXiv 2503.20783)
 
-Excluded sequences weigh 0 and are not counted: n and T are of the others, whose tokens then weigh N / (N - excluded tokens) in `token`.
+Excluded sequences get weight 0 and are not counted in n and T; with `token`, the others get N / (N - excluded tokens).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 from megatron_rl.batch.training_sample import TrainingSample
 
 
-def assign_loss_weights(sequences: list[TrainingSample], aggregate: str, longest: int) -> None:
-    """Sets the weights of one optimizer step's sequences, all of them whoever computes them; `longest` is L."""
-    tokens = sum(sequence.sampled_count for sequence in sequences)
-    counted = [sequence for sequence in sequences if not sequence.excluded]
-    counted_tokens = sum(sequence.sampled_count for sequence in counted)
-    for sequence in sequences:
-        length = 0 if sequence.excluded else sequence.sampled_count
+def assign_loss_weights(samples: list[TrainingSample], aggregate: str, longest: int) -> None:
+    """Set `loss_weight` of all samples of one optimizer step (of all ranks); `longest` is L."""
+    tokens = sum(sample.sampled_count for sample in samples)
+    counted = [sample for sample in samples if not sample.excluded]
+    counted_tokens = sum(sample.sampled_count for sample in counted)
+    for sample in samples:
+        length = 0 if sample.excluded else sample.sampled_count
         divisor = {"token": counted_tokens, "sequence": len(counted) * length, "constant": len(counted) * longest}[aggregate]
-        sequence.loss_weight = tokens / divisor if length else 0.0
+        sample.loss_weight = tokens / divisor if length else 0.0

@@ -1,9 +1,9 @@
-"""The policy loss: an objective per token, the weights of aggregation and correction, and a KL term.
+"""The policy loss: a loss per token, weighted for aggregation and correction, plus a KL term.
 
     loss = sum over answer tokens of  weight_t (correction_t policy_t + kl_coef kl_t)
 
-It is a sum; the trainer divides by the number of answer tokens of the whole optimizer step. `weight_t` (see `aggregate`) turns that
-into any other mean, and is known before the step is cut into micro-batches: the cut changes nothing.
+This is a sum; the trainer divides it by the number of answer tokens of the whole optimizer step. `weight_t` (see `loss_weights`) turns
+that into any other mean. It is set before the step is cut into micro-batches, so the cut does not change the loss.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.config.algorithm import AlgorithmConfig
 
 TokenLossFunction = Callable[[torch.Tensor, MicroBatch, AlgorithmConfig], tuple[torch.Tensor, torch.Tensor]]
-_OBJECTIVES: dict[str, TokenLossFunction] = {"ppo": ppo.token_losses, "gspo": gspo.token_losses, "cispo": cispo.token_losses}
+_TOKEN_LOSSES: dict[str, TokenLossFunction] = {"ppo": ppo.token_losses, "gspo": gspo.token_losses, "cispo": cispo.token_losses}
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss that the configuration names."""
+    """The loss of `algorithm.loss`."""
 
     config: AlgorithmConfig
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], with gradient, aligned with `batch.targets`."""
+        """Return (sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], aligned with `batch.targets`."""
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
-        losses, clipped = _OBJECTIVES[config.loss](logprobs, batch, config)
+        losses, clipped = _TOKEN_LOSSES[config.loss](logprobs, batch, config)
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
         sums = {"loss/policy": loss.detach(), **_clip_counts(clipped, batch)}
         if config.kl_coef and config.kl_in == "loss":
@@ -43,7 +43,7 @@ class PolicyLoss:
 
 
 def _clip_counts(clipped: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """Tokens that the clip touches, by the sign of their advantage; the trainer makes them fractions of all answer tokens."""
+    """Count clipped tokens by the sign of their advantage; the trainer turns the counts into fractions of all answer tokens."""
     return {
         "clip/positive": (clipped & (batch.advantages > 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
         "clip/negative": (clipped & (batch.advantages < 0)).to(batch.mask.dtype).mul(batch.mask).sum(),

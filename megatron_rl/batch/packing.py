@@ -1,5 +1,7 @@
-"""Which sequences share a micro-batch: bins of about equally many tokens, as many for every data-parallel replica; and which places of it
-a context-parallel rank computes."""
+"""Sequence packing: which sequences share a micro-batch, and which positions of it a context-parallel rank computes.
+
+Bins hold about equally many tokens, and every data-parallel replica gets the same number of them.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +9,45 @@ import heapq
 from itertools import accumulate, pairwise
 
 
-def pack(lengths: list[int], bound: int, replicas: int = 1) -> list[list[int]]:
-    """Indices of `lengths` in bins of at most `bound` tokens; a longer sequence has a bin of its own. The number of bins is a multiple
-    of `replicas`, and the fullest come first: dealt out like cards, those of one round are alike.
+def round_up(number: int, multiple: int) -> int:
+    """Return the next multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple
 
-    The longest sequences are placed first, each into the bin that holds least (Graham's LPT rule), so that two bins differ by no more
-    than the longest sequence. Bins that no sequence is left for are empty.
+
+def pack(lengths: list[int], max_tokens: int, replicas: int = 1) -> list[list[int]]:
+    """Return indices of `lengths` in bins of at most `max_tokens` tokens; a longer sequence gets a bin of its own.
+
+    The number of bins is a multiple of `replicas`. The fullest come first, so that dealing them out in rounds gives every replica a bin
+    of about the same size. The longest sequences are placed first, each into the emptiest bin (Graham's LPT rule), so two bins differ by
+    at most the longest sequence. Bins left without a sequence are empty.
     """
     if not lengths:
         return []
-    most = _round_up(len(lengths), replicas)
-    count = min(_round_up(-(-sum(lengths) // bound), replicas), most)
+    max_bins = round_up(len(lengths), replicas)
+    count = min(round_up(max(-(-sum(lengths) // max_tokens), 1), replicas), max_bins)
     bins = _fill(lengths, count)
-    while any(len(members) > 1 and load > bound for load, members in bins):
-        count = min(count + _round_up(count // 8, replicas), most)  # an eighth more: few tries, however many sequences
+    while any(len(members) > 1 and load > max_tokens for load, members in bins):
+        count = min(count + round_up(max(count // 8, 1), replicas), max_bins)  # an eighth more: few tries, however many sequences
         bins = _fill(lengths, count)
     return [members for _, members in sorted(bins, key=lambda filled: -filled[0])]
 
 
 def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list[int]:
-    """The places of a row that one of `size` context-parallel ranks computes, of sequences of `lengths` places each.
+    """Return the positions of a row that rank `rank` of `size` context-parallel ranks computes; `lengths` are those of its sequences.
 
-    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple; rank r has chunk r and the one that stands as far
-    from the end. This is Megatron's way, whose rotary positions of packed sequences rely on it.
+    Every sequence is cut into 2 * size equal chunks, so its length must be a multiple of that; rank r computes chunk r from the start
+    and chunk r from the end. This is Megatron's order, which its rotary embedding of packed sequences relies on.
     """
-    found: list[int] = []
+    positions: list[int] = []
     for start, end in pairwise(accumulate(lengths, initial=0)):
         chunk = (end - start) // (2 * size)
-        found += range(start + rank * chunk, start + (rank + 1) * chunk)
-        found += range(end - (rank + 1) * chunk, end - rank * chunk)
-    return found
+        positions += range(start + rank * chunk, start + (rank + 1) * chunk)
+        positions += range(end - (rank + 1) * chunk, end - rank * chunk)
+    return positions
 
 
 def _fill(lengths: list[int], count: int) -> list[tuple[int, list[int]]]:
-    """(tokens, indices) of `count` bins, however full."""
+    """Return (tokens, indices) of `count` bins, however full."""
     bins: list[list[int]] = [[] for _ in range(count)]
     loads = [(0, number) for number in range(count)]
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
@@ -48,8 +55,3 @@ def _fill(lengths: list[int], count: int) -> list[tuple[int, list[int]]]:
         bins[number].append(index)
         heapq.heapreplace(loads, (load + lengths[index], number))
     return [(load, bins[number]) for load, number in loads]
-
-
-def _round_up(number: int, multiple: int) -> int:
-    """The next multiple, at least one of it."""
-    return max(-(-number // multiple), 1) * multiple

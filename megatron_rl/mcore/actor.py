@@ -73,8 +73,8 @@ class Policy:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
             multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,  # ranks take equal parts of every row
-            context=config.context_parallel_size,
-            rounds=config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
+            cp_size=config.context_parallel_size,
+            vpp_group=config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:

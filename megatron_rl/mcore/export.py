@@ -82,7 +82,7 @@ def save_hf(
     FP8 or INT8 where the engine is (with `quantization_config`), else every tensor in `contract.high`.
     """
     model = ModelGeometry.from_hf_config(hf_config)
-    tensors = gather_tensors(named_tensors, model, layout, contract.fp8_roles(), contract.high, contract.int8_roles())
+    tensors = gather_tensors(named_tensors, model, layout, contract.fp8_roles, contract.high, contract.int8_roles)
     if tensors:
         _write(folder, hf_config, tensors, contract, tokenizer)
     dist.barrier()
@@ -137,7 +137,7 @@ def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.tensors().items():
         value = source.read_values(take_all(tensor))
-        kind = kind_of(tensor.role, contract.fp8_roles(), contract.int8_roles())
+        kind = kind_of(tensor.role, contract.fp8_roles, contract.int8_roles)
         if kind == "fp8":
             tensors[name], tensors[scale_name(name)] = quantize_weight(value, contract.scale_format)
         elif kind == "int8":

@@ -32,7 +32,7 @@ def quantize_shards(
     found: dict[str, torch.Tensor] = {}
     broken: RunError | None = None
     for shard in shards:  # to the end, whatever breaks: other ranks may wait for this one's maxima
-        kind = kind_of(shard.role, contract.fp8_roles(), contract.int8_roles())
+        kind = kind_of(shard.role, contract.fp8_roles, contract.int8_roles)
         weight, layer = weights[shard.name], layers.get(shard.name)
         try:
             if kind == "int8":

@@ -38,7 +38,7 @@ class ParameterAlignment:
 def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
     """Both sides' parameters. Raises GeometryError where a layout does not divide the model."""
     one = keep_one_layer_per_kind(job.model)
-    quantised = bool(job.contract.fp8_roles())
+    quantised = bool(job.contract.fp8_roles)
     train = replace(candidate.train, pp=1, vpp=1)
     trainer = (
         build_megatron_shards(one, train, train.coordinates(rank), quantised=quantised) for rank in range(train.tp * train.cp * train.dp)
@@ -49,7 +49,7 @@ def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignm
 
 def _side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[ParameterAlignment]:
     found: dict[str, ParameterAlignment] = {}
-    roles, int8_roles = job.contract.fp8_roles(), job.contract.int8_roles()
+    roles, int8_roles = job.contract.fp8_roles, job.contract.int8_roles
     for shards in ranks:
         for shard in shards:
             name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", shard.name)
@@ -77,7 +77,7 @@ LayoutError = GeometryError | UserError
 def validate_trainer_layout(job: Workload, layout: Layout) -> LayoutError | None:
     """Why the trainer's layout cannot work, as `train` would say it; None where it can."""
     once = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
-    roles = job.contract.fp8_roles()
+    roles = job.contract.fp8_roles
     try:
         check_trainer_layout(job.model, layout, job.config.train.layout)
         check_layout(job.model, layout)
@@ -91,14 +91,14 @@ def validate_trainer_layout(job: Workload, layout: Layout) -> LayoutError | None
 
 def validate_engine_layout(job: Workload, tp: int, ep: int) -> LayoutError | None:
     """The same for an engine."""
-    return job.contract.find_engine_error(job.model) or find_engine_problem(job.model, tp, ep, job.contract.fp8_roles())
+    return job.contract.find_engine_error(job.model) or find_engine_problem(job.model, tp, ep, job.contract.fp8_roles)
 
 
 def to_user_error(error: LayoutError, job: Workload, candidate: Candidate) -> UserError:
     """The refusal as the user's line, with the nearest layouts that work."""
     if isinstance(error, UserError):
         return error
-    roles = job.contract.fp8_roles()
+    roles = job.contract.fp8_roles
     error = add_layout_hints(error, job.model, candidate.train, (candidate.rollout_tp, candidate.rollout_ep), roles, bool(roles))
     field = f"train.{error.field}" if error.field.startswith("layout.") else error.field
     return UserError(field, error.value, error.rule, error.fix)

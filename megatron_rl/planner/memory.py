@@ -125,7 +125,7 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     replicas = 1
     if job.sharded_optimizer:
         replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
-    is_fp8 = job.contract.train_fp8 and kind_of(shard.role, job.contract.fp8_roles()) == "fp8"
+    is_fp8 = job.contract.train_fp8 and kind_of(shard.role, job.contract.fp8_roles) == "fp8"
     own_master = is_fp8 or job.high_bytes == 4
     return RankMemory(
         weights=size * (4 if own_master else 2),
@@ -155,7 +155,7 @@ def count_sync_quantisation(job: Workload, candidate: Candidate, stage: int) -> 
     """Bytes that a sync makes beside the weights where the engine is quantised and the trainer is not; 0 elsewhere."""
     if job.contract.train_fp8:
         return 0
-    kinds = job.contract.fp8_roles(), job.contract.int8_roles()
+    kinds = job.contract.fp8_roles, job.contract.int8_roles
     shards = count_rank_shards(job.model, candidate.train, stage)
     return sum(count * _quantised(shard, kind) for shard, count in shards if (kind := kind_of(shard.role, *kinds)) in SCHEMES)
 
@@ -175,7 +175,7 @@ def _count_engine_weights(job: Workload, tp: int, ep: int) -> int:
     total = 0
     counts = count_layers_like_each(job.model, Layout(), 0)
     for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):
-        kind = kind_of(shard.role, job.contract.fp8_roles(), job.contract.int8_roles())
+        kind = kind_of(shard.role, job.contract.fp8_roles, job.contract.int8_roles)
         parts = shard.name.split(".")
         count = counts[int(parts[2])] if parts[1] == "layers" else 1
         itemsize = 4 if kind == "fp32" else job.high_bytes

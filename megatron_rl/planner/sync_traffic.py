@@ -71,10 +71,10 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> dict[
 
 
 def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[WeightTransfer]:
-    one, roles = keep_one_layer_per_kind(job.model), job.contract.fp8_roles()
+    one, roles = keep_one_layer_per_kind(job.model), job.contract.fp8_roles
     sources = build_trainer_shards(one, replace(candidate.train, pp=1, vpp=1), quantised=bool(roles))
     targets = build_engine_shards(one, candidate.rollout_tp, candidate.rollout_ep, candidate.engines)
-    return reshard(sources, targets, roles, homes, job.contract.int8_roles())
+    return reshard(sources, targets, roles, homes, job.contract.int8_roles)
 
 
 def _count_layers(job: Workload, candidate: Candidate, stage: int) -> dict[str, int]:

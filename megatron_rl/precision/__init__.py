@@ -1,1 +1,1 @@
-"""The precision contract, the quantisers, the FP8 products and the precision graph."""
+"""The precision contract, the quantizers, the FP8 products and the precision graph."""

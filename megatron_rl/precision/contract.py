@@ -1,6 +1,6 @@
-"""The precision contract: which tensors are FP8 or INT8, how they are quantised, what stays in high precision. The one truth.
+"""The precision contract: which tensors are FP8 or INT8, how they are quantized, and what stays in high precision.
 
-Trainer, engine settings, converter, checkpoint and proof all read this file; none keeps a list of its own. No torch here.
+Trainer, engine settings, converter, checkpoint and precision graph all read this file; none keeps a list of its own. No torch here.
 
 The three products of a linear layer y = x W^T in unified FP8 (Jet-RL, arXiv 2601.14243):
 
@@ -8,11 +8,10 @@ The three products of a linear layer y = x W^T in unified FP8 (Jet-RL, arXiv 260
     DGrad   dx = Q_1x128(dy)   . Q_128x128(W)    -> high precision     (the same weight blocks as FProp)
     WGrad   dW = Q_1x128(dy^T) . Q_128x1(x)      -> FP32, accumulated
 
-Weights are quantised once per optimizer step from the FP32 master; those blocks serve FProp, DGrad and the engine.
+Weights are quantized once per optimizer step from the FP32 master; the same blocks serve FProp, DGrad and the engine.
 
-In `fp8_rollout` and `int8_rollout` (FlashRL) the trainer computes in high precision and quantises, at every sync, the weights that it
-computes with: y = Q_1x128(x) . Q_128x128(W)^T, or with a scale per token and per output channel (`megatron_rl.precision.int8`), in the
-engine alone.
+In `fp8_rollout` and `int8_rollout` (FlashRL) the trainer computes in high precision and quantizes its weights at every sync; only
+the engine computes y = Q_1x128(x) . Q_128x128(W)^T, or in INT8 with a scale per token and per output channel (`precision.int8`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ QUANTIZED_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp
 
 @dataclass(frozen=True)
 class PrecisionContract:
-    """What one run's configuration makes of the contract."""
+    """The contract of one run's configuration."""
 
     train_fp8: bool
     """The trainer's linear layers compute in FP8."""
@@ -47,7 +46,7 @@ class PrecisionContract:
     rollout_int8: bool = False
     """The engine's linear layers compute in INT8."""
     backend: str = "emulated"
-    """Who computes the trainer's FP8 products; every backend keeps the contract."""
+    """Library that computes the trainer's FP8 products; every backend keeps the contract."""
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
@@ -60,16 +59,18 @@ class PrecisionContract:
             backend=precision.backend,
         )
 
+    @property
     def fp8_roles(self) -> frozenset[str]:
-        """Roles that the engine holds as E4M3 blocks with scales."""
+        """Roles of weights that the engine holds as E4M3 blocks with scales."""
         return QUANTIZED_ROLES if self.rollout_fp8 else frozenset()
 
+    @property
     def int8_roles(self) -> frozenset[str]:
-        """Roles that the engine holds as INT8 with a scale per output channel."""
+        """Roles of weights that the engine holds as INT8 with a scale per output channel."""
         return QUANTIZED_ROLES if self.rollout_int8 else frozenset()
 
     def find_engine_error(self, model: ModelGeometry) -> UserError | None:
-        """Why no engine serves the model in this precision; None where one does."""
+        """Return why no engine serves the model in this precision; None where one does."""
         if self.rollout_int8 and model.latent is not None:
             rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"
             return UserError("precision.mode", "int8_rollout", rule, "use fp8_rollout")
@@ -77,16 +78,16 @@ class PrecisionContract:
 
     @property
     def engine_quantization(self) -> str | None:
-        """SGLang's name for how the engine's linear layers are quantised; None where none is."""
+        """SGLang's name of the quantization of the engine's linear layers; None for none."""
         return "fp8" if self.rollout_fp8 else "w8a8_int8" if self.rollout_int8 else None
 
     @property
     def activation_format(self) -> str | None:
-        """How the engine's linear layers quantise their input: FP8 with `pow2` or `fp32` scales, `int8` per token, None: not."""
+        """How the engine's linear layers quantize their input: FP8 with `pow2` or `fp32` scales, `int8` per token, None for not at all."""
         return self.scale_format if self.rollout_fp8 else "int8" if self.rollout_int8 else None
 
     def hf_quantization_config(self) -> dict[str, object] | None:
-        """The `quantization_config` of an exported checkpoint, as SGLang reads it; None where nothing is quantised."""
+        """Return the `quantization_config` of an exported checkpoint, as SGLang reads it; None where nothing is quantized."""
         if self.rollout_int8:
             return {"quant_method": "w8a8_int8", "is_dynamic": True}
         if not self.rollout_fp8:

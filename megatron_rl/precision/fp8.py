@@ -1,4 +1,4 @@
-"""The reference quantiser: E4M3 values with one FP32 scale per 1x128, 128x1 or 128x128 block.
+"""The reference quantizer: E4M3 values with one FP32 scale per 1x128, 128x1 or 128x128 block.
 
 A block with largest magnitude `amax` gets a scale s (stored as `scale_inv` by Transformer Engine and SGLang: value = q * s):
 
@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
+from megatron_rl.precision.ops.batch_invariant import append_zeros
 from parallel.formats import BLOCK
 
 _MANTISSA_CARRY = 0x1FFFFF  # added to FP32 bits, carries into the exponent exactly when the mantissa exceeds 1.75 (448 = 1.75 * 2^8)
@@ -25,14 +25,14 @@ _SMALLEST_BINADE = (127 - 6) << 23  # exponent bits of 2^-6, E4M3's smallest nor
 
 
 class Fp8Weight(NamedTuple):
-    """A quantised matrix. `data`: float8_e4m3fn [N, K]; `scale`: float32 [ceil(N/128), ceil(K/128)]; value = data * scale."""
+    """A quantized matrix. `data`: float8_e4m3fn [N, K]; `scale`: float32 [ceil(N/128), ceil(K/128)]; value = data * scale."""
 
     data: torch.Tensor
     scale: torch.Tensor
 
 
 def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(scale, 1/scale) in float32 for block maxima `amax` (float32, any shape)."""
+    """Return (scale, 1/scale) in float32 for block maxima `amax` (float32, any shape)."""
     amax = amax.clamp_min(AMAX_EPSILON)
     if scale_format == "pow2":
         bits = ((amax.view(torch.int32) + _MANTISSA_CARRY) & _EXPONENT_MASK) - _EIGHT_BINADES
@@ -43,9 +43,9 @@ def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor,
 
 
 def quantize_weight(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
-    """Quantises [N, K] in 128x128 blocks; edge blocks may be partial. Raises ValueError where a value is inf or NaN."""
+    """Quantize [N, K] in 128x128 blocks; edge blocks may be partial. Raise ValueError where a value is inf or NaN."""
     rows, cols = weight.shape
-    padded = _padded(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+    padded = append_zeros(append_zeros(weight.float(), -1, -cols % BLOCK), -2, -rows % BLOCK)
     tiles = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
     amax = tiles.abs().amax(dim=(1, 3))
     if not torch.isfinite(amax).all():
@@ -56,44 +56,44 @@ def quantize_weight(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
 
 
 def dequantize_weight(blocks: Fp8Weight) -> torch.Tensor:
-    """float32 [N, K]: data * scale of its block."""
+    """Return float32 [N, K]: data * scale of its block."""
     rows, cols = blocks.data.shape
     scale = blocks.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
     return blocks.data.float() * scale
 
 
 def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q_1x128(x) in bytes: (float8_e4m3fn [T, K], float32 scales [T, ceil(K/128)]) of x [T, K], any K."""
-    groups = _padded(x.float(), (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    """Return the bytes of Q_1x128(x): (float8_e4m3fn [T, K], float32 scales [T, ceil(K/128)]) of x [T, K], any K."""
+    groups = append_zeros(x.float(), -1, -x.shape[1] % BLOCK).unflatten(1, (-1, BLOCK))
     scale, inverse = compute_scales(groups.abs().amax(2), scale_format)
     data = (groups * inverse[..., None]).flatten(1)[:, : x.shape[1]].to(torch.float8_e4m3fn)
     return data.contiguous(), scale
 
 
 def quantize_128x1(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q_128x1(x) in bytes: (float8_e4m3fn [T, K], float32 scales [ceil(T/128), K]) of x [T, K], any T."""
+    """Return the bytes of Q_128x1(x): (float8_e4m3fn [T, K], float32 scales [ceil(T/128), K]) of x [T, K], any T."""
     data, scale = quantize_1x128(x.t(), scale_format)
     return data.t().contiguous(), scale.t().contiguous()
 
 
 def round_trip_1x128(x: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """float32 values of Q_1x128(x), groups of 128 along the last dimension; x [..., K], any K."""
+    """Return the float32 values of Q_1x128(x), groups of 128 along the last dimension; x [..., K], any K."""
     length = x.shape[-1]
-    groups = _padded(x.float(), (0, -length % BLOCK)).unflatten(-1, (-1, BLOCK))
+    groups = append_zeros(x.float(), -1, -length % BLOCK).unflatten(-1, (-1, BLOCK))
     return _round_trip(groups, -1, scale_format).flatten(-2)[..., :length]
 
 
 def round_trip_128x1(x: torch.Tensor, scale_format: str) -> torch.Tensor:
-    """float32 values of Q_128x1(x), groups of 128 along the first dimension; x [T, K], any T."""
+    """Return the float32 values of Q_128x1(x), groups of 128 along the first dimension; x [T, K], any T."""
     length = x.shape[0]
-    groups = _padded(x.float(), (0, 0, 0, -length % BLOCK)).unflatten(0, (-1, BLOCK))
+    groups = append_zeros(x.float(), -2, -length % BLOCK).unflatten(0, (-1, BLOCK))
     return _round_trip(groups, 1, scale_format).flatten(0, 1)[:length]
 
 
 def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """float32 `values`, |value| <= 448, rounded to the nearest E4M3 number, ties to even: the same as casting there and back.
+    """Round float32 `values`, |value| <= 448, to the nearest E4M3 number, ties to even: the same as casting to E4M3 and back.
 
-    Adding and taking away 1.5 * 2^23 quanta makes FP32 addition round at that quantum: 2^-3 of the value's binade, or 2^-9 for
+    Adding and subtracting 1.5 * 2^23 quanta makes FP32 addition round at that quantum: 2^-3 of the value's binade, or 2^-9 for
     subnormals (below 2^-6). Several times faster on a CPU than torch's float8 casts.
     """
     binade = (values.view(torch.int32) & _EXPONENT_MASK).clamp_(min=_SMALLEST_BINADE)
@@ -104,7 +104,3 @@ def round_to_e4m3(values: torch.Tensor) -> torch.Tensor:
 def _round_trip(groups: torch.Tensor, dim: int, scale_format: str) -> torch.Tensor:
     scale, inverse = compute_scales(groups.abs().amax(dim, keepdim=True), scale_format)
     return round_to_e4m3(groups * inverse).mul_(scale)
-
-
-def _padded(x: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
-    return F.pad(x, padding) if any(padding) else x  # F.pad copies even where there is nothing to add

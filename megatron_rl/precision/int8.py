@@ -1,11 +1,11 @@
-"""INT8 weights and activations as SGLang's `w8a8_int8` has them: the quantiser and the emulated product, on any device.
+"""INT8 weights and activations as in SGLang's `w8a8_int8`: the quantizer and the emulated product, on any device.
 
 A row, which is one output channel of a weight or one token of its input, with largest magnitude `amax` of at least 1e-10, becomes
 
     scale = amax / 127        q = round(x * (127 / amax)), ties away from zero        value = q * scale
 
 in the order of operations of `per_token_quant_int8` of SGLang 0.5.23 (sglang/kernels/ops/quantization/int8_kernel.py). The same formula
-quantises weights here, once per sync. On a GPU, Triton's division may be off by an ulp; here it rounds correctly.
+quantizes weights here, once per sync. On a GPU, Triton's division may be off by an ulp; here it rounds correctly.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _EXACT_COLUMNS = 1024
 
 
 class Int8Weight(NamedTuple):
-    """A quantised weight. `data`: int8 [N, K]; `scale`: float32 [N, 1]; value = data * scale."""
+    """A quantized weight. `data`: int8 [N, K]; `scale`: float32 [N, 1]; value = data * scale."""
 
     data: torch.Tensor
     scale: torch.Tensor
 
 
 def row_maxima(x: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of every row, float32 [..., 1]; NaN where a row holds one."""
+    """Return the largest magnitude of every row, float32 [..., 1]; NaN where a row holds one."""
     return x.float().abs().amax(-1, keepdim=True)
 
 
 def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None) -> Int8Weight:
-    """Quantises [N, K] by rows. `amax` [N, 1]: maxima of the whole rows, where `weight` holds some of their columns only.
+    """Quantize [N, K] by rows. `amax` [N, 1]: maxima of the whole rows, where `weight` holds only some of their columns.
 
-    Raises ValueError where a value is inf or NaN.
+    Raise ValueError where a value is inf or NaN.
     """
     amax = row_maxima(weight) if amax is None else amax
     if not torch.isfinite(amax).all():
@@ -45,7 +45,7 @@ def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None)
 
 
 def int8_matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Q(x) . W^T with exact sums, as INT32 accumulation has, each scaled once in FP32.
+    """Return Q(x) . W^T with exact sums, as INT32 accumulation gives, each scaled once in FP32.
 
     x [..., K] in any float dtype, `values` float32 [N, K] (INT8 numbers), `scale` float32 [N, 1]; returns [..., N] in x's dtype.
     """
@@ -57,13 +57,13 @@ def int8_matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def _quantize_rows(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(INT8 numbers as float32 [..., K], scales float32 [..., 1])."""
+    """Return (INT8 numbers as float32 [..., K], scales float32 [..., 1])."""
     amax = amax.clamp_min(_EPSILON)
     limit = torch.full_like(amax, INT8_MAX)  # with a Python number, torch may multiply by a reciprocal and round twice
     return _round_away(x.float() * (limit / amax)), amax / limit
 
 
 def _round_away(values: torch.Tensor) -> torch.Tensor:
-    """To the nearest integer, ties away from zero, as C's `round`; torch's rounds ties to even. Exact: |value| < 2^22."""
+    """Round to the nearest integer, ties away from zero, as C's `round` does; torch rounds ties to even. Exact for |value| < 2^22."""
     whole = values.trunc()
     return whole + (values - whole).mul_(2).trunc_()

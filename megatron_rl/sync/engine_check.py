@@ -27,7 +27,7 @@ def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
 
 def check_live_tensors(plan: SyncPlan, live: list[dict[str, EngineTensorSpec]]) -> None:
     """Compares what the engine really holds with what the plan will write: names, shapes and dtypes. Raises RunError by name."""
-    roles, int8_roles = plan.contract.fp8_roles(), plan.contract.int8_roles()
+    roles, int8_roles = plan.contract.fp8_roles, plan.contract.int8_roles
     if len(live) != len(plan.targets):
         raise RunError(f"the engine answers with {len(live)} ranks, the plan has {len(plan.targets)}")
     dtypes = {"fp8": "float8_e4m3fn", "int8": "int8", "fp32": "float32", "high": _TORCH_NAME[plan.contract.high]}

@@ -42,7 +42,7 @@ class SyncPlan:
         fit the model or cut FP8 blocks, and for a model that no engine serves in the contract's precision."""
         if (refused := contract.find_engine_error(model)) is not None:
             raise refused
-        roles, int8_roles = contract.fp8_roles(), contract.int8_roles()
+        roles, int8_roles = contract.fp8_roles, contract.int8_roles
         try:
             targets = build_engine_shards(model, *rollout, engines)
             planned = add_scale_transfers(

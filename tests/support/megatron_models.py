@@ -92,7 +92,7 @@ def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: Precis
     found: dict[str, torch.Tensor] = {}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         for shard in shards:
-            kind = kind_of(shard.role, contract.fp8_roles())
+            kind = kind_of(shard.role, contract.fp8_roles)
             dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": high}[kind]
             found[shard.name] = torch.zeros(shard.shape, dtype=dtype)
             if kind == "fp8":

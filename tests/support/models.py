@@ -262,7 +262,7 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
 
 def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """What a checkpoint for the engine holds of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
-    roles, found = contract.fp8_roles(), {}
+    roles, found = contract.fp8_roles, {}
     high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
         value = tensors[tensor.name]

@@ -20,7 +20,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.checkpoint import load as checkpoints
+from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import gather_tensors
@@ -64,8 +64,8 @@ class Trainer:
         or INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
-        mine, roles = collect_named_tensors(self.model, self.shards, contract), contract.fp8_roles()
-        found = gather_tensors(mine, geometry, self.layout, roles, "fp32", contract.int8_roles())
+        mine, roles = collect_named_tensors(self.model, self.shards, contract), contract.fp8_roles
+        found = gather_tensors(mine, geometry, self.layout, roles, "fp32", contract.int8_roles)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in found.items()}
 
     def dump_bytes(self) -> dict[str, bytes]:
@@ -227,14 +227,14 @@ def save_checkpoint(
     trainer = Trainer(folder, precision, layout=layout)
     trainer.actor.update(batch, negative_log_likelihood)
     state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    checkpoints.save(to, trainer.model, trainer.hf_config, folder, state)
+    CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
     return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
 
 
 def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """`load_in_one_process` in a process that is in no world yet; masters and blocks as `save_checkpoint` tells them."""
     stop_megatron()
-    model, shards, precision, hf_config = checkpoints.load_in_one_process(folder)
+    model, shards, precision, hf_config = load_in_one_process(folder)
     trainer = Trainer.__new__(Trainer)
     trainer.layout, trainer.hf_config, trainer.contract = Layout(), hf_config, PrecisionContract.from_config(precision)
     trainer.model, trainer.shards = model, shards

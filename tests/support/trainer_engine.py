@@ -17,7 +17,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.checkpoint import load as checkpoints
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.export import export_checkpoint, save_hf
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
@@ -146,7 +146,7 @@ def save_run_checkpoint(to: Path) -> Path:
     """A run's checkpoint of the policy as it is."""
     trainer = _now[0].trainer
     state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    checkpoints.save(to, trainer.model, trainer.hf_config, trainer.folder, state)
+    CheckpointWriter(to, trainer.model, trainer.hf_config, trainer.folder, state).finish()
     return to
 
 

@@ -23,9 +23,8 @@ from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint import load
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
-from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from megatron_rl.mcore.load_weights import build_own_shards, load_checkpoint
@@ -421,7 +420,7 @@ def make_run(config: Config, folder: Path, step: int) -> Path:
     saved = folder / "checkpoints" / f"step_{step:05d}"
     state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
     (folder / "checkpoints").mkdir(parents=True)
-    load.save(saved, model, hf_config, config.model.path, state)
+    CheckpointWriter(saved, model, hf_config, config.model.path, state).finish()
     run = {"status": "finished", "reason": "", "started": None, "ended": None, "versions": {}, "config": {}}
     (folder / "run.json").write_text(json.dumps(run))
     return saved

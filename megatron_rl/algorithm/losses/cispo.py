@@ -12,7 +12,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [1, t], bool [1, t]: tokens whose weight is clipped, their gradient stays). `logprobs` [1, t] with gradient."""
+    """Return (losses [1, t], bool [1, t]: tokens whose weight is clipped, their gradient stays). `logprobs` [1, t] with gradient."""
     ratio = torch.exp(logprobs.detach() - batch.old_logprobs)
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     return -weight * batch.advantages * logprobs, weight != ratio

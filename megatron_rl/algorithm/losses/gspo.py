@@ -16,7 +16,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [1, t], bool [1, t]: tokens of sequences whose gradient the clip removes). `logprobs` [1, t] with gradient."""
+    """Return (losses [1, t], bool [1, t]: tokens of sequences whose gradient the clip removes). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
     ratio = torch.exp(batch.average_by_sample(logprobs - batch.old_logprobs))
     low, high = 1 - config.clip_low, 1 + config.clip_high

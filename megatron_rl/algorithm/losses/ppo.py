@@ -1,4 +1,4 @@
-"""PPO's clipped ratio (arXiv 1707.06347) with bounds of its own on each side (DAPO, arXiv 2503.14476) and a dual clip (arXiv 1912.09729).
+"""PPO's clipped ratio (arXiv 1707.06347) with separate bounds on each side (DAPO, arXiv 2503.14476) and a dual clip (arXiv 1912.09729).
 
 rho_t  = exp(logp_t - old_t)
 loss_t = -min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)
@@ -14,7 +14,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 
 
 def token_losses(logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses [1, t], bool [1, t]: tokens whose gradient the clip removes). `logprobs` [1, t] with gradient."""
+    """Return (losses [1, t], bool [1, t]: tokens whose gradient the clip removes). `logprobs` [1, t] with gradient."""
     advantage = batch.advantages
     ratio = torch.exp(logprobs - batch.old_logprobs)
     low, high = 1 - config.clip_low, 1 + config.clip_high

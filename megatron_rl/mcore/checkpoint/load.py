@@ -26,13 +26,6 @@ from parallel.layout import Layout
 from parallel.shards import Shard
 
 
-def save(folder: Path, model: Any, hf_config: dict[str, Any], tokenizer: Path, state: dict[str, Any]) -> None:
-    """Writes a checkpoint of the weights alone; see `checkpoint_writer.CheckpointWriter`. Collective."""
-    from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-
-    CheckpointWriter(folder, model, hf_config, tokenizer, state).finish()
-
-
 def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
     """(state.json, its precision section) of a checkpoint. Raises UserError where the folder is no whole checkpoint."""
     path = folder / "state.json"

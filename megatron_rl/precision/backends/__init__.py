@@ -1,4 +1,4 @@
-"""Backends of the trainer's FP8 products; `base` has the interface, every other module one implementation."""
+"""Backends of the trainer's FP8 products; `base` holds the interface, every other module one implementation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_rl.precision.backends.base import Fp8Backend
 
 @functools.cache
 def make_backend(name: str, scale_format: str) -> Fp8Backend:
-    """The backend of `precision.backend`. Loads its libraries; `requirements.check_backend` tells a user beforehand what is missing."""
+    """Return the backend of `precision.backend` and load its libraries. `requirements.check_machine` reports beforehand what is missing."""
     if name == "emulated":
         from megatron_rl.precision.backends.emulated import EmulatedBackend
 

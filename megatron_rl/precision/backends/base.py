@@ -1,7 +1,7 @@
-"""Who computes the FP8 products of the trainer's linear layers: one interface, three backends.
+"""The interface of the libraries that compute the FP8 products of the trainer's linear layers.
 
-A layer keeps the FP32 master and the blocks made from it; a backend only multiplies. All of them take the very bytes of the blocks,
-so what the engine is given is what the trainer computes with, whichever backend runs. `emulated` is the reference.
+A layer keeps the FP32 master and the blocks made from it; a backend only multiplies. All of them take the bytes of the blocks as they
+are, so the engine is given what the trainer computes with, whichever backend runs. `emulated` is the reference.
 
     FProp   y  = Q_1x128(x)    . W^T      rows of x
     DGrad   dx = Q_1x128(dy)   . W        rows of dy, the same blocks
@@ -13,6 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megatron_rl.errors import RunError
+from parallel.formats import BLOCK
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,31 +26,50 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Operand:
-    """An activation or gradient [T, K] as one backend's products take it. The tensors are the backend's own business; a layer saves
-    `columns` for the backward pass."""
+    """An activation or gradient [T, K] in the form of one backend, which alone reads the tensors. A layer saves `columns` for the
+    backward pass."""
 
     tokens: int
     """T."""
     rows: Tensors = ()
-    """Quantised along K, for FProp and DGrad. Empty where it was not asked for."""
+    """Quantized along K, for FProp and DGrad; empty where not requested."""
     columns: Tensors = ()
-    """Quantised along T, for WGrad. Empty where it was not asked for."""
+    """Quantized along T, for WGrad; empty where not requested."""
 
 
 class Fp8Backend(Protocol):
     """The products of one scale format."""
 
     def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
-        """What `fprop` and `dgrad` take as the weight; once per optimizer step. `row_order`: see `mcore.linear`."""
+        """Return the weight as `fprop` and `dgrad` take it; called once per optimizer step. `row_order`: see `mcore.layers.fp8_linear`."""
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
-        """x [T, K] in bf16, or float32 where the backend can."""
+        """Quantize x [T, K] in bf16, or float32 where the backend supports it."""
 
     def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
-        """[T, N] in the dtype of the x that was quantised."""
+        """Return [T, N] in the dtype of the x that was quantized."""
 
     def dgrad(self, dy: Operand, weight: Any) -> torch.Tensor:
-        """[T, K] in the dtype of the dy that was quantised."""
+        """Return [T, K] in the dtype of the dy that was quantized."""
 
     def wgrad(self, dy: Operand, x: Operand, into: torch.Tensor | None) -> torch.Tensor:
-        """float32 [N, K]; with `into`, a gradient buffer [N, K], it is added to that and `into` is returned."""
+        """Return float32 [N, K]; with a gradient buffer `into` [N, K], add to it and return it."""
+
+
+class GpuBackend:
+    """bf16 in and out, widths in multiples of 128, a weight's rows in their own order; anything else is refused."""
+
+    name: str
+
+    def __init__(self, scale_format: str) -> None:
+        self.scale_format = scale_format
+
+    def check_weight(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> None:
+        """Raise RunError where the blocks are cut or reordered."""
+        if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
+            raise RunError(f"{self.name} cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
+
+    def check_input(self, x: torch.Tensor) -> None:
+        """Raise RunError where x is not bf16."""
+        if str(x.dtype) != "torch.bfloat16":
+            raise RunError(f"{self.name} gives bf16, and was asked for {x.dtype}")

@@ -1,6 +1,6 @@
 """The products of all local experts of a rank at once, by DeepGEMM's grouped kernels.
 
-Tokens stand sorted by expert, each expert's padded with zeros to a multiple of 128, so that no tile holds two experts:
+Tokens are sorted by expert, those of each expert padded with zeros to a multiple of 128, so that no block holds two experts:
 
     FProp, DGrad   [T, K] x [E, N, K]: groups along the tokens, the expert of each row in an int32 table
     WGrad          groups along the contraction: every expert's tokens give a matrix [N, K] of their own
@@ -20,13 +20,13 @@ from parallel.formats import BLOCK
 
 
 def pad_groups(counts: Sequence[int], device: torch.device | str) -> tuple[list[int], torch.Tensor]:
-    """Each count rounded up to a multiple of 128, and int64 [sum(counts)]: the row where each token stands after padding."""
+    """Return (each count rounded up to a multiple of 128, int64 [sum(counts)]: each token's row after padding)."""
     groups = [-(-count // BLOCK) * BLOCK for count in counts]
-    places, first = [], 0
+    positions, first = [], 0
     for count, length in zip(counts, groups, strict=True):
-        places.append(torch.arange(first, first + count, device=device))
+        positions.append(torch.arange(first, first + count, device=device))
         first += length
-    return groups, torch.cat(places)
+    return groups, torch.cat(positions)
 
 
 class DeepGemmExperts:
@@ -36,28 +36,28 @@ class DeepGemmExperts:
         self._single = DeepGemmBackend(scale_format)
 
     def prepare(self, blocks: Sequence[Fp8Weight]) -> DeepGemmWeight:
-        """The experts' blocks stacked: `fprop` data [E, N, K] and scales [E, N/128, K/128], `dgrad` both transposed."""
-        weights = [self._single.prepare(each, None) for each in blocks]
+        """Stack the experts' blocks: `fprop` data [E, N, K] and scales [E, N/128, K/128], `dgrad` both transposed."""
+        weights = [self._single.prepare(expert, None) for expert in blocks]
         fprop, dgrad = ([getattr(weight, side) for weight in weights] for side in ("fprop", "dgrad"))
         return DeepGemmWeight(*((_stack([data for data, _ in side]), torch.stack([scale for _, scale in side])) for side in (fprop, dgrad)))
 
     def quantize(self, x: torch.Tensor, groups: Sequence[int], *, rows: bool, columns: bool) -> Operand:
-        """x bf16 [T, K], T the sum of `groups`. The columns are flat, one [K, group] matrix after the other."""
+        """Quantize x bf16 [T, K], T the sum of `groups`. `columns` is flat, one [K, group] matrix after the other."""
         from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
-        of_rows, of_columns = quantize_activation(x, self._single.scale_format, rows=rows, columns=columns, groups=groups)
-        return Operand(x.shape[0], of_rows or (), of_columns or ())
+        row_pair, column_pair = quantize_activation(x, self._single.scale_format, rows=rows, columns=columns, groups=groups)
+        return Operand(x.shape[0], row_pair or (), column_pair or ())
 
     def fprop(self, x: Operand, weight: DeepGemmWeight, groups: Sequence[int]) -> torch.Tensor:
-        """bf16 [T, N]; padding rows are zero."""
+        """Return bf16 [T, N]; padding rows are zero."""
         return _multiply(x, weight.fprop, groups)
 
     def dgrad(self, dy: Operand, weight: DeepGemmWeight, groups: Sequence[int]) -> torch.Tensor:
-        """bf16 [T, K]; padding rows are zero."""
+        """Return bf16 [T, K]; padding rows are zero."""
         return _multiply(dy, weight.dgrad, groups)
 
     def wgrad(self, dy: Operand, x: Operand, groups: Sequence[int]) -> torch.Tensor:
-        """float32 [E, N, K]; zero for an expert without tokens."""
+        """Return float32 [E, N, K]; zero for an expert without tokens."""
         import deep_gemm
 
         (a, a_scale), (b, b_scale) = dy.columns, x.columns

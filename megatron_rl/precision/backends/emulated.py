@@ -1,4 +1,4 @@
-"""The reference backend: `fp8.products` on any device, in any dtype, for weights of any shape and row order."""
+"""The reference backend: `fp8_products` on any device, in any dtype, for weights of any shape and row order."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 
 
 class DequantizedWeight:
-    """A weight's dequantised blocks in its own row order, made when first asked for."""
+    """A weight's dequantized blocks in its own row order, made on first use."""
 
     def __init__(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> None:
         self._blocks, self._row_order = blocks, row_order
-        self._made: dict[torch.dtype, torch.Tensor] = {}
+        self._values: dict[torch.dtype, torch.Tensor] = {}
 
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
-        """[N, K]."""
-        if dtype not in self._made:
+        """Return the values [N, K]."""
+        if dtype not in self._values:
             values, order = dequantize_weight(self._blocks).to(dtype), self._row_order
-            self._made[dtype] = values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)
-        return self._made[dtype]
+            self._values[dtype] = values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)
+        return self._values[dtype]
 
 
 class EmulatedBackend:
-    """An operand is the tensor itself: each product quantises it on the way, so nothing is quantised that no product asks for."""
+    """An operand is the tensor itself: each product quantizes it, so nothing is quantized in vain."""
 
     def __init__(self, scale_format: str) -> None:
         self.scale_format = scale_format

@@ -1,4 +1,4 @@
-"""What each backend needs of a machine and of a model, told before anything heavy starts. No torch unless a GPU backend is asked for."""
+"""What each backend needs of a machine and of a model, checked before anything heavy starts. Imports torch only for a GPU backend."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ BACKENDS = ("emulated", "transformer_engine", "deep_gemm")
 MIN_CUDA = (12, 9)
 """From here on cuBLAS has block-scaled products, and nvcc compiles DeepGEMM's kernels."""
 _HOPPER = 9
-"""Major compute capability. Newer GPUs compute 128-blocks by requantising them to MXFP8: other bytes than the engine's."""
+"""Major compute capability. Newer GPUs compute 128-blocks by requantizing them to MXFP8: other bytes than the engine's."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package under one of the names it is published as, with the versions its backend was written against, last one excluded."""
+    """A package under one of its published names. The backend is written against versions from `min_version` to below `max_version`."""
 
     name: str
-    first: tuple[int, ...]
-    after: tuple[int, ...]
-    get: str
+    min_version: tuple[int, ...]
+    max_version: tuple[int, ...]
+    install_hint: str
 
 
-_PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # every tuple of alternatives must have one
+_PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of alternatives one must be installed
     "emulated": (),
     "deep_gemm": (
         (
@@ -50,47 +50,47 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # every tuple of alte
 
 
 def find_missing(name: str) -> list[tuple[str, str]]:
-    """(what keeps the backend from running on this machine, how to get it), the most important first; empty where it can run."""
+    """Return pairs (reason why the backend cannot run on this machine, fix), the most important first; empty where it can run."""
     if name == "emulated":
         return []
-    wants = [_gpu(), *map(_package, _PACKAGES[name])]
+    missing = [_find_gpu_problem(), *map(_find_package_problem, _PACKAGES[name])]
     if name == "deep_gemm" and find_nvcc() is None:
-        wants.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
-    return [want for want in wants if want]
+        missing.append(("no nvcc to compile its kernels", "install the CUDA toolkit and set CUDA_HOME"))
+    return [problem for problem in missing if problem]
 
 
 def check_machine(precision: PrecisionConfig) -> None:
-    """Raises UserError where `precision.backend` cannot run here, or not in this precision."""
+    """Raise UserError where `precision.backend` cannot run here, or not in this precision."""
     name = precision.backend
     if precision.mode != "fp8_unified" or name == "emulated":
         return
     if precision.high != "bf16":
         raise UserError("precision.high", precision.high, f"is not what backend {name} computes", "use bf16, or precision.backend emulated")
-    if lacks := find_missing(name):
-        rule = "cannot run here: " + ", ".join(what for what, _ in lacks)
-        raise UserError("precision.backend", name, rule, "; ".join([fix for _, fix in lacks] + ["or use emulated"]))
+    if missing := find_missing(name):
+        rule = "cannot run here: " + ", ".join(reason for reason, _ in missing)
+        raise UserError("precision.backend", name, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
 
 
 def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout) -> None:
-    """Raises UserError where a rank's FP8 weight is cut or reordered within a block, which only `emulated` can compute with."""
+    """Raise UserError where a rank's FP8 weight is cut or reordered within a block, which only `emulated` supports."""
     if precision.mode != "fp8_unified" or precision.backend == "emulated":
         return
     for rank in range(layout.world_size):
-        place = layout.coordinates(rank)
-        for shard in build_megatron_shards(model, layout, place):
+        coordinates = layout.coordinates(rank)
+        for shard in build_megatron_shards(model, layout, coordinates):
             if shard.role not in QUANTIZED_ROLES:
                 continue
             rows = shard.rows // max(shard.experts, 1)
             if rows % BLOCK or shard.cols % BLOCK:
                 rule = f"needs widths in multiples of {BLOCK}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
-            elif shard.name.endswith("linear_qkv.weight") and compute_row_order(model, layout, place, shard.name) is not None:
+            elif shard.name.endswith("linear_qkv.weight") and compute_row_order(model, layout, coordinates, shard.name) is not None:
                 rule = f"needs blocks that hold one of q, k and v each, and those of {shard.name} would mix them on rank {rank}"
             else:
                 continue
             raise UserError("precision.backend", precision.backend, rule, "use emulated, or another train.layout.tp")
 
 
-def _gpu() -> tuple[str, str] | None:
+def _find_gpu_problem() -> tuple[str, str] | None:
     import torch
 
     fix = "run it on a Hopper GPU (H100, H200) with CUDA 12.9 or newer"
@@ -105,15 +105,15 @@ def _gpu() -> tuple[str, str] | None:
     return None
 
 
-def _package(alternatives: tuple[Package, ...]) -> tuple[str, str] | None:
-    found = [(package, version) for package in alternatives if (version := _version(package.name))]
-    if not found:
-        return f"{alternatives[0].name} is not installed", alternatives[0].get
-    package, version = found[0]
-    if package.first <= parse_version(version) < package.after:
+def _find_package_problem(alternatives: tuple[Package, ...]) -> tuple[str, str] | None:
+    installed = [(package, version) for package in alternatives if (version := _version(package.name))]
+    if not installed:
+        return f"{alternatives[0].name} is not installed", alternatives[0].install_hint
+    package, version = installed[0]
+    if package.min_version <= parse_version(version) < package.max_version:
         return None
-    known = f"{'.'.join(map(str, package.first))} to below {'.'.join(map(str, package.after))}"
-    return f"{package.name} {version} is not one of the known versions, {known}", package.get
+    supported = f"{'.'.join(map(str, package.min_version))} to below {'.'.join(map(str, package.max_version))}"
+    return f"{package.name} {version} is not one of the known versions, {supported}", package.install_hint
 
 
 def _version(name: str) -> str | None:
@@ -124,11 +124,11 @@ def _version(name: str) -> str | None:
 
 
 def parse_version(version: str) -> tuple[int, ...]:
-    """(2, 6, 1) of "2.6.1+54e2261"."""
+    """Return (2, 6, 1) for "2.6.1+54e2261"."""
     return tuple(int(part) for part in re.match(r"[\d.]*\d|", version).group().split(".") if part)  # type: ignore[union-attr]
 
 
 def find_nvcc() -> str | None:
-    """CUDA_HOME or CUDA_PATH where it holds bin/nvcc, else the nvcc on PATH."""
+    """Return CUDA_HOME or CUDA_PATH where it holds bin/nvcc, else the nvcc on PATH; None without one."""
     homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
     return next((home for home in homes if home and (Path(home) / "bin" / "nvcc").exists()), shutil.which("nvcc"))

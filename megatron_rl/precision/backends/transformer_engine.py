@@ -1,11 +1,11 @@
-"""The backend `transformer_engine`: its quantiser for activations and cuBLAS's block-scaled GEMM, on the layers' own weight blocks.
+"""The backend `transformer_engine`: its quantizer for activations and cuBLAS's block-scaled GEMM, on the layers' own weight blocks.
 
 Written against Transformer Engine 2.12 to 2.20. Its block-scaled tensors hold uint8 data and FP32 scales:
 
     weight       rows [N, K], scales [N/128, K/128 padded to 4]; columns: the same bytes and scales transposed
-    activation   rows [T, K], scales [K/128, T padded to 4]; columns [K, T], scales [T/128, K], quantised anew
+    activation   rows [T, K], scales [K/128, T padded to 4]; columns [K, T], scales [T/128, K], quantized anew
 
-The quantiser gets the contract's epsilon and scale format by name: Transformer Engine's recipe has neither as an argument, its
+The quantizer gets the contract's epsilon and scale format by name: Transformer Engine's recipe has neither as an argument, its
 defaults are class attributes fixed at import.
 """
 
@@ -15,41 +15,34 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from megatron_rl.errors import RunError
-from megatron_rl.precision.backends.base import Operand
+from megatron_rl.precision.backends.base import GpuBackend, Operand
 from megatron_rl.precision.contract import AMAX_EPSILON
 from megatron_rl.precision.fp8 import Fp8Weight
-from parallel.formats import BLOCK
+from megatron_rl.precision.ops.batch_invariant import append_zeros
 
 _TOKENS = 16
 """cuBLAS reads the transposed operand of WGrad in rows of T bytes, which must be a multiple of 16. Zeros are added."""
 
 
-class TransformerEngineBackend:
-    """bf16 in and out, widths in multiples of 128, a weight's rows in their own order; anything else is refused."""
-
-    def __init__(self, scale_format: str) -> None:
-        self.scale_format = scale_format
+class TransformerEngineBackend(GpuBackend):
+    name = "transformer_engine"
 
     def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
-        if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
-            raise RunError(f"transformer_engine cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")
+        self.check_weight(blocks, row_order)
         data, scale = blocks.data.view(torch.uint8), blocks.scale
-        return self._tensor(self._weights, (data, _padded(scale)), (data.t().contiguous(), _padded(scale.t())))
+        return self._tensor(self._weights, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
-        if x.dtype != torch.bfloat16:
-            raise RunError(f"transformer_engine gives bf16, and was asked for {x.dtype}")
+        self.check_input(x)
         tokens = x.shape[0]
         if not tokens:
-            nothing = (x.new_empty(0), x.new_empty(0, x.shape[1]))  # the widths are all that is asked of it
-            return Operand(0, nothing, nothing)
+            empty = (x.new_empty(0), x.new_empty(0, x.shape[1]))  # only the widths are read
+            return Operand(0, empty, empty)
         self._activations.set_usage(rowwise=rows, columnwise=columns)
-        held = self._activations(_whole_rows(x).contiguous()).get_metadata()
-        of_rows, of_columns = ((held[f"{side}_data"], held[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
-        return Operand(tokens, of_rows if rows else (), of_columns if columns else ())
+        buffers = self._activations(append_zeros(x, -2, -tokens % _TOKENS).contiguous()).get_metadata()
+        row_pair, column_pair = ((buffers[f"{side}_data"], buffers[f"{side}_scale_inv"]) for side in ("rowwise", "columnwise"))
+        return Operand(tokens, row_pair if rows else (), column_pair if columns else ())
 
     def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
         return self._multiply(weight, x, "TN", weight.get_metadata()["rowwise_data"])
@@ -62,19 +55,19 @@ class TransformerEngineBackend:
             return into if into is not None else torch.zeros(dy.columns[1].shape[1], x.columns[1].shape[1], device=x.columns[1].device)
         in_place = into is not None and into.dtype == torch.float32 and into.is_contiguous()
         a, b = (self._tensor(self._activations, None, operand.columns) for operand in (x, dy))
-        how = dict(layout="NT", out_dtype=torch.float32, use_split_accumulator=True, grad=True)
-        dw = _gemm(a, b, out=into if in_place else None, accumulate=in_place, **how)
+        out = into if in_place else None
+        dw = _gemm(a, b, layout="NT", out_dtype=torch.float32, use_split_accumulator=True, grad=True, out=out, accumulate=in_place)
         return dw if into is None or in_place else into.add_(dw)
 
     def _multiply(self, weight: Any, operand: Operand, layout: str, data: torch.Tensor) -> torch.Tensor:
-        """data: the weight's bytes that the layout reads, [features out, features in]."""
+        """`data`: the weight's bytes that the layout reads, [features out, features in]."""
         if not operand.tokens:
             return torch.empty(0, len(data), dtype=torch.bfloat16, device=data.device)
         activation = self._tensor(self._activations, operand.rows, None)
         return _gemm(weight, activation, layout=layout, out_dtype=torch.bfloat16, use_split_accumulator=True)[: operand.tokens]
 
     def _tensor(self, quantizer: Any, rows: Any, columns: Any) -> Any:
-        """One of Transformer Engine's block-scaled tensors around existing bytes and scales."""
+        """Wrap existing bytes and scales in one of Transformer Engine's block-scaled tensors."""
         from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import Float8BlockwiseQTensorStorage
 
         (rowwise_data, rowwise_scale), (columnwise_data, columnwise_scale) = rows or (None, None), columns or (None, None)
@@ -110,18 +103,12 @@ class TransformerEngineBackend:
         )
 
 
-def _gemm(a: Any, b: Any, **how: Any) -> torch.Tensor:
+def _gemm(a: Any, b: Any, **options: Any) -> torch.Tensor:
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-    return general_gemm(a, b, **how)[0]
+    return general_gemm(a, b, **options)[0]
 
 
-def _whole_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] with T padded to a multiple of `_TOKENS`; x itself where it is one: F.pad would copy it all the same."""
-    missing = -x.shape[0] % _TOKENS
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
-
-
-def _padded(scale: torch.Tensor) -> torch.Tensor:
-    """Columns padded to a multiple of 4, as the GEMM reads them."""
-    return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+def pad_scales(scale: torch.Tensor) -> torch.Tensor:
+    """Pad the columns to a multiple of 4, as the GEMM reads them."""
+    return append_zeros(scale, -1, -scale.shape[1] % 4).contiguous()

@@ -1,8 +1,8 @@
-"""One Triton kernel that quantises an activation both ways in one pass: Q_1x128(x), and Q_128x1(x) already transposed.
+"""One Triton kernel that quantizes an activation both ways in one pass: Q_1x128(x), and Q_128x1(x) already transposed.
 
-Same bytes and scales as `fp8.quantize`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
+Same bytes and scales as `precision.fp8`, in the layouts that block-scaled GEMMs on Hopper read without another copy:
 
-    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA wants 16-byte strides); or into given tensors
+    rows      data [T, K], scales [T, K/128] with T contiguous, padded to 4 in memory (TMA requires 16-byte strides); or into given tensors
     columns   data [K, T'], scales [K, T'/128] with K contiguous; T' is T padded to 128 with zeros
 
 This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
@@ -28,7 +28,7 @@ LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}
 
 @triton.jit
 def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST: tl.constexpr):
-    """`fp8.quantize.compute_scales`."""
+    """Same as `precision.fp8.compute_scales`."""
     amax = tl.maximum(amax, EPSILON)
     if POW2:
         exponent = ((amax.to(tl.int32, bitcast=True) + 0x1FFFFF) & 0x7F800000) - (8 << 23)
@@ -39,7 +39,7 @@ def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST:
 
 @triton.jit
 def _e4m3_bytes(values):
-    """Rounded in FP32 as `fp8.quantize.round_to_e4m3` does, so that the cast is exact and needs no rounding mode. -0 keeps its sign;
+    """Round in FP32 as `precision.fp8.round_to_e4m3` does, so that the cast is exact and needs no rounding mode. -0 keeps its sign;
     an infinity becomes NaN, as in torch's cast, where the hardware's would saturate."""
     bits = values.to(tl.int32, bitcast=True)
     binade = tl.maximum(bits & 0x7F800000, 121 << 23)
@@ -72,112 +72,100 @@ def _quantize_tile(
     TILE: tl.constexpr,
 ):
     """One program per 128x128 tile of x [tokens, width]."""
-    token_block, column_block = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token = token_block * TILE + tl.arange(0, TILE)
-    column = column_block * TILE + tl.arange(0, TILE)
+    token_tile, column_tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = token_tile * TILE + tl.arange(0, TILE)
+    column = column_tile * TILE + tl.arange(0, TILE)
     inside = token < tokens
     values = tl.load(x + token[:, None] * width + column[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
     if ROWS:
         scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=1), POW2, EPSILON, LARGEST)
         tl.store(row_data + token[:, None] * width + column[None, :], _e4m3_bytes(values * inverse[:, None]), mask=inside[:, None])
-        tl.store(row_scale + column_block * row_scale_stride + token * row_scale_step, scale, mask=inside)
+        tl.store(row_scale + column_tile * row_scale_stride + token * row_scale_step, scale, mask=inside)
     if COLUMNS:
         scale, inverse = _scale_and_inverse(tl.max(tl.abs(values), axis=0), POW2, EPSILON, LARGEST)
         start, length = tl.zeros([], tl.int64), padded_tokens
         if GROUPED:  # every group of tokens (an expert's) has a matrix [width, its length] of its own, one after the other
-            start = tl.multiple_of(tl.load(group_start + token_block), TILE)
-            length = tl.multiple_of(tl.load(group_length + token_block), TILE)
-        place = column_data + start * width + column[:, None] * length + (token - start)[None, :]
-        tl.store(place, tl.trans(_e4m3_bytes(values * inverse[None, :])))
-        tl.store(column_scale + token_block * width + column, scale)
+            start = tl.multiple_of(tl.load(group_start + token_tile), TILE)
+            length = tl.multiple_of(tl.load(group_length + token_tile), TILE)
+        target = column_data + start * width + column[:, None] * length + (token - start)[None, :]
+        tl.store(target, tl.trans(_e4m3_bytes(values * inverse[None, :])))
+        tl.store(column_scale + token_tile * width + column, scale)
 
 
 def quantize_activation(
     x: torch.Tensor, scale_format: str, *, rows: bool, columns: bool, groups: Sequence[int] | None = None
 ) -> tuple[QuantizedPair | None, QuantizedPair | None]:
-    """(rows, columns) of x [T, K] in bf16, fp16 or float32, K a multiple of 128; each a pair (E4M3 data, float32 scales) laid out as
-    the module says, or None where it was not asked for.
+    """Return (rows, columns) of x [T, K] in bf16, fp16 or float32, K a multiple of 128: each a pair (E4M3 data, float32 scales) laid out
+    as the module docstring says, or None where not requested.
 
     `groups`: token counts of consecutive groups, multiples of 128 that sum to T. `columns` data is then flat, [K, length] of one
-    group after the other. Raises ValueError for other shapes.
+    group after the other. Raise ValueError for other shapes.
     """
     tokens, width = x.shape
     if width % BLOCK or any(length % BLOCK for length in groups or ()) or (groups is not None and sum(groups) != tokens):
         raise ValueError(f"x {list(x.shape)} with groups {groups}: widths and group lengths must be multiples of {BLOCK}")
     x, blocks = x.contiguous(), -(-tokens // BLOCK)
-    padded, stride = blocks * BLOCK, -(-tokens // 4) * 4
     empty: Any = lambda *shape, dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
-    unused = empty(0, dtype=torch.uint8), empty(0, dtype=torch.float32)
-    row_data, row_scale = unused
-    column_data, column_scale = unused
+    row_pair = column_pair = None
     if rows:
-        row_data, row_scale = empty(tokens, width, dtype=torch.uint8), empty(width // BLOCK, stride, dtype=torch.float32)
+        row_scale = empty(width // BLOCK, -(-tokens // 4) * 4, dtype=torch.float32)
+        row_pair = empty(tokens, width, dtype=torch.float8_e4m3fn), row_scale.t()[:tokens]
     if columns:
-        column_data, column_scale = empty(width, padded, dtype=torch.uint8), empty(blocks, width, dtype=torch.float32)
-    start, length = _group_tables(groups, x.device) if groups is not None else (unused[1], unused[1])
-    if tokens:
-        _quantize_tile[(blocks, width // BLOCK)](
-            x,
-            row_data,
-            row_scale,
-            column_data,
-            column_scale,
-            start,
-            length,
-            tokens,
-            padded,
-            width,
-            stride,
-            1,
-            POW2=scale_format == "pow2",
-            ROWS=rows,
-            COLUMNS=columns,
-            GROUPED=groups is not None,
-            EPSILON=AMAX_EPSILON,
-            LARGEST=E4M3_MAX,
-            TILE=BLOCK,
-            **LAUNCH,
-        )
-    of_rows = (row_data.view(torch.float8_e4m3fn), row_scale.t()[:tokens]) if rows else None
-    data = column_data.flatten() if groups is not None else column_data
-    return of_rows, (data.view(torch.float8_e4m3fn), column_scale.t()) if columns else None
+        column_pair = empty(width, blocks * BLOCK, dtype=torch.float8_e4m3fn), empty(blocks, width, dtype=torch.float32).t()
+    _launch(x, scale_format, row_pair, column_pair, None if groups is None else _group_tables(groups, x.device))
+    if column_pair is not None and groups is not None:
+        column_pair = column_pair[0].flatten(), column_pair[1]
+    return row_pair, column_pair
 
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
-    """Q_1x128(x) into tensors of the caller's. x [T, K] in bf16, fp16 or float32, K a multiple of 128; `data` E4M3 [T, K], both
-    contiguous; `scale` float32 [T, K/128] with any strides. Raises ValueError for others."""
+    """Write Q_1x128(x) into the caller's tensors. x [T, K] in bf16, fp16 or float32, K a multiple of 128; `data` E4M3 [T, K], both
+    contiguous; `scale` float32 [T, K/128] with any strides. Raise ValueError for others."""
     tokens, width = x.shape
     fits = width % BLOCK == 0 and data.shape == x.shape and scale.shape == (tokens, width // BLOCK)
     if not (fits and x.is_contiguous() and data.is_contiguous()) or data.dtype != torch.float8_e4m3fn or scale.dtype != torch.float32:
         raise ValueError(f"x {list(x.shape)}, data {list(data.shape)} {data.dtype} and scales {list(scale.shape)} {scale.dtype} do not fit")
-    if tokens:
-        unused = scale
-        _quantize_tile[(-(-tokens // BLOCK), width // BLOCK)](
-            x,
-            data.view(torch.uint8),
-            scale,
-            unused,
-            unused,
-            unused,
-            unused,
-            tokens,
-            tokens,
-            width,
-            scale.stride(1),
-            scale.stride(0),
-            POW2=scale_format == "pow2",
-            ROWS=True,
-            COLUMNS=False,
-            GROUPED=False,
-            EPSILON=AMAX_EPSILON,
-            LARGEST=E4M3_MAX,
-            TILE=BLOCK,
-            **LAUNCH,
-        )
+    _launch(x, scale_format, (data, scale), None, None)
+
+
+def _launch(
+    x: torch.Tensor, scale_format: str, rows: QuantizedPair | None, columns: QuantizedPair | None, groups: QuantizedPair | None
+) -> None:
+    """Fill the pairs (E4M3 data, scales) that are not None. `groups`: see `_group_tables`."""
+    tokens, width = x.shape
+    blocks = -(-tokens // BLOCK)
+    unused = torch.empty(0, dtype=torch.uint8, device=x.device), torch.empty(0, dtype=torch.float32, device=x.device)
+    row_data, row_scale = (rows[0].view(torch.uint8), rows[1]) if rows else unused
+    column_data, column_scale = (columns[0].view(torch.uint8), columns[1]) if columns else unused
+    group_start, group_length = groups if groups is not None else (unused[1], unused[1])
+    if not tokens:
+        return
+    _quantize_tile[(blocks, width // BLOCK)](
+        x,
+        row_data,
+        row_scale,
+        column_data,
+        column_scale,
+        group_start,
+        group_length,
+        tokens,
+        blocks * BLOCK,
+        width,
+        row_scale.stride(-1),
+        row_scale.stride(0),
+        POW2=scale_format == "pow2",
+        ROWS=rows is not None,
+        COLUMNS=columns is not None,
+        GROUPED=groups is not None,
+        EPSILON=AMAX_EPSILON,
+        LARGEST=E4M3_MAX,
+        TILE=BLOCK,
+        **LAUNCH,
+    )
 
 
 def _group_tables(groups: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [T / 128] each: the first token and the length of the group that a block of 128 tokens belongs to."""
+    """Return int64 [T / 128] each: first token and length of the group that 128 consecutive tokens belong to."""
     starts, lengths, first = [], [], 0
     for length in groups:
         starts += [first] * (length // BLOCK)

@@ -1,11 +1,11 @@
-"""Operators whose result for one token does not depend on its company: how many tokens are computed with it, how long the keys are
-padded, how many threads run. Trainer and engine both call them on a CPU, so that a pass over a whole batch gives the bits that prompts
-and single decoded tokens gave.
+"""Batch-invariant operators: the result for one token does not depend on how many tokens are computed with it, how far keys are padded,
+or how many threads run. On a CPU trainer and engine both call them, so a pass over a whole batch gives the bits that prompts and
+single decoded tokens gave.
 
-MKL's matrix products take other kernels for few rows, and split long sums by their length, between threads too. Measured with torch 2.13
+MKL's matrix products use other kernels for few rows and split long sums by their length, also between threads. Measured with torch 2.13
 on two kinds of AVX-512 machines: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
-product has the same bits in any batch, at any place. With two threads that held on one of them only. Norms, SwiGLU, rotary positions and
-log-softmax work row by row and need no care.
+product has the same bits in any batch, at any position. With two threads that held on one of them only. Norms, SwiGLU, rotary positions
+and log-softmax work row by row and need no care.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES_PER_STEP = 64
 _MAX_SCORES = 1 << 24
-"""Attention scores that are held at a time."""
+"""Attention scores in memory at a time."""
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """What torch computes within on a CPU is computed by the calling thread alone."""
+    """Run torch's CPU operators in the calling thread alone."""
     before = torch.get_num_threads()
     if before > 1:
         torch.set_num_threads(1)
@@ -38,73 +38,70 @@ def single_threaded() -> Iterator[None]:
             torch.set_num_threads(before)
 
 
+def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Append `count` zeros along `dim`, counted from the end (-1, -2); return x itself for count <= 0, where F.pad would copy."""
+    return F.pad(x, (0, 0) * (-1 - dim) + (0, count)) if count > 0 else x
+
+
 def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x), where x [..., K] on a CPU comes as a matrix of at least `MIN_ROWS` rows, in one thread; function maps [T, K] to
-    [T, N]."""
+    """Return function(x) for a function from [T, K] to [T, N] and x [..., K]. On a CPU the function gets a matrix of at least `MIN_ROWS`
+    rows and runs in one thread."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return function(rows).unflatten(0, x.shape[:-1])
     with single_threaded():
-        if len(rows) >= MIN_ROWS:
-            return function(rows).unflatten(0, x.shape[:-1])
-        return function(F.pad(rows, (0, 0, 0, MIN_ROWS - len(rows))))[: len(rows)].unflatten(0, x.shape[:-1])
+        return function(append_zeros(rows, -2, MIN_ROWS - len(rows)))[: len(rows)].unflatten(0, x.shape[:-1])
 
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x . W^T; x [..., K], weight [N, K], of one dtype; returns [..., N]."""
+    """Return x . W^T; x [..., K] and weight [N, K] of one dtype, result [..., N]."""
     return apply_with_min_rows(lambda rows: rows @ weight.t(), x)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight in FP32, rounded once to x's dtype. x [..., K], weight [K]."""
+    """Return x / sqrt(mean(x^2) + eps) * weight in FP32, rounded once to x's dtype. x [..., K], weight [K]."""
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor, scale: float) -> torch.Tensor:
-    """softmax(scale q k^T) v in FP32, where each query sees the keys up to its own `last`. No gradient.
+    """Return softmax(scale q k^T) v in FP32, where each query sees the keys up to its own index in `last`. No gradient.
 
     query [b, h, s, d], key [b, g, t, d], value [b, g, t, e], grouped-query heads where g < h, `last` int64 [b, s] below t.
     Returns [b, h, s, e] in query's dtype. Keys that no query sees must be finite.
     """
     batch, heads, queries, _ = query.shape
     groups = key.shape[1]
-    key, value = (_padded(x.float(), 2, -(-x.shape[2] // KEYS_PER_PRODUCT) * KEYS_PER_PRODUCT) for x in (key, value))
+    key, value = (append_zeros(x.float(), -2, -x.shape[2] % KEYS_PER_PRODUCT) for x in (key, value))
     result = query.new_empty(batch, heads, queries, value.shape[-1])
     step = min(_QUERIES_PER_STEP, max(1, _MAX_SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, step):
-        part, seen = slice(start, start + step), last[:, start : start + step]
+        part = slice(start, start + step)
         rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])
-        attended = _attend(rows, key, value, seen)
+        attended = _attend(rows, key, value, last[:, part])
         result[:, :, part] = attended.reshape(batch, heads, -1, value.shape[-1])
     return result
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """`attention` of few queries, already scaled, heads of a group one after the other: [b, g, heads * s, d]; returns [b, g, heads * s, e].
+    """`attention` of few queries, already scaled, the heads of a group one after the other: [b, g, heads * s, d] to [b, g, heads * s, e].
 
-    The sum over keys is one of parts of `KEYS_PER_PRODUCT` keys each, in order: parts beyond a query's last key add zero to it.
+    Keys are summed in chunks of `KEYS_PER_PRODUCT`, in order: chunks beyond a query's last key add zero to it.
     """
     rows = query.shape[2]
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
-    scores = _padded(query, 2, MIN_ROWS) @ key[:, :, :length].transpose(-1, -2)
-    hidden = torch.arange(length) > last[:, None, None, :, None]
-    scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(hidden, -torch.inf)
+    scores = append_zeros(query, -2, MIN_ROWS - rows) @ key[:, :, :length].transpose(-1, -2)
+    masked = torch.arange(length) > last[:, None, None, :, None]
+    scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(masked, -torch.inf)
     weights = scores.softmax(-1)
-    parts = zip(weights.split(KEYS_PER_PRODUCT, -1), value[:, :, :length].split(KEYS_PER_PRODUCT, 2), strict=True)
-    total, *others = (part @ values for part, values in parts)
+    chunks = zip(weights.split(KEYS_PER_PRODUCT, -1), value[:, :, :length].split(KEYS_PER_PRODUCT, 2), strict=True)
+    total, *others = (part @ values for part, values in chunks)
     for other in others:
         total += other
     return total[:, :, :rows]
 
 
-def _padded(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """x with zeros appended along `dim` up to `size`."""
-    missing = size - x.shape[dim]
-    return x if missing <= 0 else torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
-
-
 def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Gradients of `causal_attention`'s inputs: those of torch's fused attention, so that no scores are kept between the passes."""
+    """Return the gradients of `causal_attention`'s inputs: those of torch's fused attention, so no scores are saved between the passes."""
     query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
         result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -125,5 +122,6 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None = None) -> torch.Tensor:
-    """`attention` of every token to itself and those before it, with gradient; scale 1 / sqrt(d) where None. Shapes as there, s = t."""
+    """Return `attention` of every token to itself and those before it, with gradient; shapes as there with s = t, scale 1 / sqrt(d) for
+    None."""
     return _CausalAttention.apply(query, key, value, query.shape[-1] ** -0.5 if scale is None else scale)

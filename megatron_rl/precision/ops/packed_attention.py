@@ -1,6 +1,6 @@
-"""Causal attention of sequences that lie end to end in one row: none sees another.
+"""Causal attention of packed sequences, which lie end to end in one row: none sees another.
 
-query [t, h, d], key [t, g, d], value [t, g, e], grouped-query heads where g < h; returns [t, h, e]. Scale 1 / sqrt(d) where None.
+query [t, h, d], key [t, g, d], value [t, g, e], grouped-query heads where g < h; returns [t, h, e]. Scale 1 / sqrt(d) for None.
 On a CPU sequences of about one length attend in one batch, each with the bits that it has alone.
 """
 
@@ -19,10 +19,10 @@ from megatron_rl.precision.ops import batch_invariant
 
 @dataclass(frozen=True)
 class LengthGroup:
-    """Packed sequences of about one length, which attend in one batch: places [t] <-> [b, s]."""
+    """Packed sequences of about one length, which attend in one batch: maps the row [t] to the batch [b, s] and back."""
 
     positions: torch.Tensor
-    """int64 [b, s]: where each token stands in the row; beyond a sequence's end, its first token."""
+    """int64 [b, s]: each token's position in the row; beyond a sequence's end, that of its first token."""
     valid: torch.Tensor
     """bool [b, s]: False beyond a sequence's end."""
 
@@ -31,31 +31,31 @@ class LengthGroup:
         return x[self.positions].transpose(1, 2)
 
     def scatter(self, x: torch.Tensor, into: torch.Tensor) -> None:
-        """[b, h, s, d] -> the sequences' places in [t, h, d]."""
+        """[b, h, s, d] -> the sequences' positions in [t, h, d]."""
         into[self.positions[self.valid]] = x.transpose(1, 2)[self.valid]
 
 
 def group_by_length(lengths: list[int]) -> list[LengthGroup]:
-    """The sequences of a packed row, of `lengths` places each, in groups that need the same number of keys.
+    """Group the sequences of a packed row, of `lengths` positions each, by the number of key chunks (`KEYS_PER_PRODUCT`) they need.
 
-    A group is as wide as those keys, not as its longest sequence: so the backward pass, too, gives a sequence the same bits in any
+    A group is as wide as its chunks, not as its longest sequence, so that the backward pass, too, gives a sequence the same bits in any
     company.
     """
     starts = list(accumulate(lengths, initial=0))
-    found: dict[int, list[int]] = {}
+    numbers_by_chunks: dict[int, list[int]] = {}
     for number, length in enumerate(lengths):
-        found.setdefault(-(-length // batch_invariant.KEYS_PER_PRODUCT), []).append(number)
+        numbers_by_chunks.setdefault(-(-length // batch_invariant.KEYS_PER_PRODUCT), []).append(number)
     return [
-        _group([starts[n] for n in numbers], [lengths[n] for n in numbers], blocks * batch_invariant.KEYS_PER_PRODUCT)
-        for blocks, numbers in found.items()
-        if blocks
+        _make_group([starts[n] for n in numbers], [lengths[n] for n in numbers], chunks * batch_invariant.KEYS_PER_PRODUCT)
+        for chunks, numbers in numbers_by_chunks.items()
+        if chunks
     ]
 
 
-def _group(starts: list[int], lengths: list[int], width: int) -> LengthGroup:
-    first, steps = torch.tensor(starts)[:, None], torch.arange(width)
-    real = steps < torch.tensor(lengths)[:, None]
-    return LengthGroup(first + steps * real, real)
+def _make_group(starts: list[int], lengths: list[int], width: int) -> LengthGroup:
+    offsets = torch.arange(width)
+    valid = offsets < torch.tensor(lengths)[:, None]
+    return LengthGroup(torch.tensor(starts)[:, None] + offsets * valid, valid)
 
 
 class _PackedCausalAttention(torch.autograd.Function):
@@ -73,45 +73,35 @@ class _PackedCausalAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        found = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
+        gradients = tuple(torch.empty_like(x) for x in ctx.saved_tensors)
         for group in ctx.groups:
             inputs = tuple(group.gather(x) for x in ctx.saved_tensors)
-            beyond = group.gather(gradient) * group.valid[:, None, :, None]
-            for x, into in zip(batch_invariant.attention_gradients(inputs, beyond, ctx.scale), found, strict=True):
+            padded = group.gather(gradient) * group.valid[:, None, :, None]
+            for x, into in zip(batch_invariant.attention_gradients(inputs, padded, ctx.scale), gradients, strict=True):
                 group.scatter(x, into)
-        return *found, None, None
+        return *gradients, None, None
 
 
 def grouped_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: list[LengthGroup], scale: float | None = None
 ) -> torch.Tensor:
-    """The same bits as `row_invariant.causal_attention` of each sequence alone; on a CPU. `groups` from `group_by_length` cover all t."""
+    """Return the bits of `batch_invariant.causal_attention` of each sequence alone, on a CPU. `groups` (`group_by_length`) cover all t."""
     return _PackedCausalAttention.apply(query, key, value, groups, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def sdpa_per_sequence(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float | None) -> torch.Tensor:
-    """The same by torch's fused attention, one sequence after the other, on any device."""
-    parts = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
-    found = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in parts]
-    return torch.cat(found, 1).transpose(0, 1)
+    """Return the same by torch's fused attention, one sequence after the other, on any device."""
+    sequences = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (query, key, value)), strict=True)
+    outputs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True) for q, k, v in sequences]
+    return torch.cat(outputs, 1).transpose(0, 1)
 
 
 def flash_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float | None
 ) -> torch.Tensor:
-    """The same by FlashAttention, on a GPU, in BF16 or FP16; `starts` int32 [n + 1], where sequences begin and the last one ends."""
+    """Return the same by FlashAttention, on a GPU, in BF16 or FP16; `starts` int32 [n + 1]: starts of the sequences and end of the last."""
     width = value.shape[-1]
-    value = F.pad(value, (0, query.shape[-1] - width))  # it wants one width of all three
-    found = varlen_attn(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return cast(torch.Tensor, found)[..., :width]
+    value = F.pad(value, (0, query.shape[-1] - width))  # it requires one width of all three
+    grouped, causal = query.shape[1] != key.shape[1], (-1, 0)
+    output = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale, window_size=causal, enable_gqa=grouped)
+    return cast(torch.Tensor, output)[..., :width]

@@ -46,11 +46,11 @@ def test_the_bounds_clip_in_fp8_what_the_configured_ones_clip_without(noise):
     tokens = noisy(noise)
     low, high = find_target_bounds(tokens, REFERENCE)
     wanted = clipped_share(tokens.exact, tokens, REFERENCE[0])
-    assert clipped_share(tokens.quantised, tokens, REFERENCE[0]) > 1.2 * wanted, "the noise clips too much"
-    errors = {bound: abs(clipped_share(tokens.quantised, tokens, bound) - wanted) for bound in (low, low - 0.02, low + 0.02)}
+    assert clipped_share(tokens.quantized, tokens, REFERENCE[0]) > 1.2 * wanted, "the noise clips too much"
+    errors = {bound: abs(clipped_share(tokens.quantized, tokens, bound) - wanted) for bound in (low, low - 0.02, low + 0.02)}
     assert low < REFERENCE[0] and min(errors, key=errors.__getitem__) == low
     exact = balance(tokens.exact, tokens, *REFERENCE)
-    errors = {bound: abs(balance(tokens.quantised, tokens, low, bound) - exact) for bound in (high, high - 0.02, high + 0.02)}
+    errors = {bound: abs(balance(tokens.quantized, tokens, low, bound) - exact) for bound in (high, high - 0.02, high + 0.02)}
     assert high > REFERENCE[1] and min(errors, key=errors.__getitem__) == high
 
 
@@ -62,7 +62,7 @@ def test_without_noise_nothing_moves():
 @pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
 def test_one_sign_alone_tells_nothing(sign):
     tokens = noisy(0.1)
-    alone = CalibrationTokens(tokens.quantised, tokens.exact, torch.full_like(tokens.advantages, sign), tokens.weights)
+    alone = CalibrationTokens(tokens.quantized, tokens.exact, torch.full_like(tokens.advantages, sign), tokens.weights)
     assert find_target_bounds(alone, REFERENCE) == REFERENCE
 
 
@@ -94,7 +94,7 @@ def test_a_step_is_measured_on_its_last_update_with_corrections_and_engine_proba
                 [1], [2] * per, advantage, rollout_logprobs=engine[part], old_logprobs=old[part], importance_weights=correction[part]
             )
         )
-    passes = iter([exact_old, old + tokens.quantised.log(), exact_old + tokens.exact.log()])
+    passes = iter([exact_old, old + tokens.quantized.log(), exact_old + tokens.exact.log()])
     asked = []
 
     def logprobs(given: list[TrainingSample], quantised: bool) -> list[torch.Tensor]:
@@ -106,7 +106,7 @@ def test_a_step_is_measured_on_its_last_update_with_corrections_and_engine_proba
     clip.begin(sequences)
     clip.end(sequences)
     assert asked == [(True, False), (True, True), (True, False)]
-    by_hand = CalibrationTokens(tokens.quantised, tokens.exact, tokens.advantages[::per].repeat_interleave(per), correction * engine.exp())
+    by_hand = CalibrationTokens(tokens.quantized, tokens.exact, tokens.advantages[::per].repeat_interleave(per), correction * engine.exp())
     assert clip.bounds == pytest.approx(move_bounds(REFERENCE, find_target_bounds(by_hand, REFERENCE)), abs=1e-12)
     assert clip.bounds != REFERENCE
     assert (1 - clip.config.clip_low, 1 + clip.config.clip_high) == pytest.approx(clip.bounds)

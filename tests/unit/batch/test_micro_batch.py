@@ -104,7 +104,7 @@ def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(found
 @quick
 @given(sequences(), BOUND, st.integers(1, 3), st.integers(2, 4), st.integers(1, 3))
 def test_context_ranks_get_equal_parts_of_every_sequence(found, most, multiple, context, rounds):
-    batches = make_micro_batches(found, most, multiple=multiple, context=context, rounds=rounds)
+    batches = make_micro_batches(found, most, multiple=multiple, cp_size=context, vpp_group=rounds)
     assert len(batches) % rounds == 0
     assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(found)))
     for batch in batches:

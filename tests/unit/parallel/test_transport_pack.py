@@ -33,7 +33,7 @@ def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
 
     found = {}
     for shard in shards:
-        kind = kind_of(shard.role, CONTRACT.fp8_roles())
+        kind = kind_of(shard.role, CONTRACT.fp8_roles)
         found[shard.name] = make(shard.shape, {"fp8": torch.float8_e4m3fn, "high": torch.bfloat16, "fp32": torch.float32}[kind])
         if kind == "fp8":
             found[scale_name(shard.name)] = make(shard.scale_shape, torch.float32)

@@ -21,7 +21,7 @@ from megatron_rl.planner.hardware import GIB, GPUS, Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
 from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
-from megatron_rl.precision.backends.transformer_engine import _padded
+from megatron_rl.precision.backends.transformer_engine import pad_scales
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
@@ -80,7 +80,7 @@ def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
     transposed, scales = DeepGemmBackend("pow2").prepare(blocks, None).dgrad
     assert memory.count_operand_bytes("deep_gemm", rows, cols) == transposed.numel() + 4 * scales.numel()
-    padded = _padded(blocks.scale).numel() + _padded(blocks.scale.t()).numel()
+    padded = pad_scales(blocks.scale).numel() + pad_scales(blocks.scale.t()).numel()
     assert memory.count_operand_bytes("transformer_engine", rows, cols) == rows * cols + 4 * padded
 
 
