@@ -55,11 +55,11 @@ class DeepGemmBackend(GpuBackend):
         import deep_gemm
 
         (a, a_scale), (b, b_scale) = dy.columns, x.columns
-        in_place = into is not None and supports_inplace_add(into)
-        sums = into if in_place else torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device)
+        buffer = into if into is not None and supports_inplace_add(into) else None
+        sums = torch.zeros(len(a), len(b), dtype=torch.float32, device=a.device) if buffer is None else buffer
         if dy.tokens:
             deep_gemm.fp8_gemm_nt((a, a_scale), (b, b_scale), sums, c=sums, recipe=GROUP_RECIPE)
-        return sums if into is None or in_place else into.add_(sums)
+        return sums if into is None or sums is into else into.add_(sums)
 
 
 def _multiply(a: Operand, b: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
