@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
+
+both_scale_formats = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+
+
+def uneven_matrix(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    """float32 values whose size differs a lot from row to row and column to column, so that a wrong block shows; some are zero."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(rows, cols, generator=generator)
+    values *= torch.exp(torch.randn(rows, 1, generator=generator)) * torch.exp(torch.randn(cols, generator=generator) * 2)
+    return values * (torch.rand(rows, cols, generator=generator) > 0.05)
 
 
 def uneven(tokens: int, width: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.geometries import few_examples, plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, cases
-from test_model_geometry import model
-from test_reshard import planned, quick, sources_of, targets_of
 
 from parallel.chunking import Bucket, RowRange, TensorSpec, clip_transfer, fill_buckets, list_tensor_specs
 from parallel.layout import Layout
@@ -17,7 +16,7 @@ from parallel.reshard import Transfer
 from parallel.shards import Rect
 
 
-@quick
+@few_examples
 @given(st.data())
 def test_every_row_of_every_plane_lies_in_one_bucket_of_bounded_size(data):
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12), st.sampled_from([1, 2, 4])), min_size=1, max_size=8))
@@ -43,7 +42,7 @@ def test_a_row_larger_than_a_bucket_is_refused_by_name_and_size():
 
 
 def test_an_fp8_weight_has_two_planes_and_a_vector_one_of_one_column():
-    specs = list_tensor_specs({3: targets_of(Case(model(), Layout(), 1))[0]}, ROLES, 4)
+    specs = list_tensor_specs({3: target_shards(Case(small_model(), Layout(), 1))[0]}, ROLES, 4)
     found = {spec.name: spec for spec in specs}
     assert found["model.norm.weight"] == TensorSpec(3, "model.norm.weight", 256, 1, 4)
     assert found["model.layers.0.mlp.down_proj.weight"] == TensorSpec(3, "model.layers.0.mlp.down_proj.weight", 256, 1024, 1)
@@ -66,13 +65,13 @@ def through_a_bucket(bucket: Bucket, plan: list[Transfer], sources: dict[int, Ar
         engine[row_range.spec.rank][row_range.spec.name][row_range.row : row_range.row + row_range.rows] = window
 
 
-@quick
+@few_examples
 @given(cases(), st.integers(1, 5))
 def test_the_engine_gets_the_same_through_tiny_buckets(case, times):
     source = slow_cut.checkpoint(case.model)
-    sources = slow_cut.cut_all(sources_of(case), source)
-    expected = slow_cut.cut_all(targets_of(case), source)
-    specs = list_tensor_specs(targets_of(case), ROLES, 2)
+    sources = slow_cut.cut_all(source_shards(case), source)
+    expected = slow_cut.cut_all(target_shards(case), source)
+    specs = list_tensor_specs(target_shards(case), ROLES, 2)
     for spec in specs:
         array = expected[spec.rank][spec.name]
         padded = spec.name in ("model.embed_tokens.weight", "lm_head.weight")  # padding rows of a vocabulary are in no bucket
@@ -83,7 +82,7 @@ def test_the_engine_gets_the_same_through_tiny_buckets(case, times):
     limit = max(spec.cols * spec.itemsize for spec in specs) * 16 * times  # many buckets, most of which end inside a parameter
     cut = fill_buckets(specs, limit)
     assert len(cut) > 1
-    plan = planned(case)
+    plan = plan_case(case)
     for bucket in cut:
         through_a_bucket(bucket, plan, sources, engine)
     slow_cut.assert_same(engine, expected)

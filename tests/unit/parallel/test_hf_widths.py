@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_published_models import CONFIGS, dense
+from support.geometries import dense_config, published_model
 
 from parallel.hf_widths import MLAGeometry, MoEGeometry
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError
 
-TINY = dense("", 3, 64, 4, 2, 96, 50, head_dim=32, pad_token_id=None)
+TINY = dense_config("", 3, 64, 4, 2, 96, 50, head_dim=32, pad_token_id=None)
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "head_dim": 8}
 MOE = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 DEEPSEEK = LATENT | MOE | {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
@@ -60,7 +60,7 @@ def test_tensors_are_those_of_transformers(kind):
 
 
 def test_deepseek_v3_is_read_whole():
-    geometry = ModelGeometry.from_hf_config(CONFIGS["DeepSeek-V3"])
+    geometry = published_model("DeepSeek-V3")
     assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True)
     assert geometry.head_dim == 192
@@ -71,7 +71,7 @@ def test_deepseek_v3_is_read_whole():
     "name, parameters", [("Qwen3-235B-A22B", 235.09e9), ("Llama-3.1-8B", 8.03e9), ("Qwen2.5-7B", 7.616e9), ("Llama-3.2-1B", 1.236e9)]
 )
 def test_the_number_of_parameters_is_the_published_one(name, parameters):
-    tensors = ModelGeometry.from_hf_config(CONFIGS[name]).tensors().values()
+    tensors = published_model(name).tensors().values()
     assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
 
 

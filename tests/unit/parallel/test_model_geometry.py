@@ -6,36 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.geometries import HIDDEN, KV_HEADS, SMALL_MOE, VOCAB, small_model
 from support.golden import slow_cut
 
 from megatron_rl.config import ArchitectureConfig
 from megatron_rl.hf.create import make_hf_config
-from parallel.hf_widths import MoEGeometry
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import GeometryError, Shard
 
-HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 QKV = [f"model.layers.1.self_attn.{part}_proj.weight" for part in "qkv"]
-
-
-def model(**changes: object) -> ModelGeometry:
-    widths = {
-        "layers": 2,
-        "hidden": HIDDEN,
-        "heads": HEADS,
-        "kv_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "ffn": FFN,
-        "vocab": VOCAB,
-        "tied": False,
-    }
-    return ModelGeometry(**{**widths, **changes})
-
-
-MOE = model(layers=1, kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
 
 
 def trainer(geometry: ModelGeometry, layout: Layout) -> list[list[Shard]]:
@@ -66,14 +48,14 @@ def test_tensors_have_the_shapes_of_transformers_qwen3():
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_megatron_interleaves_q_k_v_by_group_and_splits_gate_up_per_rank(tp):
-    source = slow_cut.checkpoint(model())
+    source = slow_cut.checkpoint(small_model())
     q, k, v = (source[name].reshape(KV_HEADS, -1, HIDDEN) for name in QKV)
     qkv = np.concatenate([q, k, v], axis=1).reshape(tp, -1, HIDDEN)
     gate, up = (source[f"model.layers.1.mlp.{part}_proj.weight"].reshape(tp, -1, HIDDEN) for part in ("gate", "up"))
     proj = np.split(source["model.layers.1.self_attn.o_proj.weight"], tp, axis=1)
     down = np.split(source["model.layers.1.mlp.down_proj.weight"], tp, axis=1)
     embedding = np.split(source["model.embed_tokens.weight"], tp)
-    for rank, shards in enumerate(trainer(model(), Layout(tp=tp))):
+    for rank, shards in enumerate(trainer(small_model(), Layout(tp=tp))):
         held = slow_cut.cut(shards, source)
         layer = "decoder.layers.1."
         assert np.array_equal(held[layer + "self_attention.linear_qkv.weight"], qkv[rank])
@@ -86,11 +68,11 @@ def test_megatron_interleaves_q_k_v_by_group_and_splits_gate_up_per_rank(tp):
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_sglang_stacks_q_k_v_per_rank_and_replicates_kv_heads(tp):
-    source = slow_cut.checkpoint(model())
+    source = slow_cut.checkpoint(small_model())
     q, k, v = (np.split(source[QKV[0]], tp), *(np.split(source[name], KV_HEADS) for name in QKV[1:]))
     gate, up = (np.split(source[f"model.layers.1.mlp.{part}_proj.weight"], tp) for part in ("gate", "up"))
     for rank in range(tp):
-        held = slow_cut.cut(build_sglang_shards(model(), tp, rank), source)
+        held = slow_cut.cut(build_sglang_shards(small_model(), tp, rank), source)
         heads = range(KV_HEADS)[rank * KV_HEADS // tp :][: max(KV_HEADS // tp, 1)]
         expected = np.concatenate([q[rank], *(k[head] for head in heads), *(v[head] for head in heads)])
         assert np.array_equal(held["model.layers.1.self_attn.qkv_proj.weight"], expected)
@@ -99,7 +81,7 @@ def test_sglang_stacks_q_k_v_per_rank_and_replicates_kv_heads(tp):
 
 @pytest.mark.parametrize("tp, per_rank", [(1, 320), (2, 160), (4, 80), (8, 40)])
 def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp, per_rank):
-    wide = model(kv_heads=8)
+    wide = small_model(kv_heads=8)
     shards = [next(shard for shard in build_sglang_shards(wide, tp, rank) if shard.role == "embedding") for rank in range(tp)]
     assert [shard.rows for shard in shards] == [per_rank] * tp
     rows = [
@@ -111,12 +93,12 @@ def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp
 
 
 def test_a_rank_of_nothing_but_vocabulary_padding_is_legal():
-    shard = build_sglang_shards(model(vocab=5, kv_heads=8), 8, 7)[0]
+    shard = build_sglang_shards(small_model(vocab=5, kv_heads=8), 8, 7)[0]
     assert (shard.rows, shard.regions[0].tensor_rect.rows) == (8, 0)
 
 
 def test_pipeline_stages_hold_their_layers_with_global_numbers():
-    first, second = trainer(model(), Layout(pp=2))
+    first, second = trainer(small_model(), Layout(pp=2))
     assert {name.split(".")[2] for name in names(first) if "layers" in name} == {"0"}
     assert {name.split(".")[2] for name in names(second) if "layers" in name} == {"1"}
     assert "embedding.word_embeddings.weight" in names(first) - names(second)
@@ -125,15 +107,15 @@ def test_pipeline_stages_hold_their_layers_with_global_numbers():
 
 @pytest.mark.parametrize("pp, holds", [(1, set()), (2, {"output_layer.weight"})])
 def test_only_another_stage_keeps_a_copy_of_a_tied_embedding(pp, holds):
-    last = trainer(model(tied=True), Layout(pp=pp))[-1]
+    last = trainer(small_model(tied=True), Layout(pp=pp))[-1]
     assert names(last) & {"output_layer.weight"} == holds
     assert {shard.regions[0].tensor.name for shard in last if shard.name in holds} == ({"model.embed_tokens.weight"} if holds else set())
-    assert "lm_head.weight" not in names(build_sglang_shards(model(tied=True), 1, 0))
+    assert "lm_head.weight" not in names(build_sglang_shards(small_model(tied=True), 1, 0))
 
 
 def test_data_parallel_ranks_hold_the_same():
     layout = Layout(tp=2, pp=2, dp=2)
-    shards = trainer(model(), layout)
+    shards = trainer(small_model(), layout)
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
         assert rank == place.tp + layout.tp * (place.dp + layout.dp * place.pp)
@@ -158,25 +140,36 @@ def hf_config(**changes: object) -> dict[str, object]:
             ["model_type = gpt2", "llama, qwen2, qwen3, qwen3_moe, deepseek_v3"],
         ),
         (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
-        (lambda: trainer(model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: trainer(model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
-        (lambda: trainer(model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
-        (lambda: trainer(model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "the layers of a pipeline stage (2)", "divisor of 2"]),
-        (lambda: trainer(model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "layout.ep = 1"]),
-        (lambda: trainer(MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
-        (lambda: build_trainer_shards(model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
-        (lambda: build_trainer_shards(model(), Layout(tp=2), vocab_rows=298), ["vocab_rows = 298", "tp (2)", "vocabulary (300)"]),
-        (lambda: build_sglang_shards(MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
-        (lambda: build_sglang_shards(MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
-        (lambda: build_sglang_shards(model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+        (lambda: trainer(small_model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+        (lambda: trainer(small_model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
+        (lambda: trainer(small_model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
         (
-            lambda: build_sglang_shards(model(kind="qwen3_moe", experts=replace(MOE.experts, dense_layers=frozenset({1}))), 1, 0),
+            lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)),
+            ["layout.vpp = 4", "the layers of a pipeline stage (2)", "divisor of 2"],
+        ),
+        (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "layout.ep = 1"]),
+        (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
+        (lambda: build_trainer_shards(small_model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
+        (lambda: build_trainer_shards(small_model(), Layout(tp=2), vocab_rows=298), ["vocab_rows = 298", "tp (2)", "vocabulary (300)"]),
+        (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
+        (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
+        (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
+        (
+            lambda: build_sglang_shards(
+                small_model(kind="qwen3_moe", experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1}))), 1, 0
+            ),
             ["mlp_only_layers = [1]", "every layer", "without dense layers"],
         ),
-        (lambda: compute_row_order(model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
-        (lambda: trainer(model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"]),
-        (lambda: build_sglang_shards(model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (lambda: build_sglang_shards(model(heads=12, kv_heads=4), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
+        (lambda: compute_row_order(small_model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
+        (
+            lambda: trainer(small_model(ffn=1025), Layout(tp=2)),
+            ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"],
+        ),
+        (lambda: build_sglang_shards(small_model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
+        (
+            lambda: build_sglang_shards(small_model(heads=12, kv_heads=4), 6, 0),
+            ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"],
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, words):
@@ -189,14 +182,14 @@ def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, wor
 
 @pytest.mark.parametrize("tp, per_rank, held", [(1, 301, [301]), (2, 151, [151, 150]), (4, 76, [76, 76, 76, 73])])
 def test_megatron_pads_the_vocabulary_no_more_than_tensor_parallelism_needs(tp, per_rank, held):
-    shards = [shards[0] for shards in trainer(model(vocab=301), Layout(tp=tp))]
+    shards = [shards[0] for shards in trainer(small_model(vocab=301), Layout(tp=tp))]
     assert [shard.rows for shard in shards] == [per_rank] * tp
     assert [shard.filled_rows for shard in shards] == held
 
 
 @pytest.mark.parametrize("tp", [8, 16])
 def test_more_ranks_than_kv_heads_cut_through_the_groups_of_megatrons_qkv(tp):
-    wide = model(heads=16, head_dim=64)
+    wide = small_model(heads=16, head_dim=64)
     source = slow_cut.checkpoint(wide)
     q, k, v = (source[name].reshape(KV_HEADS, -1, HIDDEN) for name in QKV)
     qkv = np.concatenate([q, k, v], axis=1).reshape(tp, -1, HIDDEN)
@@ -207,19 +200,19 @@ def test_more_ranks_than_kv_heads_cut_through_the_groups_of_megatrons_qkv(tp):
 
 
 def test_virtual_stages_take_turns():
-    shards = trainer(model(layers=8), Layout(pp=2, vpp=2))
+    shards = trainer(small_model(layers=8), Layout(pp=2, vpp=2))
     layers = [sorted({int(name.split(".")[2]) for name in names(held) if "layers" in name}) for held in shards]
     assert layers == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert "embedding.word_embeddings.weight" in names(shards[0]) and "output_layer.weight" in names(shards[1])
 
 
 def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_checkpoint():
-    source = slow_cut.checkpoint(MOE)
+    source = slow_cut.checkpoint(SMALL_MOE)
     gate, up, down = (
         [source[f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"] for expert in range(4)] for part in ("gate", "up", "down")
     )
     layout = Layout(tp=2, ep=2, etp=1)
-    for rank, shards in enumerate(trainer(MOE, layout)):
+    for rank, shards in enumerate(trainer(SMALL_MOE, layout)):
         held = slow_cut.cut(shards, source)
         for expert in (2 * rank, 2 * rank + 1):
             prefix = f"decoder.layers.0.mlp.experts.local_experts.{expert}."
@@ -227,7 +220,7 @@ def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_check
             assert np.array_equal(held[prefix + "linear_fc2.weight"], down[expert])
         assert sum("local_experts" in name for name in names(shards)) == 4
     for rank in range(4):  # tp 4, ep 2: ranks 0 and 1 share experts 0 and 1
-        shards = {shard.name: shard for shard in build_sglang_shards(MOE, 4, rank, ep=2)}
+        shards = {shard.name: shard for shard in build_sglang_shards(SMALL_MOE, 4, rank, ep=2)}
         w13, w2 = (shards[f"model.layers.0.mlp.experts.{name}_weight"] for name in ("w13", "w2"))
         assert (w13.shape, w13.scale_shape, w2.shape, w2.scale_shape) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
         held = slow_cut.cut([w13, w2], source)

@@ -1,15 +1,11 @@
-"""Real models at every tensor-parallel size: which layouts keep FP8 blocks whole, and what a refusal advises instead.
-
-Widths are those of the models' own config.json files.
-"""
+"""Real models at every tensor-parallel size: which layouts keep FP8 blocks whole, and what a refusal advises instead."""
 
 from __future__ import annotations
 
 import re
-from functools import cache
-from typing import Any
 
 import pytest
+from support.geometries import PUBLISHED, dense_config, published_model
 from support.golden.slow_cut import ROLES
 
 from parallel.layout import Layout
@@ -27,57 +23,6 @@ from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
-
-def dense(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        **more,
-    }
-
-
-def qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> dict[str, Any]:
-    more = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": moe_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    return dense("qwen3_moe", layers, hidden, heads, 4, ffn, 151936, **more)
-
-
-CONFIGS = {
-    "Llama-3.1-8B": dense("llama", 32, 4096, 32, 8, 14336, 128256),
-    "Llama-3.1-70B": dense("llama", 80, 8192, 64, 8, 28672, 128256),
-    "Llama-3.2-1B": dense("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
-    "Qwen2.5-0.5B": dense("qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True),
-    "Qwen2.5-7B": dense("qwen2", 28, 3584, 28, 4, 18944, 152064),
-    "Qwen2.5-32B": dense("qwen2", 64, 5120, 40, 8, 27648, 152064),
-    "Qwen3-0.6B": dense("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
-    "Qwen3-8B": dense("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
-    "Qwen3-32B": dense("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
-    "Qwen3-30B-A3B": qwen3_moe(48, 2048, 32, 6144, 768),
-    "Qwen3-235B-A22B": qwen3_moe(94, 4096, 64, 12288, 1536),
-    "DeepSeek-V3": dense(
-        "deepseek_v3",
-        61,
-        7168,
-        128,
-        128,
-        18432,
-        129280,
-        q_lora_rank=1536,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        n_routed_experts=256,
-        moe_intermediate_size=2048,
-        n_shared_experts=1,
-        first_k_dense_replace=3,
-    ),
-}
-
 TPS = (1, 2, 4, 8, 16)
 WORKS = {  # tensor-parallel sizes of attention and dense MLP that work on either side
     "Llama-3.1-8B": (1, 2, 4, 8),
@@ -93,15 +38,13 @@ WORKS = {  # tensor-parallel sizes of attention and dense MLP that work on eithe
 EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek-V3": (1, 2, 4, 8, 16)}  # ranks that share one expert
 
 
-@cache
-def geometry(name: str) -> ModelGeometry:
-    return ModelGeometry.from_hf_config(CONFIGS[name])
-
-
 @pytest.mark.parametrize("name", WORKS)
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_tensor_parallel_sizes_of_dense_models(name, tp):
-    for problem in (find_trainer_problem(geometry(name), Layout(tp=tp), ROLES), find_engine_problem(geometry(name), tp, 1, ROLES)):
+    for problem in (
+        find_trainer_problem(published_model(name), Layout(tp=tp), ROLES),
+        find_engine_problem(published_model(name), tp, 1, ROLES),
+    ):
         assert (problem is None) == (tp in WORKS[name]), problem
 
 
@@ -109,7 +52,7 @@ def test_tensor_parallel_sizes_of_dense_models(name, tp):
 @pytest.mark.parametrize("parts", TPS)
 def test_expert_tensor_parallel_sizes(name, parts):
     """Megatron's attention stays at tp 4; an engine without expert parallelism cuts its experts by tp."""
-    model = geometry(name)
+    model = published_model(name)
     train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
     engine = find_engine_problem(model, parts, 1, ROLES)
     assert (train is None) == (parts in EXPERT_WORKS[name]), train
@@ -120,14 +63,14 @@ def test_expert_tensor_parallel_sizes(name, parts):
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_attention_of_moe_models_works_at_every_size_with_expert_parallelism(name, tp):
     """Above 4 kv heads too: the engine replicates whole heads, Megatron's rows end on block edges."""
-    assert find_trainer_problem(geometry(name), Layout(tp=tp, ep=tp, etp=1), ROLES) is None
-    assert find_engine_problem(geometry(name), tp, tp, ROLES) is None
+    assert find_trainer_problem(published_model(name), Layout(tp=tp, ep=tp, etp=1), ROLES) is None
+    assert find_engine_problem(published_model(name), tp, tp, ROLES) is None
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
     """One layer of each kind at real widths; the sum of all rectangles is the engine's size."""
-    model = keep_one_layer_per_kind(geometry(name))
+    model = keep_one_layer_per_kind(published_model(name))
     pairs = [(a, b) for a in WORKS[name] for b in WORKS[name]] if name in WORKS else [(2, 8), (8, 4)]
     for train_tp, rollout_tp in pairs:
         ep, rollout_ep = (train_tp, rollout_tp) if model.experts else (1, 1)
@@ -141,7 +84,7 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
 
 
 def refused(name: str, train: Layout, rollout: tuple[int, int]) -> str:
-    model = geometry(name)
+    model = published_model(name)
     with pytest.raises(GeometryError) as caught:
         reshard(build_trainer_shards(model, train, quantised=True), build_engine_shards(model, *rollout), ROLES)
     return str(add_layout_hints(caught.value, model, train, rollout, ROLES))
@@ -185,7 +128,7 @@ def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, 
 
 
 def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
-    model, asked = geometry("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
+    model, asked = published_model("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
     assert find_trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
     found = find_nearest_layouts(model, asked, ROLES)
     assert found == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
@@ -194,7 +137,7 @@ def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
 
 
 def test_a_model_that_no_layout_serves_gets_no_advice():
-    model = ModelGeometry.from_hf_config(dense("llama", 1, 256, 2, 2, 200, 64))
+    model = ModelGeometry.from_hf_config(dense_config("llama", 1, 256, 2, 2, 200, 64))
     assert find_nearest_layouts(model, Layout(), ROLES) == [] == find_nearest_engines(model, 1, 1, ROLES)
     error = find_trainer_problem(model, Layout(), ROLES)
     assert error is not None

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from support.geometries import few_examples, plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Case, cases
-from test_model_geometry import model
 
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import BLOCK
@@ -18,23 +18,9 @@ from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
+from parallel.reshard import add_scale_transfers, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards, padded_vocabulary
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
-
-quick = settings(max_examples=25, deadline=None, derandomize=True)  # derandomised: CI and a person see the same cases
-
-
-def sources_of(case: Case) -> dict[int, list[Shard]]:
-    return build_trainer_shards(case.model, case.train, quantised=True)
-
-
-def targets_of(case: Case) -> dict[int, list[Shard]]:
-    return build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
-
-
-def planned(case: Case, roles: frozenset[str] = ROLES) -> list[Transfer]:
-    return add_scale_transfers(reshard(sources_of(case), targets_of(case), roles))
 
 
 def is_padding(shard: Shard) -> np.ndarray:
@@ -55,50 +41,50 @@ def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
         assert not padding.any() or by_name[name].role in ("embedding", "lm_head")
 
 
-@settings(quick, max_examples=60)
+@settings(few_examples, max_examples=60)
 @given(cases())
 def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
     source = slow_cut.checkpoint(case.model)
-    targets = targets_of(case)
+    targets = target_shards(case)
     expected = slow_cut.cut_all(targets, source)
-    filled, written = slow_cut.carry_out(planned(case), slow_cut.cut_all(sources_of(case), source), expected)
+    filled, written = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
     slow_cut.assert_same(filled, expected)
     for rank, shards in targets.items():
         assert_written_once(shards, written[rank])
 
 
-@quick
+@few_examples
 @given(cases())
 def test_without_fp8_roles_every_element_moves_as_it_is(case):
-    plan = planned(case, frozenset())
+    plan = plan_case(case, frozenset())
     assert {transfer.kind for transfer in plan} <= {"high", "fp32"}
     assert sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan) == sum(
         region.tensor_rect.rows * region.tensor_rect.cols
-        for shards in targets_of(case).values()
+        for shards in target_shards(case).values()
         for shard in shards
         for region in shard.regions
     )
 
 
-@quick
+@few_examples
 @given(cases())
 def test_export_writes_the_checkpoint_back(case):
     source = slow_cut.checkpoint(case.model)
-    plan = add_scale_transfers(reshard(sources_of(case), {0: case.model.build_checkpoint_shards()}, ROLES))
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(sources_of(case), source), {0: source})
+    plan = add_scale_transfers(reshard(source_shards(case), {0: case.model.build_checkpoint_shards()}, ROLES))
+    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), {0: source})
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values())
 
 
-@quick
+@few_examples
 @given(cases())
 def test_import_fills_the_trainers_shards(case):
     source = slow_cut.checkpoint(case.model)
-    plan = add_scale_transfers(reshard({0: case.model.build_checkpoint_shards()}, sources_of(case), ROLES))
-    expected = slow_cut.cut_all(sources_of(case), source)
+    plan = add_scale_transfers(reshard({0: case.model.build_checkpoint_shards()}, source_shards(case), ROLES))
+    expected = slow_cut.cut_all(source_shards(case), source)
     filled, written = slow_cut.carry_out(plan, {0: source}, expected)
     slow_cut.assert_same(filled, expected)
-    for rank, shards in sources_of(case).items():
+    for rank, shards in source_shards(case).items():
         assert_written_once(shards, written[rank])
 
 
@@ -107,7 +93,7 @@ def test_import_fills_the_trainers_shards(case):
 @pytest.mark.parametrize("widths", [{}, {"head_dim": 64, "heads": 16, "kv_heads": 8}], ids=["heads of 128", "heads of 64"])
 def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp, scale_format, widths):
     """It quantises the rows of linear_qkv in `row_order` where heads are no whole blocks."""
-    geometry, layout = model(**widths), Layout(tp=tp)
+    geometry, layout = small_model(**widths), Layout(tp=tp)
     random = np.random.default_rng(0)
     fp8 = {name: tensor for name, tensor in geometry.tensors().items() if tensor.role in ROLES}
     weights = {name: random.standard_normal((tensor.rows, tensor.cols), np.float32) for name, tensor in fp8.items()}
@@ -133,10 +119,10 @@ def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow
     return {name: blocks.data.view(torch.uint8).numpy(), scale_name(name): blocks.scale.numpy()}
 
 
-@quick
+@few_examples
 @given(cases())
 def test_fp8_moves_are_whole_blocks_with_one_scale_each(case):
-    plan = planned(case)
+    plan = plan_case(case)
     data, scales = ([transfer for transfer in plan if transfer.kind == kind] for kind in ("fp8", "scale"))
     assert len(data) == len(scales) > 0
     for weight, scale in zip(data, scales, strict=True):
@@ -151,12 +137,12 @@ def test_fp8_moves_are_whole_blocks_with_one_scale_each(case):
 @pytest.mark.parametrize("dp", [1, 2])
 def test_equal_tensor_parallelism_moves_nothing_across_ranks(tp, dp):
     """With a vocabulary that needs no padding; SGLang shifts the ranks' rows of a padded one."""
-    plan = planned(Case(model(vocab=512), Layout(tp=tp, dp=dp), tp))
+    plan = plan_case(Case(small_model(vocab=512), Layout(tp=tp, dp=dp), tp))
     assert plan and all(transfer.source_rank == transfer.target_rank for transfer in plan)
 
 
 def test_with_the_engines_padding_of_the_vocabulary_nothing_crosses_ranks():
-    wide = model(vocab=300)
+    wide = small_model(vocab=300)
     sources = build_trainer_shards(wide, Layout(tp=2), vocab_rows=padded_vocabulary(300, 2))
     plan = reshard(sources, build_engine_shards(wide, 2), ROLES)
     assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
@@ -164,17 +150,17 @@ def test_with_the_engines_padding_of_the_vocabulary_nothing_crosses_ranks():
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_equal_expert_parallelism_moves_nothing_across_ranks(ep):
-    moe = model(kind="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512)
+    moe = small_model(kind="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512)
     plan = reshard(build_trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), build_engine_shards(moe, 4, ep), ROLES)
     assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
 
 
-@quick
+@few_examples
 @given(cases())
 def test_sources_that_overlap_each_other_write_every_byte_once(case):
     """Engines and a whole checkpoint as sources: kv heads are held by several ranks, and all rectangles of one side cut the other's."""
     source = slow_cut.checkpoint(case.model)
-    sources = {**targets_of(case), 100: case.model.build_checkpoint_shards()}
+    sources = {**target_shards(case), 100: case.model.build_checkpoint_shards()}
     targets = {0: case.model.build_checkpoint_shards()}
     filled, written = slow_cut.carry_out(
         add_scale_transfers(reshard(sources, targets, ROLES)), slow_cut.cut_all(sources, source), {0: source}
@@ -195,8 +181,8 @@ def test_an_overlap_is_taken_from_the_targets_own_rank():
 
 
 def test_engines_on_their_own_devices_draw_evenly_on_all_replicas():
-    case = Case(model(kv_heads=8, vocab=512), Layout(dp=4), 8)
-    plan = reshard(sources_of(case), targets_of(case), ROLES, homes={})
+    case = Case(small_model(kv_heads=8, vocab=512), Layout(dp=4), 8)
+    plan = reshard(source_shards(case), target_shards(case), ROLES, homes={})
     sent: Counter[int] = Counter()
     for copy in plan:
         sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.fp8 else 2)
@@ -205,14 +191,14 @@ def test_engines_on_their_own_devices_draw_evenly_on_all_replicas():
 
 
 def test_a_padded_vocabulary_crosses_ranks_only_in_embedding_and_output_layer():
-    plan = planned(Case(model(vocab=300), Layout(tp=2), 2))
+    plan = plan_case(Case(small_model(vocab=300), Layout(tp=2), 2))
     crossing = {transfer.target for transfer in plan if transfer.source_rank != transfer.target_rank}
     assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_replicas_share_the_load_of_ranks_that_hold_nothing_themselves():
     dp, tp = 4, 8
-    plan = reshard(*(of(Case(model(kv_heads=8), Layout(dp=dp), tp)) for of in (sources_of, targets_of)), ROLES)
+    plan = reshard(*(of(Case(small_model(kv_heads=8), Layout(dp=dp), tp)) for of in (source_shards, target_shards)), ROLES)
     sent: Counter[int] = Counter()
     for copy in plan:
         if copy.target_rank < dp:
@@ -225,16 +211,16 @@ def test_replicas_share_the_load_of_ranks_that_hold_nothing_themselves():
 
 
 def test_replicated_kv_heads_are_sent_to_every_rank_that_needs_them():
-    case = Case(model(heads=8, kv_heads=2), Layout(tp=2), 8)
+    case = Case(small_model(heads=8, kv_heads=2), Layout(tp=2), 8)
     source = "model.layers.0.self_attn.k_proj.weight"
-    copies = [copy for copy in reshard(sources_of(case), targets_of(case), ROLES) if copy.tensor == source]
+    copies = [copy for copy in reshard(source_shards(case), target_shards(case), ROLES) if copy.tensor == source]
     assert [copy.target_rank for copy in copies] == list(range(8))
     assert [copy.source_rank for copy in copies] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_tied_embedding_is_sent_once_from_whichever_stage(pp):
-    plan = reshard(*(of(Case(model(tied=True), Layout(pp=pp), 1)) for of in (sources_of, targets_of)), ROLES)
+    plan = reshard(*(of(Case(small_model(tied=True), Layout(pp=pp), 1)) for of in (source_shards, target_shards)), ROLES)
     embedding = [copy for copy in plan if copy.tensor == "model.embed_tokens.weight"]
     assert [(copy.target, copy.target_rect) for copy in embedding] == [("model.embed_tokens.weight", Rect(0, 0, 300, 256))]
     assert not any(copy.target == "lm_head.weight" for copy in plan)
@@ -243,14 +229,14 @@ def test_a_tied_embedding_is_sent_once_from_whichever_stage(pp):
 def refusal(geometry: ModelGeometry, train: Layout, rollout_tp: int) -> str:
     case = Case(geometry, train, rollout_tp)
     with pytest.raises(GeometryError) as caught:
-        reshard(sources_of(case), targets_of(case), ROLES)
+        reshard(source_shards(case), target_shards(case), ROLES)
     assert caught.value.fix
     return str(caught.value)
 
 
 @pytest.mark.parametrize("train_tp, rollout_tp", [(2, 1), (1, 2), (2, 2)])
 def test_a_boundary_that_cuts_mlp_blocks_is_refused(train_tp, rollout_tp):
-    message = refusal(model(ffn=384), Layout(tp=train_tp), rollout_tp)
+    message = refusal(small_model(ffn=384), Layout(tp=train_tp), rollout_tp)
     assert message.startswith(
         "model.layers.0.mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary cuts a 128x128 FP8 block"
     )
@@ -260,7 +246,7 @@ def test_a_boundary_that_cuts_mlp_blocks_is_refused(train_tp, rollout_tp):
 
 def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in_bf16():
     """k of a group would start in the middle of a block of linear_qkv."""
-    geometry = model(head_dim=64, heads=4, kv_heads=4)
+    geometry = small_model(head_dim=64, heads=4, kv_heads=4)
     sources, targets = build_trainer_shards(geometry, Layout()), build_engine_shards(geometry, 1)
     with pytest.raises(GeometryError, match="model.layers.0.self_attn.q_proj.weight = rows 0..64, .* at its row 0"):
         reshard(sources, targets, ROLES)
@@ -268,27 +254,27 @@ def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in
 
 
 def test_heads_of_64_that_no_order_makes_whole_are_refused():
-    geometry = model(head_dim=64, heads=4, kv_heads=4)
+    geometry = small_model(head_dim=64, heads=4, kv_heads=4)
     assert refusal(geometry, Layout(tp=4), 1).startswith("model.layers.0.self_attn.q_proj.weight = rows 0..64, ")
 
 
 def test_a_tensor_that_would_start_inside_a_block_of_its_shard_is_refused():
     """ffn = 200: gate and up are whole on either side, but up lies below gate from row 200 on."""
-    assert refusal(model(ffn=200), Layout(), 1).startswith("model.layers.0.mlp.up_proj.weight = rows 0..200, columns 0..256: ")
+    assert refusal(small_model(ffn=200), Layout(), 1).startswith("model.layers.0.mlp.up_proj.weight = rows 0..200, columns 0..256: ")
 
 
 def test_an_edge_block_at_a_tensors_end_is_no_cut():
     """hidden = 200: the last block of every row is short in trainer, engine and checkpoint alike."""
-    case = Case(model(hidden=200), Layout(tp=2), 4)
+    case = Case(small_model(hidden=200), Layout(tp=2), 4)
     source = slow_cut.checkpoint(case.model)
-    expected = slow_cut.cut_all(targets_of(case), source)
-    filled, _ = slow_cut.carry_out(planned(case), slow_cut.cut_all(sources_of(case), source), expected)
+    expected = slow_cut.cut_all(target_shards(case), source)
+    filled, _ = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
     slow_cut.assert_same(filled, expected)
 
 
 def test_what_no_source_holds_is_refused_by_name():
-    case = Case(model(), Layout(pp=2), 1)
+    case = Case(small_model(), Layout(pp=2), 1)
     with pytest.raises(
         GeometryError, match="model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
     ):
-        reshard({1: sources_of(case)[1]}, targets_of(case), ROLES)
+        reshard({1: source_shards(case)[1]}, target_shards(case), ROLES)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from support.geometries import small_model
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, cases
-from test_model_geometry import model
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
@@ -78,7 +78,7 @@ def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
 
 @pytest.mark.parametrize(
     "geometry, train, rollout",
-    [(model(ffn=200), Layout(tp=2), 4), (model(head_dim=40, hidden=104), Layout(tp=4), 1), (model(ffn=24), Layout(), 8)],
+    [(small_model(ffn=200), Layout(tp=2), 4), (small_model(head_dim=40, hidden=104), Layout(tp=4), 1), (small_model(ffn=24), Layout(), 8)],
 )
 def test_any_boundary_is_good(geometry, train, rollout):
     """Boundaries that cut 128x128 blocks, which FP8 refuses."""
@@ -88,7 +88,7 @@ def test_any_boundary_is_good(geometry, train, rollout):
 
 def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
-    plan = SyncPlan.make(model(), Layout(tp=2), (2, 1), contract, 1 << 20)
+    plan = SyncPlan.make(small_model(), Layout(tp=2), (2, 1), contract, 1 << 20)
     rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
     high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
     assert sum(map(plan.count_bytes, plan.transfers)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
@@ -98,7 +98,7 @@ def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
 def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
     """Two of four experts on each engine rank, from trainer ranks that hold half of an expert each (etp = 2): w13 [2, 256, 256] holds gate
     and up of one after the other, w2 [2, 256, 128] is told with two sources of columns and one of scales."""
-    geometry = model(kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
+    geometry = small_model(kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
     prefix = "model.layers.0.mlp.experts."

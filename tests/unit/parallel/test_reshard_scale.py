@@ -6,19 +6,18 @@ import time
 from collections import Counter
 
 import pytest
+from support.geometries import published_model
 from support.golden.slow_cut import ROLES
-from test_published_models import CONFIGS
 
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import ModelGeometry
 from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 
 
 @pytest.mark.slow
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
-    model, train = ModelGeometry.from_hf_config(CONFIGS["Qwen3-235B-A22B"]), Layout(tp=4, pp=2, ep=16, etp=1, dp=16)
+    model, train = published_model("Qwen3-235B-A22B"), Layout(tp=4, pp=2, ep=16, etp=1, dp=16)
     assert train.world_size == 128
     start = time.process_time()
     plan = reshard(build_trainer_shards(model, train), build_engine_shards(model, tp=8, ep=8, engines=8), ROLES, homes={})

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_model_geometry import MOE, model
+from support.geometries import SMALL_MOE, small_model
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
@@ -44,7 +44,7 @@ def random_bytes(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
-DENSE = model()
+DENSE = small_model()
 
 
 @pytest.mark.parametrize("limit", [4096, 100_000, 1 << 30])
@@ -57,8 +57,8 @@ DENSE = model()
         (DENSE, Layout(tp=2, pp=2), 2),
         (DENSE, Layout(tp=4), 2),
         (DENSE, Layout(dp=2), 2),
-        (MOE, Layout(ep=2, dp=2), 1),
-        (MOE, Layout(tp=2, ep=2, etp=1), 2),
+        (SMALL_MOE, Layout(ep=2, dp=2), 1),
+        (SMALL_MOE, Layout(tp=2, ep=2, etp=1), 2),
     ],
 )
 def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
@@ -91,7 +91,7 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
 
 
 def test_engine_ranks_take_turns():
-    plan = SyncPlan.make(model(), Layout(), (2, 1), CONTRACT, 50_000)
+    plan = SyncPlan.make(small_model(), Layout(), (2, 1), CONTRACT, 50_000)
     order = [chunk.target for chunk in make_chunks(plan.transfers, plan.buckets)]
     assert order[:6] == [0, 1] * 3
 

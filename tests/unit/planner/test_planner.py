@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_published_models import CONFIGS
+from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
@@ -40,7 +40,7 @@ def at_root(monkeypatch):
 
 def job(name: str = "Qwen3-8B", sharded: bool = False, **sections: object) -> Workload:
     table = {"model": {"path": "x"}, "precision": {"backend": "transformer_engine"}, **sections}
-    model = {"rope_theta": 1e6, "max_position_embeddings": 40960, **CONFIGS[name]}
+    model = {"rope_theta": 1e6, "max_position_embeddings": 40960, **PUBLISHED[name]}
     return replace(
         Workload.from_config(Config.model_validate_json(json.dumps(table)), model), sharded_optimizer=sharded, dense_sequence_parallel=False
     )
@@ -90,14 +90,14 @@ def test_the_kv_cache_of_a_rank(tp, kv_heads):
 
 
 def test_mla_keeps_one_latent_for_all_heads():
-    deepseek = CONFIGS["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
+    deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     config = Config.model_validate_json('{"model": {"path": "x"}}')
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():
     """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
-    model = ModelGeometry.from_hf_config(CONFIGS["Qwen3-8B"])
+    model = published_model("Qwen3-8B")
     small, one = replace(model, layers=2), job()
     plan = SyncPlan.make(small, Layout(), (1, 1), PrecisionContract.from_config(one.config.precision), 1 << 28)
     assert memory.count_engine_weights(replace(one, model=small), Candidate(Layout())) == sum(map(plan.count_bytes, plan.transfers))
@@ -300,7 +300,7 @@ def test_the_shipped_examples_fit(name, tmp_path):
 @pytest.mark.parametrize("name", ["Qwen3-8B", "Qwen2.5-32B", "Qwen3-30B-A3B", "Qwen3-235B-A22B"])
 def test_shipped_geometries_are_the_published_ones(name):
     shipped = json.loads((ROOT / "configs" / "models" / name / "config.json").read_text())
-    assert ModelGeometry.from_hf_config(shipped) == ModelGeometry.from_hf_config(CONFIGS[name])
+    assert ModelGeometry.from_hf_config(shipped) == published_model(name)
 
 
 def test_a_model_that_is_still_to_be_made():

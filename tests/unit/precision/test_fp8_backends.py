@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_fp8_quantize import FORMATS, uneven
+from support.fp8_reference import both_scale_formats, uneven_matrix
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends import make_backend
@@ -21,14 +21,14 @@ BF16_ROUNDING = 2**-7
 
 def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):
     backend = make_backend(name, scale_format)
-    weight = backend.prepare(quantize_weight(uneven(N, K, 3), scale_format), None)
+    weight = backend.prepare(quantize_weight(uneven_matrix(N, K, 3), scale_format), None)
     forward = backend.quantize(x, rows=True, columns=True)
     gradient = backend.quantize(dy, rows=True, columns=True)
     return backend.fprop(forward, weight), backend.dgrad(gradient, weight), backend.wgrad(gradient, forward, into)
 
 
 def activations(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return uneven(tokens, K, 1).bfloat16(), uneven(tokens, N, 2).bfloat16()
+    return uneven_matrix(tokens, K, 1).bfloat16(), uneven_matrix(tokens, N, 2).bfloat16()
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
@@ -37,7 +37,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None
     assert torch.allclose(got.float(), expected.float(), rtol=rtol, atol=1e-6 * float(expected.float().norm()))
 
 
-@FORMATS
+@both_scale_formats
 @BACKENDS
 @pytest.mark.parametrize("tokens", [128, 150, 3])
 def test_products_are_the_references(name, scale_format, tokens):
@@ -83,12 +83,12 @@ def test_what_a_kernel_cannot_do_is_refused(name):
             backend.prepare(blocks if order is not None else quantize_weight(torch.zeros(shape), "pow2"), order)
 
 
-@FORMATS
+@both_scale_formats
 def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
     counts = [130, 0, 3, 256]
     groups, places = pad_groups(counts, "cpu")
     assert groups == [256, 0, 128, 256] and len(places) == sum(counts)
-    blocks = [quantize_weight(uneven(N, K, seed), scale_format) for seed in range(4)]
+    blocks = [quantize_weight(uneven_matrix(N, K, seed), scale_format) for seed in range(4)]
     experts, single = DeepGemmExperts(scale_format), make_backend("deep_gemm", scale_format)
     x, dy = activations(sum(counts))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.fp8_reference import both_scale_formats, uneven_matrix
 from support.golden import slow_fp8
-from test_fp8_quantize import FORMATS, uneven
 
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.fp8_products import dgrad, fprop, value_dtype, wgrad
@@ -17,7 +17,7 @@ TOKENS, N, K = 150, 256, 300  # K and TOKENS are no multiples of 128 on purpose
 @pytest.fixture(params=["pow2", "fp32"])
 def case(request):
     scale_format = request.param
-    x, dy, weight = uneven(TOKENS, K, 1), uneven(TOKENS, N, 2), uneven(N, K, 3)
+    x, dy, weight = uneven_matrix(TOKENS, K, 1), uneven_matrix(TOKENS, N, 2), uneven_matrix(N, K, 3)
     codes, scales = slow_fp8.quantize_matrix(weight.numpy(), scale_format)
     values = slow_fp8.from_codes(codes) * np.kron(scales.astype(np.float64), np.ones((128, 128)))[:N, :K]
     return scale_format, x, dy, dequantize_weight(quantize_weight(weight, scale_format)), values
@@ -52,10 +52,10 @@ def test_wgrad_quantises_both_along_the_tokens(case):
     assert_product(dw, slow_fp8.round_trip_rows(np.ascontiguousarray(dy.numpy().T), scale_format), x_values)
 
 
-@FORMATS
+@both_scale_formats
 def test_bf16_comes_back_as_bf16_rounded_once(scale_format):
-    x, dy = uneven(5, 256).bfloat16(), uneven(5, 128).bfloat16()
-    weight = dequantize_weight(quantize_weight(uneven(128, 256), scale_format))
+    x, dy = uneven_matrix(5, 256).bfloat16(), uneven_matrix(5, 128).bfloat16()
+    weight = dequantize_weight(quantize_weight(uneven_matrix(128, 256), scale_format))
     for product, operand in ((fprop, x), (dgrad, dy)):
         got = product(operand, weight, scale_format)
         assert got.dtype == torch.bfloat16
@@ -65,8 +65,8 @@ def test_bf16_comes_back_as_bf16_rounded_once(scale_format):
 
 def test_bf16_values_of_pow2_blocks_are_exact_and_multiply_as_float32_does():
     """Only the order of FP32 sums may differ, before the result is rounded to bf16: one step of bf16 at most, and seldom."""
-    x, dy = uneven(40, 256).bfloat16(), uneven(40, 128).bfloat16()
-    exact = dequantize_weight(quantize_weight(uneven(128, 256), "pow2"))
+    x, dy = uneven_matrix(40, 256).bfloat16(), uneven_matrix(40, 128).bfloat16()
+    exact = dequantize_weight(quantize_weight(uneven_matrix(128, 256), "pow2"))
     narrow = exact.to(value_dtype(x, "pow2"))
     assert narrow.dtype == torch.bfloat16 and torch.equal(narrow.float(), exact)
     assert value_dtype(x, "fp32") == value_dtype(x.float(), "pow2") == torch.float32
@@ -76,9 +76,9 @@ def test_bf16_values_of_pow2_blocks_are_exact_and_multiply_as_float32_does():
         assert ((got - wanted).abs() <= 2.0**-7 * wanted.abs()).all()
 
 
-@FORMATS
+@both_scale_formats
 def test_leading_dimensions_are_kept(scale_format):
-    x, weight = uneven(6, 256).view(2, 3, 256), dequantize_weight(quantize_weight(uneven(128, 256), scale_format))
+    x, weight = uneven_matrix(6, 256).view(2, 3, 256), dequantize_weight(quantize_weight(uneven_matrix(128, 256), scale_format))
     assert fprop(x, weight, scale_format).shape == (2, 3, 128)
     assert torch.allclose(fprop(x, weight, scale_format).view(6, 128), fprop(x.view(6, 256), weight, scale_format), rtol=1e-5, atol=1e-5)
     assert dgrad(x[..., :128], weight, scale_format).shape == (2, 3, 256)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support.fp8_reference import both_scale_formats, uneven_matrix
 from support.golden import slow_fp8
 
 from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
 
-FORMATS = pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 
-
-def uneven(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
-    """float32 values whose size differs a lot from row to row and column to column, so that a wrong block shows; some are zero."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(rows, cols, generator=generator)
-    values *= torch.exp(torch.randn(rows, 1, generator=generator)) * torch.exp(torch.randn(cols, generator=generator) * 2)
-    return values * (torch.rand(rows, cols, generator=generator) > 0.05)
-
-
-@FORMATS
+@both_scale_formats
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 200), (1, 1), (127, 257), (300, 5)])
 def test_weights_are_quantised_block_by_block(scale_format, shape):
-    weight = uneven(*shape)
+    weight = uneven_matrix(*shape)
     blocks = quantize_weight(weight, scale_format)
     codes, scales = slow_fp8.quantize_matrix(weight.numpy(), scale_format)
     assert blocks.data.dtype == torch.float8_e4m3fn and blocks.scale.dtype == torch.float32
@@ -31,9 +22,9 @@ def test_weights_are_quantised_block_by_block(scale_format, shape):
     assert np.array_equal(blocks.scale.numpy(), scales)
 
 
-@FORMATS
+@both_scale_formats
 def test_bf16_weights_are_quantised_as_their_values(scale_format):
-    weight = uneven(130, 140).bfloat16()
+    weight = uneven_matrix(130, 140).bfloat16()
     for got, expected in zip(quantize_weight(weight, scale_format), quantize_weight(weight.float(), scale_format), strict=True):
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
 
@@ -46,7 +37,7 @@ def test_zero_blocks_have_zero_bytes():
     assert (blocks.data.view(torch.uint8)[:, :128] == 0).all()
 
 
-@FORMATS
+@both_scale_formats
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [(0, 0), (129, 140)])
 def test_inf_and_nan_are_refused(scale_format, value, place):
@@ -56,10 +47,10 @@ def test_inf_and_nan_are_refused(scale_format, value, place):
         quantize_weight(weight, scale_format)
 
 
-@FORMATS
+@both_scale_formats
 @pytest.mark.parametrize("shape", [(256, 256), (130, 200)])
 def test_dequantising_gives_each_blocks_round_trip(scale_format, shape):
-    weight = uneven(*shape)
+    weight = uneven_matrix(*shape)
     expected = np.empty(shape, np.float32)
     for i in range(0, shape[0], 128):
         for j in range(0, shape[1], 128):
@@ -69,7 +60,7 @@ def test_dequantising_gives_each_blocks_round_trip(scale_format, shape):
 
 
 def test_quantising_dequantised_pow2_blocks_changes_no_value():
-    weight = uneven(130, 200)
+    weight = uneven_matrix(130, 200)
     once = dequantize_weight(quantize_weight(weight, "pow2"))
     assert torch.equal(dequantize_weight(quantize_weight(once, "pow2")), once)
 
@@ -80,26 +71,26 @@ def test_dequantising_uses_the_scale_of_the_own_block():
     assert [values[row, col].item() for row in (127, 128) for col in (127, 128, 256)] == [1, 2, 3, 4, 5, 6]
 
 
-@FORMATS
+@both_scale_formats
 @pytest.mark.parametrize("shape", [(3, 128), (2, 256), (4, 130), (3, 5), (2, 383)])
 def test_activations_in_runs_along_the_last_dimension(scale_format, shape):
-    x = uneven(*shape)
+    x = uneven_matrix(*shape)
     expected = slow_fp8.round_trip_rows(x.numpy(), scale_format)
     assert np.array_equal(round_trip_1x128(x, scale_format).numpy(), expected)
     assert np.array_equal(round_trip_1x128(x.view(shape[0], 1, shape[1]), scale_format).numpy()[:, 0], expected)  # leading dimensions
     assert np.array_equal(round_trip_1x128(x[0], scale_format).numpy(), expected[0])
 
 
-@FORMATS
+@both_scale_formats
 @pytest.mark.parametrize("shape", [(128, 3), (256, 2), (130, 4), (5, 3), (383, 2)])
 def test_activations_in_runs_along_the_tokens(scale_format, shape):
-    x = uneven(*shape)
+    x = uneven_matrix(*shape)
     assert np.array_equal(round_trip_128x1(x, scale_format).numpy(), slow_fp8.round_trip_rows(x.numpy().T, scale_format).T)
 
 
-@FORMATS
+@both_scale_formats
 def test_round_trips_leave_their_input_alone(scale_format):
-    x = uneven(130, 130)
+    x = uneven_matrix(130, 130)
     before = x.clone()
     round_trip_1x128(x, scale_format)
     round_trip_128x1(x, scale_format)

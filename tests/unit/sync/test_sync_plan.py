@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from test_model_geometry import model
+from support.geometries import small_model
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import RunError, UserError
@@ -23,11 +23,11 @@ FP8 = "('float8_e4m3fn', (1024, 256))"
 
 def make(mode: str = "fp8_unified", high: str = "bf16", train: Layout | None = None, rollout_tp: int = 2, **widths: object) -> SyncPlan:
     contract = PrecisionContract.from_config(PrecisionConfig(mode=mode, high=high))
-    return SyncPlan.make(model(**widths), train or Layout(), (rollout_tp, 1), contract, 1 << 20)
+    return SyncPlan.make(small_model(**widths), train or Layout(), (rollout_tp, 1), contract, 1 << 20)
 
 
 def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
-    """What SGLang holds of `model()` at tp = 2, by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 300 -> 320."""
+    """What SGLang holds of `small_model()` at tp = 2, by hand: 8 heads, 4 kv heads, hidden 256, ffn 1024, vocabulary 300 -> 320."""
     layer = {
         "input_layernorm.weight": (high, (256,)),
         "self_attn.qkv_proj.weight": ("float8_e4m3fn", (1024, 256)),

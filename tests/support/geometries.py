@@ -1,0 +1,84 @@
+"""Geometries that several tests cut: one with small widths, the published models, and the plan of a random case of `slow_cut.cases`."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from hypothesis import settings
+
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import Transfer, add_scale_transfers, reshard
+from parallel.sglang_shards import build_engine_shards
+from parallel.shards import Shard
+from support.golden.slow_cut import ROLES, Case
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
+
+few_examples = settings(max_examples=25, deadline=None, derandomize=True)  # derandomized: CI and a person see the same cases
+
+
+def small_model(**changes: object) -> ModelGeometry:
+    """A Qwen3 of two layers, with `changes` to its fields."""
+    widths = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "ffn": FFN, "vocab": VOCAB}
+    return ModelGeometry(**{"layers": 2, **widths, "tied": False, **changes})
+
+
+SMALL_MOE = small_model(layers=1, kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
+
+
+def source_shards(case: Case) -> dict[int, list[Shard]]:
+    return build_trainer_shards(case.model, case.train, quantised=True)
+
+
+def target_shards(case: Case) -> dict[int, list[Shard]]:
+    return build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
+
+
+def plan_case(case: Case, roles: frozenset[str] = ROLES) -> list[Transfer]:
+    """The transfers from the case's trainer to its engines; weights of `roles` travel in FP8."""
+    return add_scale_transfers(reshard(source_shards(case), target_shards(case), roles))
+
+
+def dense_config(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:
+    """The fields of a dense model's config.json that give its shapes."""
+    return {
+        "model_type": kind,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        **more,
+    }
+
+
+def _qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> dict[str, Any]:
+    more = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": moe_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return dense_config("qwen3_moe", layers, hidden, heads, 4, ffn, 151936, **more)
+
+
+_DEEPSEEK = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+_DEEPSEEK |= {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
+
+PUBLISHED = {  # widths of the models' own config.json files
+    "Llama-3.1-8B": dense_config("llama", 32, 4096, 32, 8, 14336, 128256),
+    "Llama-3.1-70B": dense_config("llama", 80, 8192, 64, 8, 28672, 128256),
+    "Llama-3.2-1B": dense_config("llama", 16, 2048, 32, 8, 8192, 128256, head_dim=64, tie_word_embeddings=True),
+    "Qwen2.5-0.5B": dense_config("qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True),
+    "Qwen2.5-7B": dense_config("qwen2", 28, 3584, 28, 4, 18944, 152064),
+    "Qwen2.5-32B": dense_config("qwen2", 64, 5120, 40, 8, 27648, 152064),
+    "Qwen3-0.6B": dense_config("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
+    "Qwen3-8B": dense_config("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
+    "Qwen3-32B": dense_config("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
+    "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12288, 1536),
+    "DeepSeek-V3": dense_config("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, **_DEEPSEEK),
+}
+
+
+@cache
+def published_model(name: str) -> ModelGeometry:
+    return ModelGeometry.from_hf_config(PUBLISHED[name])
