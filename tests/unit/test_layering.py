@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
+import os
 import subprocess
 import sys
 from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -18,13 +21,18 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
     "tools": {"rollout_sglang", "megatron_rl", "parallel"},
     "launch": {"rollout_sglang", "megatron_rl", "parallel"},
 }
-OURS = set(MAY_IMPORT)
-GPU_PARTS = ("tools/gpu_parts/quantisers.py", "tools/gpu_parts/products.py")  # compare the libraries' own kernels
+OWN_PACKAGES = set(MAY_IMPORT)
+ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
+    *("errors", "types", "versions", "config", "precision", "batch", "hf", "rewards", "data", "algorithm", "distributed"),
+    *("observability", "rollout", "sync", "mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
+]
+ROOT_MODULES = 8
+GPU_CHECKS = ("tools/gpu_parts/quantisers.py", "tools/gpu_parts/products.py")  # compare the libraries' own kernels
 ONLY_IN = {
-    "sglang": ("rollout_sglang/*", *GPU_PARTS),
+    "sglang": ("rollout_sglang/*", *GPU_CHECKS),
     "megatron": ("megatron_rl/mcore/*",),
     "triton": ("megatron_rl/precision/backends/triton_quantize.py", "parallel/digest_triton.py"),
-    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *GPU_PARTS),
+    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *GPU_CHECKS),
     "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
 }
@@ -40,53 +48,84 @@ TORCH_FREE = (
     "parallel.layout",
     "rollout_sglang",
 )
+KERNELS = ("triton_quantize", "__init__")  # of the back ends: the first is imported inside functions alone
 
 
-def imported(file: Path) -> set[str]:
-    """The top-level names that a file imports anywhere, inside functions too."""
+def imported_names(file: Path) -> set[str]:
+    """Return the full names that a file imports anywhere, inside functions too."""
     names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name.partition(".")[0] for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            names.add((node.module or "").partition(".")[0] if not node.level else file.relative_to(ROOT).parts[0])
+            assert not node.level, f"{file}: a relative import"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
     return names
 
 
+@functools.cache
+def import_graph() -> dict[str, set[str]]:
+    """Return module -> modules of the three packages that it imports."""
+    files = {module_name(file): file for package in ("parallel", "megatron_rl", "rollout_sglang") for file in (ROOT / package).rglob("*.py")}
+
+    def resolve(name: str) -> str:
+        while name and name not in files:
+            name = name.rpartition(".")[0]
+        return name
+
+    return {module: {resolve(name) for name in imported_names(file)} - {module, ""} for module, file in files.items()}
+
+
+def module_name(file: Path) -> str:
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 @pytest.mark.parametrize("package", MAY_IMPORT)
-def test_imports_flow_one_way(package):
+def test_packages_and_libraries_are_imported_where_they_may_be(package):
     for file in sorted((ROOT / package).rglob("*.py")):
-        path, names = str(file.relative_to(ROOT)), imported(file)
-        assert names & OURS <= MAY_IMPORT[package], f"{path} imports {names & OURS - MAY_IMPORT[package]}"
+        path, names = str(file.relative_to(ROOT)), {name.partition(".")[0] for name in imported_names(file)}
+        assert names & OWN_PACKAGES <= MAY_IMPORT[package], f"{path} imports {names & OWN_PACKAGES - MAY_IMPORT[package]}"
         for library, places in ONLY_IN.items():
             assert library not in names or any(fnmatch(path, place) for place in places), f"{path} imports {library}"
 
 
-def test_what_only_a_gpu_has_is_imported_when_needed():
-    """Every module of the back ends loads without it, but the kernel, which nothing imports at module level."""
-    kernel = ROOT / "megatron_rl/precision/backends/triton_quantize.py"
-    modules = [
-        f"megatron_rl.precision.backends.{file.stem}"
-        for file in kernel.parent.glob("*.py")
-        if file not in (kernel, kernel.parent / "__init__.py")
-    ]
-    loaded = "[m for m in ('triton', 'deep_gemm', 'transformer_engine') if m in sys.modules]"
-    code = f"import sys, {', '.join(modules)}; print({loaded})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+def test_no_import_runs_back_up():
+    level = {f"megatron_rl.{name}": number for number, name in enumerate(ORDER)}
+    graph = {module: targets for module, targets in import_graph().items() if module.startswith("megatron_rl.")}
+    places = {module: ".".join(module.split(".")[:2]) for targets in (graph, *graph.values()) for module in targets}
+    missing = {place for place in places.values() if place.startswith("megatron_rl.")} - level.keys()
+    assert not missing, f"add to ORDER: {missing}"
+    for module, targets in graph.items():
+        above = [target for target in targets if level.get(places[target], -1) > level[places[module]]]
+        assert not above, f"{module} imports {above}, which stand above it in ORDER"
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_light_modules_stay_light(module):
-    code = f"import sys, {module}; print([m for m in ('torch', 'megatron', 'sglang', 'transformers') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+def test_no_modules_import_each_other_in_a_circle():
+    try:
+        TopologicalSorter(import_graph()).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_few_modules_lie_at_the_root():
+    modules = sorted(file.name for file in (ROOT / "megatron_rl").glob("*.py"))
+    assert len(modules) <= ROOT_MODULES, modules
+
+
+def test_heavy_libraries_are_imported_when_needed():
+    """In one fresh interpreter: modules that need no torch first, then the GPU back ends, which load without their libraries."""
+    backends = sorted(file.stem for file in (ROOT / "megatron_rl/precision/backends").glob("*.py"))
+    modules = [f"megatron_rl.precision.backends.{name}" for name in backends if name not in KERNELS]
+    groups = [f"torch,megatron,sglang,transformers:{','.join(TORCH_FREE)}", f"triton,deep_gemm,transformer_engine:{','.join(modules)}"]
+    script = [sys.executable, ROOT / "tests/support/import_lightly.py", *groups]
+    done = subprocess.run(script, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_foreign_package_named_parallel_is_refused(tmp_path):
     (tmp_path / "parallel.py").write_text("")
     (tmp_path / "megatron_rl").symlink_to(ROOT / "megatron_rl")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import megatron_rl"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "megatron_rl"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: megatron_rl found a foreign package `parallel` at {tmp_path}/parallel.py")
