@@ -66,7 +66,9 @@ def imported_names(file: Path) -> set[str]:
 @functools.cache
 def import_graph() -> dict[str, set[str]]:
     """Return module -> modules of the three packages that it imports."""
-    files = {module_name(file): file for package in ("parallel", "megatron_rl", "rollout_sglang") for file in (ROOT / package).rglob("*.py")}
+    files = {
+        module_name(file): file for package in ("parallel", "megatron_rl", "rollout_sglang") for file in (ROOT / package).rglob("*.py")
+    }
 
     def resolve(name: str) -> str:
         while name and name not in files:
