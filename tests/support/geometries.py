@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import settings
 
+from parallel.hf_widths import MoEGeometry
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
