@@ -33,7 +33,7 @@ def _odd_key(number):
 
 
 @triton.jit
-def _sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
+def sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
     """One program per run of COLUMNS * RUN words; beyond `count` words are zero."""
     run = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -56,5 +56,5 @@ def run_sums(flat: torch.Tensor) -> torch.Tensor:
     runs = -(-words.numel() // (COLUMNS * RUN))
     sums = torch.empty(runs, 2, dtype=torch.int64, device=flat.device)
     if runs:
-        _sum_runs[(runs,)](words, sums, words.numel(), COLUMNS=COLUMNS, RUN=RUN, num_warps=8)
+        sum_runs[(runs,)](words, sums, words.numel(), COLUMNS=COLUMNS, RUN=RUN, num_warps=8)
     return sums

@@ -125,7 +125,7 @@ class SGLangEngine(RankRequests):
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
-                    found[index] = _parse_generation(answer, self._mixed_versions)
+                    found[index] = parse_generation(answer, self._mixed_versions)
                     if self._routing is not None:
                         found[index].routed_experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
         return [found[index] for index in range(len(prompts_B))]
@@ -294,7 +294,7 @@ def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
 
 
-def _parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
+def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
     """Raises RunError for an answer that more than one policy version sampled, unless it `mixed_versions`, or with log-probs that are no
     numbers."""
     meta = answer["meta_info"]

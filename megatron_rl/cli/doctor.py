@@ -33,7 +33,7 @@ GPU_PINNED = {"torch": "2.14.1"}
 
 PYTHONS = ((3, 11), (3, 12))
 SETUP = "bash launch/setup.sh"
-_NEEDED = (
+NEEDED_PACKAGES = (
     "torch",
     "megatron-core",
     "sglang",
@@ -113,7 +113,7 @@ def inspect_packages() -> list[DiagnosisRow]:
         ("deep_gemm", "FP8 matrix products on Hopper and newer", ("deep-gemm", "deep_gemm", "sgl-deep-gemm")),
         ("triton", "SGLang's GPU kernels", ("triton",)),
     ]
-    rows = [inspect_package(name) for name in _NEEDED]
+    rows = [inspect_package(name) for name in NEEDED_PACKAGES]
     rows += [DiagnosisRow(name, find_version(names) or "not installed", "", f"GPU only: {use}") for name, use, names in optional]
     return [*rows, inspect_apex()]
 

@@ -21,9 +21,9 @@ INSTALL = "bash launch/install_gpu.sh"
 SCALES_VARIABLE = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 _DRIVERS = {12: 525, 13: 580}
 """Oldest driver branch for each major version of CUDA (NVIDIA's CUDA toolkit release notes, minor version compatibility)."""
-_ENGINE_PINS = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
+ENGINE_PINS = ("torch", "sglang-kernel", "sgl-deep-gemm", "flashinfer-python")
 _CORES = {"transformer-engine-cu12": 12, "transformer-engine-cu13": 13}
-_LOAD = "import torch, transformer_engine.pytorch"
+LOAD_STATEMENT = "import torch, transformer_engine.pytorch"
 
 Versions = Mapping[str, str]
 """Installed distributions by name, as `list_distributions` gives them."""
@@ -96,7 +96,7 @@ def check_transformer_engine_import(versions: Versions) -> Pitfall | None:
     if "transformer-engine" not in versions:
         return None
     try:
-        done = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run([sys.executable, "-c", LOAD_STATEMENT], capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return Pitfall("Transformer Engine", "is not imported after 120 s", INSTALL)
     return None if done.returncode == 0 else explain_import_error(done.stderr, versions.get("torch", "unknown"))
@@ -166,7 +166,7 @@ def read_engine_pins() -> dict[str, str]:
 def parse_pins(requirements: Sequence[str]) -> dict[str, str]:
     """`{"torch": "2.14.1"}` of `["torch==2.14.1", "numpy", ...]`."""
     matches = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.]+)", text) for text in requirements if "extra ==" not in text)
-    return {_normal(match[1]): match[2] for match in matches if match and _normal(match[1]) in _ENGINE_PINS}
+    return {_normal(match[1]): match[2] for match in matches if match and _normal(match[1]) in ENGINE_PINS}
 
 
 def check_engine_pins(versions: Versions, pins: Mapping[str, str]) -> list[Pitfall]:

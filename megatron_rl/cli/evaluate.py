@@ -47,7 +47,7 @@ from megatron_rl.versions import collect_versions
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What the command line asks for. `at`: the k of pass@k and maj@k, None for powers of two; `output` None: see `_output_folder`."""
+    """What the command line asks for. `at`: the k of pass@k and maj@k, None for powers of two; `output` None: `choose_output_folder`."""
 
     checkpoint: Path
     baseline: Path | None = None
@@ -88,7 +88,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     problems = load_problems(config, load_tokenizer(sides["checkpoint"].tokenizer))[1]
     if not problems:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
-    folder = _output_folder(config, request, sides["checkpoint"])
+    folder = choose_output_folder(config, request, sides["checkpoint"])
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     found = _sample(config, request, sides, problems, folder)
     ended = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -139,7 +139,7 @@ def _check_output(output: Path | None) -> None:
         raise UserError("--output", str(output), "exists already and is no empty folder", "name a new folder")
 
 
-def _output_folder(config: Config, request: EvalRequest, side: EvalCheckpoint) -> Path:
+def choose_output_folder(config: Config, request: EvalRequest, side: EvalCheckpoint) -> Path:
     """Made anew: --output; else RUN_DIR/eval/step_N for a run's checkpoint, LOG.DIR/eval/NAME for any other."""
     try:
         if request.output is not None:

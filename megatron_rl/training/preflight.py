@@ -58,7 +58,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
     check_transport(config.sync, shared=config.placement.kind == "colocated")
     check_engine_placement(config)
     check_devices(config)
-    _check_waits(config)
+    check_waits(config)
     check_environment(config)
     _check_model(config, layout)
     if data:
@@ -83,7 +83,7 @@ def _layout(config: Config) -> Layout:
     return layout
 
 
-def _check_waits(config: Config) -> None:
+def check_waits(config: Config) -> None:
     """Raises UserError where a wait that is allowed would count as a standstill."""
     waits = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
     name = max(waits, key=lambda field: waits[field])

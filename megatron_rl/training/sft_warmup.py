@@ -87,21 +87,21 @@ def _train(config: Config, learner: Actor, tokenizer: Any, report: Any) -> None:
         examples = []
         for problem in problems:
             prompt = tokenizer.encode(ask(problem.prompt), add_special_tokens=False)
-            examples.append(_example(prompt, _write_worked_answer(problem, warm, choose), tokenizer))
+            examples.append(make_example(prompt, write_worked_answer(problem, warm, choose), tokenizer))
         metrics = learner.update(examples, _negative_log_likelihood)
         hang_watchdog.enter_phase("the warm start")
         if step % 50 == 0 or step == warm.steps:
             report(f"warm start: step {step}/{warm.steps}, loss {metrics['loss/total']:.3f} nats per token")
 
 
-def _write_worked_answer(problem: Problem, warm: WarmStartConfig, choose: random.Random) -> list[str]:
+def write_worked_answer(problem: Problem, warm: WarmStartConfig, choose: random.Random) -> list[str]:
     """A worked answer: texts of the policy and of the environment in turn."""
     if warm.tool_share and choose.random() < warm.tool_share:
         return calculator.write_demonstration(problem)
     return [write_demonstration(problem, choose, warm.step_by_step_share)]
 
 
-def _example(prompt: list[int], parts: list[str], tokenizer: Any) -> TrainingSample:
+def make_example(prompt: list[int], parts: list[str], tokenizer: Any) -> TrainingSample:
     """The environment's parts, every second one, are read but not learnt."""
     ids = [tokenizer.encode(part, add_special_tokens=False) for part in parts]
     ids[-1] = [*ids[-1], tokenizer.eos_token_id]

@@ -15,7 +15,7 @@ from torch.multiprocessing import reductions
 
 from parallel.transport.ring import RingInbox, RingOutbox
 
-_FIELDS = (
+HANDLE_FIELDS = (
     "device",
     "handle",
     "storage_bytes",
@@ -34,7 +34,7 @@ class Outbox(RingOutbox):
     def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
         device = torch.cuda.current_device()
         ring = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
-        shared = dict(zip(_FIELDS, ring.untyped_storage()._share_cuda_(), strict=True))
+        shared = dict(zip(HANDLE_FIELDS, ring.untyped_storage()._share_cuda_(), strict=True))
         return ring, [], encode(shared, str(torch.cuda.get_device_properties(device).uuid))
 
     def settle(self) -> None:

@@ -45,7 +45,7 @@ class Outbox:
             return
         place, size = self._sources.index(self._rank), len(self._sources) + len(self._targets)
         store = self._store or _store(addresses[self._sources[0]], self._timeout)
-        device = _device(self.on_device)
+        device = buffer_device(self.on_device)
         self._group = _group(store, place, size, self._host, self._timeout, device)
         self._buffers = _buffers(self._size, device)
 
@@ -88,7 +88,7 @@ class Inbox:
         first, timeout = link.addresses[str(link.sources[0])], link.timeout
         self._place = {source: place for place, source in enumerate(link.sources)}
         own, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
-        device = _device(self.on_device)
+        device = buffer_device(self.on_device)
         self._group: Any = _group(_store(first, timeout), own, size, first[0], timeout, device)
         self._buffers = _buffers(link.largest, device)
         self._chunks, self._asked, self._lent = chunks, 0, 0
@@ -123,7 +123,7 @@ def _store(address: Any, timeout: float) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
 
-def _device(on_device: bool) -> torch.device:
+def buffer_device(on_device: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_device and torch.cuda.is_available() else torch.device("cpu")
 
 

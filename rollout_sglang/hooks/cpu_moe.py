@@ -97,10 +97,10 @@ def _apply_experts(method: Any, dispatch_output: Any, gate_up: ExpertLinear, dow
     if not plain or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
     chosen = dispatch_output.topk_output
-    return _combine_input(run_experts(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
+    return make_combine_input(run_experts(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
 
 
-def _combine_input(y: torch.Tensor) -> Any:
+def make_combine_input(y: torch.Tensor) -> Any:
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
     return StandardCombineInput(hidden_states=y)

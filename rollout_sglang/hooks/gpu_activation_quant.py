@@ -26,7 +26,7 @@ from parallel.formats import BLOCK
 SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"
 """`precision.scale_format`, set by `rollout_sglang.engine` for the engine's processes."""
 
-_DENSE = (
+DENSE_FUNCTIONS = (
     "triton_w8a8_block_fp8_linear",
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "cutlass_w8a8_block_fp8_linear_with_fallback",
@@ -142,7 +142,7 @@ def read_linear_scale_format(method: Any, layer: Any) -> str:
     called = getattr(function, "func", function)
     if method.use_marlin or method.use_mxfp8 or method.block_fp8_as_mxfp8:
         return "Marlin's or MXFP8's"
-    if called.__module__ != _DENSE_MODULE or called.__name__ not in _DENSE:
+    if called.__module__ != _DENSE_MODULE or called.__name__ not in DENSE_FUNCTIONS:
         return f"{called.__name__}'s"
     return _unless_requantised(layer.weight_scale_inv)
 

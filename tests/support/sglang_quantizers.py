@@ -68,7 +68,8 @@ def check_dense(linears: Any, kernels: Any) -> None:
     linears.w8a8_block_fp8_matmul_triton = linears.w8a8_block_fp8_matmul_deepgemm = product
     linears.fp8_blockwise_scaled_mm = lambda x, weight, scale, _, out_dtype: product(x, weight, scale)
     linears.get_platform = lambda: SimpleNamespace(is_sm90=True, is_sm100=False)
-    for name, (tokens, width), features in itertools.product(gpu_activation_quant._DENSE, SIZES, (640, 600)):  # 600: nobody but Triton
+    names, widths = gpu_activation_quant.DENSE_FUNCTIONS, (640, 600)  # 600 suits Triton alone
+    for name, (tokens, width), features in itertools.product(names, SIZES, widths):
         x, before = uneven(tokens, width, torch.bfloat16), len(operands)
         weight, scale = torch.zeros(features, width, dtype=torch.float8_e4m3fn), torch.ones(5, width // 128)
         formats = ({},) if name.startswith("cutlass") else ({}, {"act_scale_ue8m0": True})

@@ -38,7 +38,7 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class _FP8Matmul(torch.autograd.Function):
+class FP8Matmul(torch.autograd.Function):
     """The three products with Megatron's tensor- and sequence-parallel communication around them.
 
     Saved for the backward pass is what WGrad takes of x, which is smaller than x where the backend quantised it; under sequence
@@ -142,7 +142,7 @@ class _FP8Linear:
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
         if self.fp8_enabled:
-            y = _FP8Matmul.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
+            y = FP8Matmul.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
         else:
             inputs = gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
             y = F.linear(inputs, weight.to(inputs.dtype))

@@ -106,7 +106,7 @@ def _find_gpu_problem() -> tuple[str, str] | None:
 
 
 def _find_package_problem(alternatives: tuple[Package, ...]) -> tuple[str, str] | None:
-    installed = [(package, version) for package in alternatives if (version := _version(package.name))]
+    installed = [(package, version) for package in alternatives if (version := find_version(package.name))]
     if not installed:
         return f"{alternatives[0].name} is not installed", alternatives[0].install_hint
     package, version = installed[0]
@@ -116,7 +116,7 @@ def _find_package_problem(alternatives: tuple[Package, ...]) -> tuple[str, str] 
     return f"{package.name} {version} is not one of the known versions, {supported}", package.install_hint
 
 
-def _version(name: str) -> str | None:
+def find_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

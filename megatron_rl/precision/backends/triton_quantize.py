@@ -50,7 +50,7 @@ def _e4m3_bytes(values):
 
 
 @triton.jit
-def _quantize_tile(
+def quantize_tile(
     x,
     row_data,
     row_scale,
@@ -140,7 +140,7 @@ def _launch(
     group_start, group_length = groups if groups is not None else (unused[1], unused[1])
     if not tokens:
         return
-    _quantize_tile[(blocks, width // BLOCK)](
+    quantize_tile[(blocks, width // BLOCK)](
         x,
         row_data,
         row_scale,

@@ -21,7 +21,7 @@ MIN_ROWS = 16
 KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES_PER_STEP = 64
-_MAX_SCORES = 1 << 24
+MAX_SCORES = 1 << 24
 """Attention scores in memory at a time."""
 
 
@@ -73,7 +73,7 @@ def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last:
     groups = key.shape[1]
     key, value = (append_zeros(x.float(), -2, -x.shape[2] % KEYS_PER_PRODUCT) for x in (key, value))
     result = query.new_empty(batch, heads, queries, value.shape[-1])
-    step = min(_QUERIES_PER_STEP, max(1, _MAX_SCORES // (batch * heads * key.shape[2])))
+    step = min(_QUERIES_PER_STEP, max(1, MAX_SCORES // (batch * heads * key.shape[2])))
     for start in range(0, queries, step):
         part = slice(start, start + step)
         rows = query[:, :, part].float().mul(scale).reshape(batch, groups, -1, query.shape[-1])

@@ -22,7 +22,7 @@ def pins() -> dict[str, str]:
 
 def test_tested_versions_are_the_installed_ones():
     assert {name: pins()[name] for name in doctor.TESTED} == doctor.TESTED
-    assert set(doctor._NEEDED) <= set(pins())
+    assert set(doctor.NEEDED_PACKAGES) <= set(pins())
 
 
 def test_pythons_agree_with_the_packaging():
@@ -34,7 +34,7 @@ def test_this_machine_is_described(monkeypatch):
     console = Console(record=True, width=160)
     doctor.print_diagnosis(console)  # these tests run in the CPU tier, so it must be whole
     text = console.export_text()
-    for name in (*doctor._NEEDED, "Python", "cores", "memory", "GPU", "transformer-engine", "apex", "trainer's FP8 linears"):
+    for name in (*doctor.NEEDED_PACKAGES, "Python", "cores", "memory", "GPU", "transformer-engine", "apex", "trainer's FP8 linears"):
         assert f"│ {name} " in text
     assert "The CPU tier can run" in text
 
@@ -61,7 +61,7 @@ def test_local_build_tags_do_not_matter(monkeypatch):
 def test_a_cuda_build_is_held_against_the_gpu_tiers_pins(monkeypatch):
     gpu_pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
     assert {name: gpu_pins[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
-    assert set(doctor._NEEDED) <= gpu_pins.keys()
+    assert set(doctor.NEEDED_PACKAGES) <= gpu_pins.keys()
     monkeypatch.setattr(doctor, "find_cuda_build", lambda: "13.0")
     monkeypatch.setattr(doctor, "find_version", lambda names: "2.14.1+cu130")
     assert doctor.inspect_package("torch").status == "ok"

@@ -35,11 +35,11 @@ def test_the_pinned_installation_has_none(whole):
 
 def test_the_pins_are_those_of_the_engine_and_of_the_back_ends(monkeypatch):
     wanted = doctor_gpu.read_engine_pins()
-    assert set(wanted) == set(doctor_gpu._ENGINE_PINS)
+    assert set(wanted) == set(doctor_gpu.ENGINE_PINS)
     assert {name: pins()[name] for name in wanted} == wanted
-    monkeypatch.setattr(requirements, "_version", pins().get)
-    for packages in requirements._PACKAGES.values():
-        assert [requirements._package(alternatives) for alternatives in packages] == [None] * len(packages)
+    monkeypatch.setattr(requirements, "find_version", pins().get)
+    missing = [problem for backend in requirements.BACKENDS for problem, _ in requirements.find_missing(backend)]
+    assert not any("is not installed" in problem or "known versions" in problem for problem in missing), missing
 
 
 def test_this_machine_has_nothing_to_fall_into_but_its_environment(monkeypatch):
@@ -82,9 +82,9 @@ def test_an_extension_built_for_another_torch():
 def test_an_extension_is_really_loaded(monkeypatch):
     versions = {"transformer-engine": "2.20.2", "torch": "2.14.1"}
     assert doctor_gpu.check_transformer_engine_import({}) is None
-    monkeypatch.setattr(doctor_gpu, "_LOAD", "pass")
+    monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "pass")
     assert doctor_gpu.check_transformer_engine_import(versions) is None
-    monkeypatch.setattr(doctor_gpu, "_LOAD", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
+    monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
     assert "another torch" in doctor_gpu.check_transformer_engine_import(versions).found
 
 

@@ -144,11 +144,11 @@ def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
     saved = of_a_run(run / "checkpoints" / "step_00030", model)
     (run / "run.json").touch()
     side = check_checkpoint(saved, "--checkpoint", config())
-    folders = [evaluate._output_folder(config(), EvalRequest(saved), side) for _ in range(2)]
+    folders = [evaluate.choose_output_folder(config(), EvalRequest(saved), side) for _ in range(2)]
     assert folders == [run / "eval" / "step_00030", run / "eval" / "step_00030-2"]
     logged = config().model_copy(update={"log": config().log.model_copy(update={"dir": tmp_path / "logs"})})
     assert (
-        evaluate._output_folder(logged, EvalRequest(model), check_checkpoint(model, "--checkpoint", config()))
+        evaluate.choose_output_folder(logged, EvalRequest(model), check_checkpoint(model, "--checkpoint", config()))
         == tmp_path / "logs" / "eval" / model.name
     )
 

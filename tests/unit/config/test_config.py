@@ -255,11 +255,11 @@ def test_hosts_are_a_list():
 
 
 def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
-    from megatron_rl.training.preflight import _check_waits
+    from megatron_rl.training.preflight import check_waits
 
-    _check_waits(load(MODEL))
-    _check_waits(load(MODEL, "--log.stuck_after=0"))
+    check_waits(load(MODEL))
+    check_waits(load(MODEL, "--log.stuck_after=0"))
     with pytest.raises(UserError) as caught:
-        _check_waits(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900"))
+        check_waits(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900"))
     rule = "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900)"
     assert str(caught.value) == f"{rule}; raise it, lower rollout.request_timeout, or set it to 0"

@@ -14,9 +14,9 @@ from megatron_rl.observability import signals
 def own_handler():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield
+    signals.install_signal_handlers(alone=False)  # forgets the signal
     for number, handler in before.items():
         signal.signal(number, handler)
-    signals._signal_name = ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

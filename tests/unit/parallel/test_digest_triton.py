@@ -35,7 +35,7 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from parallel.digest_triton import COLUMNS, RUN, _sum_runs as kernel
+from parallel.digest_triton import COLUMNS, RUN, sum_runs as kernel
 
 fixed = {(3,): COLUMNS, (4,): RUN}
 signature = {"words": "*i32", "sums": "*i64", "count": "i32", "COLUMNS": "constexpr", "RUN": "constexpr"}

@@ -26,7 +26,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     versions = {"sgl-deep-gemm": "0.2.3.post2", "triton": "3.9.0", "transformer-engine": "2.20.2"}
-    monkeypatch.setattr(requirements, "_version", versions.get)
+    monkeypatch.setattr(requirements, "find_version", versions.get)
     monkeypatch.setattr(requirements, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
     return versions
 
@@ -49,7 +49,7 @@ def test_modes_without_fp8_layers_need_no_backend():
 
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(requirements, "_version", {}.get)
+    monkeypatch.setattr(requirements, "find_version", {}.get)
     monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
     line = refused("deep_gemm")
     assert line.startswith(
@@ -118,6 +118,6 @@ def test_the_preflight_asks(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(make_hf_config(ArchitectureConfig(), 0, "bf16")))
     (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
-    monkeypatch.setattr(requirements, "_version", {}.get)
+    monkeypatch.setattr(requirements, "find_version", {}.get)
     with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):
         preflight(load_config(tmp_path / "run.toml"))

@@ -32,7 +32,7 @@ COMPILE = """
 import re, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from megatron_rl.precision.backends.triton_quantize import LAUNCH, _quantize_tile as kernel
+from megatron_rl.precision.backends.triton_quantize import LAUNCH, quantize_tile as kernel
 
 pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "group_start": "*i64", "group_length": "*i64"}
 pointers |= {"row_scale": "*fp32", "column_scale": "*fp32"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +15,14 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_placement
 from megatron_rl.errors import EngineLostError, RunError, UserError
+from megatron_rl.rollout import async_worker
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, compute_rollout_metrics
 from megatron_rl.training.loop import to_training_samples
 from megatron_rl.training.mismatch import measure_mismatch, measure_staleness
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
-from rollout_sglang.engine import _parse_generation
+from rollout_sglang.engine import parse_generation
 
 
 class Worker:
@@ -45,6 +47,14 @@ class Worker:
         return {"position": self.made}
 
 
+@pytest.fixture
+def thread(monkeypatch):
+    """The only thread of the workers that a test makes."""
+    pool = ThreadPoolExecutor(1)
+    monkeypatch.setattr(async_worker, "ThreadPoolExecutor", lambda *_, **__: pool)
+    return pool
+
+
 def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[SimpleNamespace]:
     ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
     worker.made, found = start, []
@@ -64,11 +74,11 @@ def test_nothing_begins_before_the_trainer_is_near_enough(max_staleness, start, 
     assert all(0 <= made.version - made.began <= max_staleness for made in found)
 
 
-def test_the_next_groups_are_made_while_the_trainer_trains():
+def test_the_next_groups_are_made_while_the_trainer_trains(thread):
     worker = Worker()
     ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
     ahead.collect(0)
-    ahead._thread.submit(lambda: None).result(10)  # after all that has begun
+    thread.submit(lambda: None).result(10)  # after all that has begun
     assert worker.made == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
     ahead.collect(1)
     ahead.close()
@@ -84,13 +94,13 @@ def test_what_fails_ahead_is_raised_in_its_turn():
     ahead.close()
 
 
-def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped():
+def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped(thread):
     """Lost in the groups for version 1: those for 2 had begun behind them."""
     worker = Worker()
     worker.broken, worker.error = 1, EngineLostError("the engine is gone")
     ahead = AsyncRolloutWorker(worker, 2, 9, lambda: None)
     ahead.collect(0)
-    ahead._thread.submit(lambda: None).result(10)
+    thread.submit(lambda: None).result(10)
     assert worker.made == 1, "nothing comes before the groups that failed"
     worker.broken = 2
     assert ahead.collect(1).completions_B[0].version == 1, "a sync has brought the engine back since"
@@ -103,16 +113,16 @@ def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped():
     ahead.close()
 
 
-def test_closing_breaks_off_what_is_made():
+def test_closing_breaks_off_what_is_made(thread):
     worker, stopped = Worker(), []
     ahead = AsyncRolloutWorker(worker, 2, 9, lambda: (stopped.append(True), worker.hold.set()))
     ahead.collect(0)
     worker.hold.clear()
-    ahead._thread.submit(worker.hold.wait, 10)
+    thread.submit(worker.hold.wait, 10)
     ahead.close()
     assert stopped == [True]
     with pytest.raises(RuntimeError, match="after shutdown"):
-        ahead._thread.submit(print)
+        thread.submit(print)
 
 
 def test_the_trainer_says_what_it_waited_and_not_what_generation_took():
@@ -191,13 +201,13 @@ def meta(spans: list[tuple[str, int, int]], tokens: int) -> dict:
 
 
 def test_the_engine_tells_every_tokens_version():
-    assert _parse_generation(meta([("3", 0, 4)], 4), True).versions_T == []
-    found = _parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
+    assert parse_generation(meta([("3", 0, 4)], 4), True).versions_T == []
+    found = parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
     assert (found.versions_T, found.policy_version, found.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
     with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
-        _parse_generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
+        parse_generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
     with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
-        _parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), False)
+        parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), False)
 
 
 def config(**sections: dict) -> Config:

@@ -10,7 +10,6 @@ from support.processes import ROOT
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, check_engine_placement, get_base_gpu_id, place_engine
 from megatron_rl.rollout.engine_pool import check_devices
 from rollout_sglang import launch_args
@@ -21,6 +20,14 @@ NODES = ("10.0.0.5", "10.0.0.6")
 def config(engines: int = 4, tp: int = 1, hosts: tuple[str, ...] = NODES, transport: str = "process_group") -> Config:
     told = {"model": {"path": "x"}, "rollout": {"engines": engines, "tp": tp, "hosts": hosts}, "sync": {"transport": transport}}
     return Config.model_validate(told, strict=False)
+
+
+def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], dict[str, str], str]:
+    """Arguments and environment of the process that engine `number` would be started as, and its URL."""
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
+    _, url, _ = launch_args.EngineLaunchSpec(config, Path("x"), Path("logs"), number).start_process()
+    return *started[0], url
 
 
 @pytest.fixture
@@ -53,11 +60,10 @@ def test_without_a_word_all_engines_are_on_this_machine(launchers):
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
     launchers("srun --nodelist=node3", "srun --nodelist=node4")
     told = config(tp=2)
-    contract = PrecisionContract.from_config(told.precision)
-    slots = [place_engine(told.rollout, number) for number in range(4)]
-    assert [launch_args._environment(2, contract, slot)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for slot in slots] == [1] * 4
+    environments = [start_process(monkeypatch, told, number)[1] for number in range(4)]
+    assert [environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for environment in environments] == [1] * 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = [launch_args._server_arguments(told, contract, Path("x"), 1, slot) for slot in slots]
+    words = [start_process(monkeypatch, told, number)[0] for number in range(4)]
     assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
     assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]
 
@@ -78,9 +84,11 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
     assert [get_base_gpu_id(told, place_engine(told.rollout, number)) for number in range(2)] == [0, 2]
 
 
-def test_neighbours_on_another_machine_never_choose_the_same_port():
+def test_neighbours_on_another_machine_never_choose_the_same_port(launchers, monkeypatch):
+    launchers("srun --nodelist=node2")
+    told = config(8, hosts=("10.0.0.5",))
     for _ in range(50):
-        ports = [launch_args._free_port(EnginePlacement("10.0.0.5", "srun", index, 8)) for index in range(8)]
+        ports = [int(start_process(monkeypatch, told, number)[2].rpartition(":")[2]) for number in range(8)]
         assert [port % 8 for port in ports] == list(range(8)) and 20000 <= min(ports) <= max(ports) < 30000
 
 

@@ -216,9 +216,9 @@ def test_a_successor_that_does_not_start_is_tried_again(fleet):
 
 def test_a_successor_with_another_precision_graph_is_refused(fleet):
     one = fleet()
+    one.started[0].graphs = ["another"]
     one.engines.read_graph()
-    one.started[0].graphs, one.started[0].dead = ["another"], True
-    one.engines._graphs = [["what it was"]]
+    one.started[0].dead = True
     with pytest.raises(EngineLostError) as error:
         one.engines.resume()
     with pytest.raises(RunError, match="engine 0 has another precision graph"):

@@ -123,12 +123,22 @@ class FakeRewards:
         return [Reward(float(text in "ae"), text in "ae") for text in texts]
 
 
-@pytest.fixture
-def worker():
-    config = Config.model_validate({"model": {"path": "m"}, "rollout": {"prompts_per_step": 2, "group_size": 4}}, strict=False)
+def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, object]) -> RolloutWorker:
+    rollout = {"prompts_per_step": 2, "group_size": 4, **sections.pop("rollout", {})}
+    config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
     stream = ProblemStream(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint")
     held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
-    return RolloutWorker(config, FakeEngine(), stream, held_out, FakeTokenizer(), FakeRewards())
+    return RolloutWorker(config, engine, stream, held_out, FakeTokenizer(), rewards)
+
+
+@pytest.fixture
+def engine():
+    return FakeEngine()
+
+
+@pytest.fixture
+def worker(engine):
+    return make_worker(engine, FakeRewards())
 
 
 def test_groups_lie_side_by_side(worker):
@@ -139,14 +149,14 @@ def test_groups_lie_side_by_side(worker):
     assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
 
 
-def test_draws_are_a_function_of_version_and_place(worker):
+def test_draws_are_a_function_of_version_and_place(worker, engine):
     worker.collect(5)
-    first = [sampling.seed for sampling in worker._sampler._engine.sampling]
+    first = [sampling.seed for sampling in engine.sampling]
     assert len(set(first)) == 8
     worker.collect(5)
-    assert [sampling.seed for sampling in worker._sampler._engine.sampling] == first, "the problems differ, the draws' place does not"
+    assert [sampling.seed for sampling in engine.sampling] == first, "the problems differ, the draws' place does not"
     worker.evaluate(5)
-    assert not {sampling.seed for sampling in worker._sampler._engine.sampling} & set(first)
+    assert not {sampling.seed for sampling in engine.sampling} & set(first)
 
 
 def test_a_completion_of_another_policy_version_breaks_the_run(worker):
@@ -171,18 +181,19 @@ class Scripted:
         return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
 
 
-def dynamic(worker: RolloutWorker, rounds: int, groups: dict[str, list[float]], **algorithm: object) -> tuple[RolloutWorker, Scripted]:
-    section = worker._config.algorithm.model_copy(update={"dynamic_sampling_max_rounds": rounds, **algorithm})
-    worker._config = worker._config.model_copy(update={"algorithm": section})
-    worker._rewards = Scripted(groups)
-    return worker, worker._rewards
+def dynamic(
+    rounds: int, groups: dict[str, list[float]], rollout: dict | None = None, **algorithm: object
+) -> tuple[RolloutWorker, Scripted]:
+    rewards = Scripted(groups)
+    sections = {"rollout": rollout or {}, "algorithm": {"dynamic_sampling_max_rounds": rounds, **algorithm}}
+    return make_worker(FakeEngine(), rewards, **sections), rewards
 
 
 MIXED, EQUAL = [1.0, 0.0, 0.0, 1.0], [1.0] * 4
 
 
-def test_dynamic_sampling_draws_as_many_groups_as_are_missing(worker):
-    worker, rewards = dynamic(worker, 10, {"0": EQUAL, "1": MIXED, "2": EQUAL, "3": EQUAL, "4": MIXED})
+def test_dynamic_sampling_draws_as_many_groups_as_are_missing():
+    worker, rewards = dynamic(10, {"0": EQUAL, "1": MIXED, "2": EQUAL, "3": EQUAL, "4": MIXED})
     rollout = worker.collect(5)
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["4"] * 4
     assert [member.problem.id for member in rollout.discarded_B] == ["0"] * 4 + ["2"] * 4 + ["3"] * 4
@@ -193,8 +204,8 @@ def test_dynamic_sampling_draws_as_many_groups_as_are_missing(worker):
     assert metrics["tokens/generated"] == 20 and metrics["sampling/rounds"] == 4
 
 
-def test_dynamic_sampling_ends_with_a_full_batch(worker):
-    worker, rewards = dynamic(worker, 3, {"1": MIXED})
+def test_dynamic_sampling_ends_with_a_full_batch():
+    worker, rewards = dynamic(3, {"1": MIXED})
     rollout = worker.collect(5)
     assert [member.problem.id for member in rollout.completions_B] == ["1"] * 4 + ["0"] * 4
     assert rewards.asked == [2, 1, 1]
@@ -202,29 +213,29 @@ def test_dynamic_sampling_ends_with_a_full_batch(worker):
     assert rollout.seconds.keys() == {"time/generate", "time/reward"}
 
 
-def test_without_dynamic_sampling_every_group_is_taken(worker):
-    worker, rewards = dynamic(worker, 0, {})
+def test_without_dynamic_sampling_every_group_is_taken():
+    worker, rewards = dynamic(0, {})
     rollout = worker.collect(5)
     assert rewards.asked == [2] and rollout.sampling == {} and not rollout.discarded_B
 
 
-def test_what_is_excluded_gives_a_group_no_signal(worker):
-    worker, _ = dynamic(worker, 1, {"0": EQUAL, "1": MIXED})
-    scores = worker._rewards.score
+def test_what_is_excluded_gives_a_group_no_signal():
+    worker, scripted = dynamic(1, {"0": EQUAL, "1": MIXED})
+    scores = scripted.score
 
     def excluding(texts, problems, lengths, broken):
         rewards = scores(texts, problems, lengths, broken)
         rewards[0] = Reward(0.0, False, "timed out", excluded=True)
         return rewards
 
-    worker._rewards.score = excluding
+    scripted.score = excluding
     assert worker.collect(5).sampling["sampling/without_signal"] == 1
 
 
-def test_length_penalties_stay_beside_the_reward_and_give_no_signal(worker):
+def test_length_penalties_stay_beside_the_reward_and_give_no_signal():
     """All members have 1 of 1 tokens; the penalty alone must not make a group worth keeping."""
-    worker, _ = dynamic(worker, 1, {"0": EQUAL, "1": EQUAL}, overlong_share=0.5, overlong_penalty=0.75)
-    worker._config = worker._config.model_copy(update={"rollout": worker._config.rollout.model_copy(update={"max_new_tokens": 1})})
+    algorithm = {"overlong_share": 0.5, "overlong_penalty": 0.75}
+    worker, _ = dynamic(1, {"0": EQUAL, "1": EQUAL}, rollout={"max_new_tokens": 1}, **algorithm)
     rollout = worker.collect(5)
     assert {(member.reward.value, member.length_penalty) for member in rollout.completions_B} == {(1.0, -0.75)}
     assert rollout.sampling["sampling/without_signal"] == 2

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import Config, PrecisionConfig
-from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.config import Config
 from rollout_sglang import launch_args
 from rollout_sglang.hooks import gpu_activation_quant
 
@@ -16,28 +15,30 @@ PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def start(monkeypatch):
+    """Arguments and environment of an engine's process on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delenv(PRECOMPILE, raising=False)
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
+
+    def start_process(mode: str = "bf16", **more: object) -> tuple[list[str], dict[str, str]]:
+        config = Config.model_validate({"model": {"path": Path("m")}, "precision": {"mode": mode}})
+        launch_args.EngineLaunchSpec(config, Path("m"), Path("logs"), **more).start_process()
+        return started[-1]
+
+    return start_process
 
 
-def environment(mode: str) -> dict[str, str]:
-    return launch_args._environment(1, PrecisionContract.from_config(PrecisionConfig.model_validate({"mode": mode})), 0)
-
-
-def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(gpu, monkeypatch):
-    assert environment("bf16") == {PRECOMPILE: "false"}
-    assert environment("fp8_unified") == {PRECOMPILE: "false", gpu_activation_quant.SCALE_FORMAT_VARIABLE: "pow2"}
+def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, monkeypatch):
+    scales = gpu_activation_quant.SCALE_FORMAT_VARIABLE
+    assert start("bf16")[1].items() >= {PRECOMPILE: "false"}.items() and scales not in start("bf16")[1]
+    assert start("fp8_unified")[1].items() >= {PRECOMPILE: "false", scales: "pow2"}.items()
     monkeypatch.setenv(PRECOMPILE, "true")
-    assert environment("fp8_unified")[PRECOMPILE] == "true"
+    assert start("fp8_unified")[1][PRECOMPILE] == "true"
 
 
-def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(gpu, monkeypatch):
-    started: list[list[str]] = []
-    monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, *_: started.append(arguments))
-    launch_args.EngineLaunchSpec(
-        Config.model_validate({"model": {"path": Path("m")}}), Path("m"), Path("logs"), arguments=("--load-format", "dummy")
-    ).start_process()
-    (arguments,) = started
+def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
+    arguments, _ = start(arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]
     assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.mcore.layers.fp8_linear import _FP8Matmul
+from megatron_rl.mcore.layers.fp8_linear import FP8Matmul
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
 
@@ -23,7 +23,7 @@ def kept(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
     found: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found.append(tensor) or tensor, lambda tensor: tensor):
-        y = _FP8Matmul.apply(x, weight, layer, False, False, None)
+        y = FP8Matmul.apply(x, weight, layer, False, False, None)
         assert y.shape == (T, N)
     return [tensor for tensor in found if tensor.data_ptr() != weight.data_ptr()]
 

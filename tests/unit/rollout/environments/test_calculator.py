@@ -73,7 +73,7 @@ class Letters:
 
 
 def test_a_worked_example_teaches_what_the_policy_writes():
-    example = sft_warmup._example([7, 8], ["<<1>>", "12", "#1"], Letters())
+    example = sft_warmup.make_example([7, 8], ["<<1>>", "12", "#1"], Letters())
     assert example.response_ids == [*map(ord, "<<1>>12#1"), 0]
     assert example.response_mask == [True] * 5 + [False] * 2 + [True] * 3
 
@@ -82,7 +82,7 @@ def test_the_share_of_worked_examples_that_call():
     choose = random.Random(0)
     problems = generate(2000, [2, 3], 0, "train")
     warm = WarmStartConfig(tool_share=0.25, step_by_step_share=0.0)
-    worked = [sft_warmup._write_worked_answer(problem, warm, choose) for problem in problems]
+    worked = [sft_warmup.write_worked_answer(problem, warm, choose) for problem in problems]
     called = sum(len(parts) == 3 for parts in worked)
     assert abs(called - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
     assert all(parts == [f"#{problem.answer}"] for parts, problem in zip(worked, problems, strict=True) if len(parts) == 1)

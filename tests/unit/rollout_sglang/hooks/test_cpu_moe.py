@@ -51,7 +51,7 @@ def nothing_kept():
 @pytest.fixture
 def run(monkeypatch):
     """Calls one of the stand-ins for SGLang's methods; SGLang's result type is a plain namespace."""
-    monkeypatch.setattr(cpu_moe, "_combine_input", lambda y: SimpleNamespace(hidden_states=y))
+    monkeypatch.setattr(cpu_moe, "make_combine_input", lambda y: SimpleNamespace(hidden_states=y))
 
     def apply(function, layer: SimpleNamespace, **method: object) -> torch.Tensor:
         config = SimpleNamespace(

@@ -183,7 +183,7 @@ def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, 
 
 def test_a_live_layer_with_the_contracts_quantiser_says_its_format(monkeypatch, scale_format):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in gpu_activation_quant._DENSE:
+    for name in gpu_activation_quant.DENSE_FUNCTIONS:
         assert gpu_activation_quant.read_linear_scale_format(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert gpu_activation_quant.read_linear_scale_format(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
