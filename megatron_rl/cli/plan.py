@@ -8,22 +8,22 @@ from pathlib import Path
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.planner.plan import PlanOptions, as_json, make_plan
-from megatron_rl.planner.sbatch import write_sbatch
+from megatron_rl.planner.sbatch import render_sbatch
 from megatron_rl.planner.tables import print_plan
 
 
-def run_plan(config: Config, request: PlanOptions) -> None:
-    """Prints the plan and writes the files that were asked for.
+def run_plan(config: Config, options: PlanOptions) -> None:
+    """Print the plan and write the files that were asked for.
 
-    Raises UserError: where nothing fits, before anything is printed; where only the configured layout does not work, after the plan of
+    Raise UserError where nothing fits, before anything is printed; where only the configured layout does not work, after the plan of
     the best one.
     """
-    plan = make_plan(config, request)
+    plan = make_plan(config, options)
     print_plan(plan)
-    if request.json is not None:
-        _write(request.json, json.dumps(as_json(plan), indent=2) + "\n", "--json")
-    if request.sbatch is not None:
-        _write(request.sbatch, write_sbatch(plan, request), "--sbatch")
+    if options.json is not None:
+        _write(options.json, json.dumps(as_json(plan), indent=2) + "\n", "--json")
+    if options.sbatch is not None:
+        _write(options.sbatch, render_sbatch(plan, options), "--sbatch")
     if plan.refusal is not None:
         raise plan.refusal
 

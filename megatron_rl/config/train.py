@@ -7,6 +7,9 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.errors import UserError
+from parallel.layout import Layout
+from parallel.shards import GeometryError
 
 
 class LayoutConfig(ConfigSection):
@@ -28,6 +31,13 @@ class LayoutConfig(ConfigSection):
     """Tensor parallel ranks within an expert; as many as `tp` where it is not given."""
     dp: int = Field(1, ge=1)
     """Data parallel replicas."""
+
+    def to_layout(self) -> Layout:
+        """Return the sizes as a `Layout`. Raise UserError where they are none."""
+        try:
+            return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp or 0, dp=self.dp, cp=self.cp)
+        except GeometryError as error:
+            raise UserError(f"train.{error.field}", error.value, error.rule, error.fix) from None
 
 
 class TrainConfig(ConfigSection):

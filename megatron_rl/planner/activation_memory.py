@@ -1,129 +1,156 @@
-"""Bytes that a forward pass keeps for the backward pass. Counted from the operators of `mcore.layers`, tensor by tensor; what two
-operators keep is counted once. Attention is fused, so no scores are kept; dropout is off; nothing is fused with the rotation or SwiGLU.
+"""Bytes that a forward pass keeps for the backward pass, counted from the operators of `mcore.layers` tensor by tensor. A tensor that two
+operators keep counts once. Attention is fused, so no scores are kept; dropout is off; nothing is fused with the rotation or SwiGLU.
 
 T tokens of a micro-batch on a rank (S = T / tp of them between the linear layers under sequence parallelism, else S = T), h the hidden
 width, q and kv the widths of a rank's query and key heads of d, f its part of the MLP's width, b the bytes of the high dtype:
 
     two norms       S (h b + 4) each: their inputs, the residual stream, and FP32 statistics
-    linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantised it
-    attention       T b (q + 2 kv) of linear_qkv, which v is a part of; T b (q + kv) rotated, by 4 T d b cosines and sines;
+    linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
+    attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, with 4 T d b cosines and sines;
                     T b q, the result; 4 T heads of statistics
     q and k norm    T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more
-    experts         as an MLP for S top_k etp rows, as a balanced router gives them, and 4 h each for the weights' gradient
-    logits          see `logits`: on the last stage
+    experts         as an MLP for S top_k etp rows (a balanced router), and 4 h each for the weights' gradient
+    logits          see `count_logits`: on the last stage
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.memory import count_layer_kinds
 from parallel.layout import Layout
 
-_QUANTISED = 1 + 4 / 128
-"""Bytes per element of an operand quantised along the tokens: E4M3 and an FP32 scale for 128 of them."""
+_QUANTIZED = 1 + 4 / 128
+"""Bytes per element of an operand quantized along the tokens: E4M3 and an FP32 scale for 128 of them."""
 
 
 @dataclass(frozen=True)
 class FormulaInputs:
-    """What the formulas above are made of."""
+    """The quantities of the formulas above, for one rank of a layout."""
 
+    job: Workload
+    layout: Layout
     tokens: float
-    rows: float
-    """S."""
-    high_bytes: int
-    linear_input_bytes: float
-    """Bytes per element that a linear layer keeps of an input of its own."""
-    shares_input: bool
-    """A linear layer keeps its input itself, which its maker may keep too."""
-    sequence_parallel: bool
-    cpu: bool
+    """T: tokens of a micro-batch on this rank."""
+    cpu: bool = False
     """The CPU tier's operators: norms keep FP32 copies, attention no statistics."""
 
+    @cached_property
+    def sequence_parallel(self) -> bool:
+        return self.job.uses_sequence_parallel(self.layout.tp)
 
-def formula_inputs(job: Workload, layout: Layout, tokens: float, cpu: bool = False) -> FormulaInputs:
-    """`tokens`: of a micro-batch on one rank."""
-    parallel = job.uses_sequence_parallel(layout.tp)
-    quantised = job.contract.train_fp8 and job.config.precision.backend != "emulated"
-    linear = _QUANTISED if quantised else job.high_bytes
-    return FormulaInputs(tokens, tokens / layout.tp if parallel else tokens, job.high_bytes, linear, not quantised, parallel, cpu)
+    @cached_property
+    def rows(self) -> float:
+        """S."""
+        return self.tokens / self.layout.tp if self.sequence_parallel else self.tokens
+
+    @cached_property
+    def high_bytes(self) -> int:
+        return self.job.high_bytes
+
+    @cached_property
+    def quantizes_inputs(self) -> bool:
+        """A linear layer keeps a quantized copy of its input; else it keeps the input itself, which its producer may keep too."""
+        return self.job.contract.train_fp8 and self.job.config.precision.backend != "emulated"
+
+    @cached_property
+    def linear_input_bytes(self) -> float:
+        """Bytes per element that a linear layer keeps of an input of its own."""
+        return _QUANTIZED if self.quantizes_inputs else self.high_bytes
+
+    @cached_property
+    def hidden_input(self) -> float:
+        """Bytes of the residual stream."""
+        return self.rows * self.job.model.hidden * self.high_bytes
 
 
-def count_layer_activations(job: Workload, layout: Layout, w: FormulaInputs, experts: bool) -> float:
-    """Of one layer on one rank; `experts`: it has experts instead of one MLP."""
-    attention = (_attention if job.model.latent is None else _latent_attention)(job, layout, w)
-    mlp = _experts(job, layout, w) if experts else _column_input(w, job.model.hidden) + _swiglu(w, w.tokens, job.model.ffn / layout.tp)
-    return 2 * _norm(w, w.rows, job.model.hidden) + attention + mlp
+def count_layer_activations(inputs: FormulaInputs, has_experts: bool) -> float:
+    """Return the bytes of one layer on one rank; `has_experts`: it has experts instead of one MLP."""
+    model = inputs.job.model
+    if has_experts:
+        return _norms_and_attention(inputs) + _experts(inputs)
+    mlp = _column_input(inputs, model.hidden) + _swiglu(inputs, inputs.tokens, model.ffn / inputs.layout.tp)
+    return _norms_and_attention(inputs) + mlp
 
 
-def _norm(w: FormulaInputs, rows: float, width: float, own_input: bool = True) -> float:
-    """`own_input`: what is normalised is kept by nobody else."""
-    if w.cpu:  # FP32 input, the input itself where it is FP32, and the normalised value
-        return rows * (width * (4 + (4 if own_input or w.high_bytes < 4 else 0)) + 4)
-    return rows * ((width * w.high_bytes if own_input else 0) + 4)
+def _norms_and_attention(inputs: FormulaInputs) -> float:
+    attention = _attention(inputs) if inputs.job.model.latent is None else _latent_attention(inputs)
+    return 2 * _norm(inputs, inputs.rows, inputs.job.model.hidden) + attention
 
 
-def _column_input(w: FormulaInputs, width: float) -> float:
+def _norm(inputs: FormulaInputs, rows: float, width: float, own_input: bool = True) -> float:
+    """`own_input`: no other operator keeps what is normalized."""
+    if inputs.cpu:  # FP32 input, the input itself where it is FP32, and the normalized value
+        return rows * (width * (4 + (4 if own_input or inputs.high_bytes < 4 else 0)) + 4)
+    return rows * ((width * inputs.high_bytes if own_input else 0) + 4)
+
+
+def _column_input(inputs: FormulaInputs, width: float) -> float:
     """What a column-parallel layer keeps: under sequence parallelism this rank's part of x itself."""
-    return w.rows * width * (w.high_bytes if w.sequence_parallel else w.linear_input_bytes)
+    return inputs.rows * width * (inputs.high_bytes if inputs.sequence_parallel else inputs.linear_input_bytes)
 
 
-def _row_input(w: FormulaInputs, width: float) -> float:
-    """What a row-parallel layer keeps beside what its maker keeps."""
-    return 0 if w.shares_input else w.tokens * width * w.linear_input_bytes
+def _row_input(inputs: FormulaInputs, width: float) -> float:
+    """What a row-parallel layer keeps beside what the producer of its input keeps."""
+    return inputs.tokens * width * inputs.linear_input_bytes if inputs.quantizes_inputs else 0
 
 
-def _attention(job: Workload, layout: Layout, w: FormulaInputs) -> float:
-    model, t, b = job.model, w.tokens, w.high_bytes
-    heads, groups = model.heads / layout.tp, max(1.0, model.kv_heads / layout.tp)
+def _attention(inputs: FormulaInputs) -> float:
+    model, tokens = inputs.job.model, inputs.tokens
+    heads, groups = model.heads / inputs.layout.tp, max(1.0, model.kv_heads / inputs.layout.tp)
     q, kv = heads * model.head_dim, groups * model.head_dim
-    found = _column_input(w, model.hidden) + _row_input(w, q)
-    found += t * b * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim + q)
-    found += 0 if w.cpu else 4 * t * heads
+    size = _column_input(inputs, model.hidden) + _row_input(inputs, q)
+    size += tokens * inputs.high_bytes * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim + q)
+    size += 0 if inputs.cpu else 4 * tokens * heads
     if model.qk_norm:
-        found += _norm(w, t * heads, model.head_dim, own_input=1 < groups < heads) + _norm(w, t * groups, model.head_dim, own_input=False)
-    return found
+        size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)
+        size += _norm(inputs, tokens * groups, model.head_dim, own_input=False)
+    return size
 
 
-def _latent_attention(job: Workload, layout: Layout, w: FormulaInputs) -> float:
+def _latent_attention(inputs: FormulaInputs) -> float:
     """MLA's down projections are whole on every rank; the weight of kv_b is made from its blocks in each pass, and kept."""
-    assert job.model.latent is not None
-    a, heads, b = job.model.latent, job.model.heads / layout.tp, w.high_bytes
-    found = w.rows * job.model.hidden * w.linear_input_bytes * (1 if w.shares_input or not a.q_rank else 2)
-    found += sum(_norm(w, w.rows, rank) for rank in (a.q_rank, a.kv_rank) if rank)
-    found += _column_input(w, a.q_rank) + w.rows * a.kv_rank * b
-    found += w.tokens * b * (heads * 2 * (a.nope_dim + a.rope_dim + a.v_dim) + 4 * a.rope_dim) + _row_input(w, heads * a.v_dim)
-    found += heads * (a.nope_dim + a.v_dim) * a.kv_rank * b if job.contract.train_fp8 else 0
-    return found + (0 if w.cpu else 4 * w.tokens * heads)
+    model, latent, high_bytes = inputs.job.model, inputs.job.model.latent, inputs.high_bytes
+    assert latent is not None
+    heads = model.heads / inputs.layout.tp
+    size = inputs.rows * model.hidden * inputs.linear_input_bytes * (2 if inputs.quantizes_inputs and latent.q_rank else 1)
+    size += sum(_norm(inputs, inputs.rows, rank) for rank in (latent.q_rank, latent.kv_rank) if rank)
+    size += _column_input(inputs, latent.q_rank) + inputs.rows * latent.kv_rank * high_bytes
+    size += inputs.tokens * high_bytes * (heads * 2 * (latent.nope_dim + latent.rope_dim + latent.v_dim) + 4 * latent.rope_dim)
+    size += _row_input(inputs, heads * latent.v_dim)
+    size += heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank * high_bytes if inputs.job.contract.train_fp8 else 0
+    return size + (0 if inputs.cpu else 4 * inputs.tokens * heads)
 
 
-def _swiglu(w: FormulaInputs, tokens: float, ffn: float) -> float:
-    """With the input of the layer behind it."""
-    return tokens * ffn * (4 * w.high_bytes + w.linear_input_bytes)
+def _swiglu(inputs: FormulaInputs, tokens: float, ffn: float) -> float:
+    """SwiGLU and the input of the layer behind it."""
+    return tokens * ffn * (4 * inputs.high_bytes + inputs.linear_input_bytes)
 
 
-def _experts(job: Workload, layout: Layout, w: FormulaInputs) -> float:
-    experts, hidden = job.model.experts, job.model.hidden
+def _experts(inputs: FormulaInputs) -> float:
+    model, layout, top_k = inputs.job.model, inputs.layout, inputs.job.top_k
+    experts = model.experts
     assert experts is not None
-    rows = w.rows * job.top_k * layout.etp
-    found = w.rows * (hidden * w.high_bytes + 5 * experts.count + 12 * job.top_k)  # the router's input, weights and choice
-    found += rows * (hidden * (w.linear_input_bytes + 4) + 12) + _swiglu(w, rows, experts.ffn / layout.etp)
-    return found + (_swiglu(w, w.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
+    rows = inputs.rows * top_k * layout.etp
+    size = inputs.rows * (model.hidden * inputs.high_bytes + 5 * experts.count + 12 * top_k)  # the router's input, weights and choice
+    size += rows * (model.hidden * (inputs.linear_input_bytes + 4) + 12) + _swiglu(inputs, rows, experts.ffn / layout.etp)
+    return size + (_swiglu(inputs, inputs.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
 
 
-def count_logits(job: Workload, layout: Layout, tokens: float, training: bool) -> float:
-    """The most that the last stage needs for a micro-batch's logits [T, V / tp], of b bytes at first: in training they, two FP32 copies
-    and the gradient (`mcore.logprobs`), for log-probs and entropy they and four FP32 copies."""
-    values = tokens * job.model.vocab / layout.tp
-    return values * (2 * job.high_bytes + 8 if training else job.high_bytes + 16)
+def count_logits(inputs: FormulaInputs, training: bool) -> float:
+    """Return the peak bytes of a micro-batch's logits [T, V / tp] on the last stage, b bytes a value at first: in training they, two FP32
+    copies and the gradient (`mcore.logprobs`); for log-probs and entropy they and four FP32 copies."""
+    values = inputs.tokens * inputs.job.model.vocab / inputs.layout.tp
+    return values * (2 * inputs.high_bytes + 8 if training else inputs.high_bytes + 16)
 
 
 def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
-    """Micro-batches whose activations a stage holds at most, each for all layers of the stage (Narayanan et al., arXiv 2104.04473,
-    as Megatron's schedule warms up): pp - stage; with virtual stages (2 (pp - stage - 1) + (vpp - 1) pp + 1) / vpp."""
+    """Return how many micro-batches' activations a stage holds at most, each for all layers of the stage (Narayanan et al., arXiv
+    2104.04473, as Megatron's schedule warms up): pp - stage; with virtual stages (2 (pp - stage - 1) + (vpp - 1) pp + 1) / vpp."""
     if layout.vpp == 1:
         return min(micro_batches, layout.pp - stage)
     return min(micro_batches, (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
@@ -131,7 +158,7 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Bytes on a rank in one pass over micro-batches."""
+    """Bytes on a rank in a training pass over micro-batches."""
 
     kept: float
     working: float
@@ -139,35 +166,38 @@ class ActivationBytes:
 
 
 def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
-    """Of the training pass on a rank of a pipeline stage."""
-    layout, last = candidate.train, stage == candidate.train.pp - 1
-    w = formula_inputs(job, layout, job.tokens_per_rank(layout.cp))
-    kinds = zip((False, True), count_layer_kinds(job.model, layout.pp, layout.vpp, stage), strict=True)
-    counts = {experts: count for experts, count in kinds if count}
-    whole = {experts: count_layer_activations(job, layout, w, experts) for experts in counts}
-    kept = {experts: min(whole[experts], _kept(job, candidate, w)) for experts in counts}
-    in_turn = max(whole[experts] - kept[experts] for experts in counts)  # of the layer that is computed anew
-    boundary = 2 * w.rows * job.model.hidden * w.high_bytes if last else 0  # final norm, output layer
-    working = max(whole.values()) + in_turn + (count_logits(job, layout, job.tokens_per_rank(layout.cp), True) if last else 0)
-    stage_bytes = sum(count * kept[experts] for experts, count in counts.items())
+    """Return the bytes of the training pass on a rank of a pipeline stage."""
+    layout, is_last = candidate.train, stage == candidate.train.pp - 1
+    inputs = FormulaInputs(job, layout, job.tokens_per_rank(layout.cp))
+    kept_limit = _kept_limit(candidate, inputs)
+    layers = [(count, whole, min(whole, kept_limit)) for count, whole in _stage_layers(inputs, stage)]
+    boundary = 2 * inputs.hidden_input if is_last else 0  # final norm, output layer
+    recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
+    working = max(whole for _, whole, _ in layers) + recomputed + (count_logits(inputs, True) if is_last else 0)
+    stage_bytes = sum(count * kept for count, _, kept in layers)
     return ActivationBytes(stage_bytes * count_in_flight(layout, stage, candidate.micro_batches(job)) + boundary, working)
 
 
-def _kept(job: Workload, candidate: Candidate, w: FormulaInputs) -> float:
-    """Bytes of a layer that are not computed anew: at most this many."""
-    hidden = w.rows * job.model.hidden * w.high_bytes
+def _stage_layers(inputs: FormulaInputs, stage: int) -> list[tuple[int, float]]:
+    """Return (how many, bytes of one) for each kind of layer that a stage has."""
+    counts = count_layer_kinds(inputs.job.model, inputs.layout.pp, inputs.layout.vpp, stage)
+    return [
+        (count, count_layer_activations(inputs, has_experts)) for has_experts, count in zip((False, True), counts, strict=True) if count
+    ]
+
+
+def _kept_limit(candidate: Candidate, inputs: FormulaInputs) -> float:
+    """Return the most bytes of a layer that are kept; the rest is recomputed."""
     if candidate.recompute == "none":
         return math.inf
     if candidate.recompute == "full":
-        return hidden
-    attention = (_attention if job.model.latent is None else _latent_attention)(job, candidate.train, w)
-    return 2 * _norm(w, w.rows, job.model.hidden) + attention + hidden
+        return inputs.hidden_input
+    return _norms_and_attention(inputs) + inputs.hidden_input
 
 
-def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
-    """Of a pass without gradient: one layer at a time, then the logits."""
+def count_logprob_activations(job: Workload, candidate: Candidate, stage: int) -> float:
+    """Return the bytes of a pass without gradient, which keeps nothing: one layer at a time, then the logits."""
     layout = candidate.train
-    w = formula_inputs(job, layout, job.tokens_per_rank(layout.cp))
-    kinds = zip((False, True), count_layer_kinds(job.model, layout.pp, layout.vpp, stage), strict=True)
-    layer = max(count_layer_activations(job, layout, w, experts) for experts, count in kinds if count)
-    return ActivationBytes(0, max(layer, count_logits(job, layout, job.tokens_per_rank(layout.cp), False) if stage == layout.pp - 1 else 0))
+    inputs = FormulaInputs(job, layout, job.tokens_per_rank(layout.cp))
+    layer = max(size for _, size in _stage_layers(inputs, stage))
+    return max(layer, count_logits(inputs, False) if stage == layout.pp - 1 else 0)

@@ -22,7 +22,7 @@ from parallel.shards import GeometryError, Shard, find_misaligned_region
 
 @dataclass(frozen=True)
 class ParameterAlignment:
-    """One kind of parameter of one side: layers, and experts, of one kind are alike."""
+    """One kind of parameter of trainer or engine; layers and experts of one kind are alike."""
 
     side: str
     name: str
@@ -30,25 +30,24 @@ class ParameterAlignment:
     """On one rank."""
     kind: str
     scales: tuple[int, ...]
-    """Empty where it is not quantised."""
+    """Empty where it is not quantized."""
     cut: str
     """The first region that cuts an FP8 block; "" where all are whole."""
 
 
 def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
-    """Both sides' parameters. Raises GeometryError where a layout does not divide the model."""
-    one = keep_one_layer_per_kind(job.model)
-    quantised = bool(job.contract.fp8_roles)
+    """Return both sides' parameters. Raise GeometryError where a layout does not divide the model."""
+    model, quantized = keep_one_layer_per_kind(job.model), bool(job.contract.fp8_roles)
     train = replace(candidate.train, pp=1, vpp=1)
     trainer = (
-        build_megatron_shards(one, train, train.coordinates(rank), quantised=quantised) for rank in range(train.tp * train.cp * train.dp)
+        build_megatron_shards(model, train, train.coordinates(rank), quantised=quantized) for rank in range(train.tp * train.cp * train.dp)
     )
-    engine = build_engine_shards(one, candidate.rollout_tp, candidate.rollout_ep).values()
-    return _side(job, "trainer", trainer) + _side(job, "engine", engine)
+    engine = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep).values()
+    return _align_side(job, "trainer", trainer) + _align_side(job, "engine", engine)
 
 
-def _side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[ParameterAlignment]:
-    found: dict[str, ParameterAlignment] = {}
+def _align_side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[ParameterAlignment]:
+    rows: dict[str, ParameterAlignment] = {}
     roles, int8_roles = job.contract.fp8_roles, job.contract.int8_roles
     for shards in ranks:
         for shard in shards:
@@ -56,14 +55,14 @@ def _side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[Parame
             if job.model.experts and job.model.experts.dense_layers and ".layers.0." in shard.name:
                 name = name.replace(".layers.*.", ".layers.dense.")
             kind = kind_of(shard.role, roles, int8_roles)
-            cut = _cut(shard) if kind == "fp8" else ""
-            if name not in found or (cut and not found[name].cut):
-                grid = shard.scale_shape_of(kind) if kind in SCHEMES else ()
-                found[name] = ParameterAlignment(side, name, shard.shape, kind, grid, cut)
-    return list(found.values())
+            cut = _describe_cut(shard) if kind == "fp8" else ""
+            if name not in rows or (cut and not rows[name].cut):
+                scales = shard.scale_shape_of(kind) if kind in SCHEMES else ()
+                rows[name] = ParameterAlignment(side, name, shard.shape, kind, scales, cut)
+    return list(rows.values())
 
 
-def _cut(shard: Shard) -> str:
+def _describe_cut(shard: Shard) -> str:
     region = find_misaligned_region(shard)
     if region is None:
         return ""
@@ -75,27 +74,27 @@ LayoutError = GeometryError | UserError
 
 
 def validate_trainer_layout(job: Workload, layout: Layout) -> LayoutError | None:
-    """Why the trainer's layout cannot work, as `train` would say it; None where it can."""
-    once = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
+    """Return why the trainer's layout cannot work, as `train` would report it; None where it can."""
+    smallest = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
     roles = job.contract.fp8_roles
     try:
         check_trainer_layout(job.model, layout, job.config.train.layout)
         check_layout(job.model, layout)
-        if (error := find_trainer_problem(job.model, once, roles, bool(roles))) is not None:
+        if (error := find_trainer_problem(job.model, smallest, roles, bool(roles))) is not None:
             return error
-        requirements.check_model(job.config.precision, keep_one_layer_per_kind(job.model), once)
+        requirements.check_model(job.config.precision, keep_one_layer_per_kind(job.model), smallest)
     except (GeometryError, UserError) as error:
         return error
     return None
 
 
 def validate_engine_layout(job: Workload, tp: int, ep: int) -> LayoutError | None:
-    """The same for an engine."""
+    """Return why an engine's layout cannot work; None where it can."""
     return job.contract.find_engine_error(job.model) or find_engine_problem(job.model, tp, ep, job.contract.fp8_roles)
 
 
 def to_user_error(error: LayoutError, job: Workload, candidate: Candidate) -> UserError:
-    """The refusal as the user's line, with the nearest layouts that work."""
+    """Return the error as the user's line, with the nearest layouts that work."""
     if isinstance(error, UserError):
         return error
     roles = job.contract.fp8_roles

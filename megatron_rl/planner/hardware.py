@@ -1,4 +1,4 @@
-"""GPUs and links. Bandwidths and rates are the data sheets', in one direction; `timing` says which share of them it counts on."""
+"""GPUs and links. Bandwidths and rates are those of the data sheets, in one direction; `roofline` assumes a share of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Gpu:
 
     name: str
     memory: int
-    """Bytes that nvidia-smi reports."""
+    """In bytes, as nvidia-smi reports it."""
     hbm: float
     nvlink: float
     """To the other GPUs of its node, in one direction."""
@@ -36,12 +36,12 @@ NETWORK_BANDWIDTH = 50e9
 """Bytes/s in one direction of a GPU's own network adapter (400 Gbit/s, one for each GPU, as in NVIDIA's reference nodes)."""
 
 LINK_EFFICIENCY = 0.7
-"""Of a link's bandwidth, HBM's included, that an estimate counts on. An assumption."""
+"""Share of a link's bandwidth, HBM's included, that estimates use. An assumption."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`nodes` equal nodes; GPU g stands in node g // gpus_per_node. Raises UserError for sizes below 1 and GPUs that are not known."""
+    """`nodes` equal nodes; GPU g is in node g // gpus_per_node."""
 
     nodes: int
     gpus_per_node: int
@@ -49,6 +49,7 @@ class Cluster:
 
     @classmethod
     def from_options(cls, nodes: int, gpus_per_node: int, gpu: str) -> Cluster:
+        """Raise UserError for sizes below 1 and unknown GPUs."""
         for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
             if value < 1:
                 raise UserError(option, value, "must be a positive number", "give 1 or more")

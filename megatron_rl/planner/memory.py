@@ -1,17 +1,17 @@
-"""Bytes of what a GPU holds as long as a run lasts: exact, from the very shards that trainer and engine are given by `parallel`.
+"""Bytes that a GPU holds as long as a run lasts: exact, from the same shards that `parallel` gives trainer and engine.
 
-Bytes that the trainer holds of every value of a parameter:
+Bytes that the trainer holds for every value of a parameter:
 
                         FP8 layer in fp8_unified         any other, high = bf16       high = fp32
     weight              4  the FP32 master itself        2                            4  the master itself
     blocks              1 + 4/16384                      -                            -
-    operand             as the back end multiplies       -                            -
+    operand             see `count_operand_bytes`        -                            -
     gradient            4                                4                            4
     master              -                                4                            -
     Adam's moments      8                                8                            8
 
 With a sharded optimizer a rank holds its replica's share of masters and moments; a weight that is its own master stays whole.
-Layers of one kind are alike, so one of each is cut and counted.
+Layers of one kind are alike, so the shards of one of each are counted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class RankMemory(NamedTuple):
     blocks: int = 0
     """E4M3 data and scales."""
     operands: int = 0
-    """What the back end keeps of the blocks beside them."""
+    """What the back end keeps beside the blocks."""
     gradients: int = 0
     masters: int = 0
     """FP32 copies of parameters that are not FP32 themselves."""
@@ -59,51 +59,51 @@ class RankMemory(NamedTuple):
 
     @property
     def model(self) -> int:
-        """What a forward pass needs."""
+        """Bytes that a forward pass needs."""
         return self.weights + self.blocks + self.operands
 
 
 def count_trainer_memory(job: Workload, candidate: Candidate, stage: int) -> RankMemory:
-    """What a trainer rank of pipeline stage `stage` holds of the actor; ranks of one stage hold equally much."""
+    """Return the actor's bytes on a trainer rank of pipeline stage `stage`; ranks of one stage hold equally much."""
     return _count_trainer_memory(job, candidate.train, stage)
 
 
 @lru_cache(maxsize=4096)
 def _count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
-    found = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
-    return RankMemory(*(sum(parts) for parts in zip(*found, strict=True)))
+    shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
+    return RankMemory(*map(sum, zip(*shards, strict=True)))
 
 
 def count_reference_memory(job: Workload, candidate: Candidate, stage: int) -> int:
-    """Bytes of the frozen reference, which has no gradients; 0 where the run has none."""
+    """Return the bytes of the frozen reference model, which has no gradients; 0 where the run has none."""
     return count_trainer_memory(job, candidate, stage).model if job.has_reference else 0
 
 
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
-    """(parameter, how often) of a rank of pipeline stage `stage`. Raises GeometryError as `build_megatron_shards` does."""
+    """Yield (parameter, how often a rank of pipeline stage `stage` has it). Raise GeometryError as `build_megatron_shards` does."""
     counts = count_layers_like_each(model, layout, stage)
     first, last = stage == 0, stage == layout.pp - 1
-    for shard, alike in _representative_shards(model, layout.tp, layout.ep, layout.etp):
+    for shard, copies in _representative_shards(model, layout.tp, layout.ep, layout.etp):
         if shard.name == _EMBEDDING:
             yield shard, first + (last and not first and model.tied)  # the last stage keeps its own copy of a tied embedding
         elif shard.name in (_OUTPUT, _FINAL_NORM):
             yield shard, int(last)
         else:
-            yield shard, counts[int(shard.name.split(".")[2])] * alike
+            yield shard, counts[int(shard.name.split(".")[2])] * copies
 
 
 @lru_cache(maxsize=256)
 def _representative_shards(model: ModelGeometry, tp: int, ep: int, etp: int) -> tuple[tuple[Shard, int], ...]:
-    """Parameters of one layer of each kind and of what surrounds them, with one expert for all of a rank."""
+    """Return the parameters outside layers and of one layer of each kind; one expert stands for all of a rank."""
     layout = Layout(tp=tp, ep=ep, etp=etp, dp=math.lcm(tp, ep * etp) // tp)
     per_rank = model.experts.count // ep if model.experts else 1
     shards = build_megatron_shards(keep_one_layer_per_kind(model), layout, Coordinates())
-    kept = (shard for shard in shards if _EXPERT not in shard.name or f"{_EXPERT}0." in shard.name)
-    return tuple((shard, per_rank if _EXPERT in shard.name else 1) for shard in kept)
+    representatives = (shard for shard in shards if _EXPERT not in shard.name or f"{_EXPERT}0." in shard.name)
+    return tuple((shard, per_rank if _EXPERT in shard.name else 1) for shard in representatives)
 
 
 def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> list[int]:
-    """How many layers of a stage are like each layer of `keep_one_layer_per_kind`."""
+    """Return how many layers of a stage are like each layer of `keep_one_layer_per_kind`."""
     plain, sparse = count_layer_kinds(model, layout.pp, layout.vpp, stage)
     if model.experts is None:
         return [plain]
@@ -112,7 +112,7 @@ def count_layers_like_each(model: ModelGeometry, layout: Layout, stage: int) -> 
 
 @lru_cache(maxsize=1024)
 def count_layer_kinds(model: ModelGeometry, pp: int, vpp: int, stage: int) -> tuple[int, int]:
-    """(layers with one MLP, layers with experts) of a stage."""
+    """Return (layers with one MLP, layers with experts) of a stage."""
     layers = list_stage_layers(model.layers, Layout(pp=pp, vpp=vpp), stage)
     sparse = sum(map(model.has_experts, layers))
     return len(layers) - sparse, sparse
@@ -129,7 +129,7 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     own_master = is_fp8 or job.high_bytes == 4
     return RankMemory(
         weights=size * (4 if own_master else 2),
-        blocks=_quantised(shard, "fp8") if is_fp8 else 0,
+        blocks=_count_quantized(shard, "fp8") if is_fp8 else 0,
         operands=count_operand_bytes(job.config.precision.backend, shard.rows, shard.cols) if is_fp8 else 0,
         gradients=4 * size,
         masters=0 if own_master else -(-4 * size // replicas),
@@ -138,35 +138,32 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
 
 
 def count_operand_bytes(backend: str, rows: int, cols: int) -> int:
-    """What `fp8.backends` keeps of a weight beside its blocks: dequantised values, or the bytes a second time, transposed, with scales."""
+    """Return what `precision.backends` keeps of a weight beside its blocks: dequantized values, or a transposed copy with its scales."""
     if backend == "emulated":
         return 4 * rows * cols
     n, k = count_blocks(rows), count_blocks(cols)
     if backend == "deep_gemm":
         return rows * cols + _SCALE * n * k
-    return rows * cols + _SCALE * (n * _to_four(k) + k * _to_four(n))  # Transformer Engine pads both sides' scales
+    padded_n, padded_k = -(-n // 4) * 4, -(-k // 4) * 4  # Transformer Engine pads both sides' scales
+    return rows * cols + _SCALE * (n * padded_k + k * padded_n)
 
 
-def _to_four(length: int) -> int:
-    return -(-length // 4) * 4
-
-
-def count_sync_quantisation(job: Workload, candidate: Candidate, stage: int) -> int:
-    """Bytes that a sync makes beside the weights where the engine is quantised and the trainer is not; 0 elsewhere."""
+def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> int:
+    """Return the bytes that a sync quantizes beside the weights: 0 unless the engine is quantized and the trainer is not."""
     if job.contract.train_fp8:
         return 0
     kinds = job.contract.fp8_roles, job.contract.int8_roles
     shards = count_rank_shards(job.model, candidate.train, stage)
-    return sum(count * _quantised(shard, kind) for shard, count in shards if (kind := kind_of(shard.role, *kinds)) in SCHEMES)
+    return sum(count * _count_quantized(shard, kind) for shard, count in shards if (kind := kind_of(shard.role, *kinds)) in SCHEMES)
 
 
-def _quantised(shard: Shard, kind: str) -> int:
-    """Bytes of data and scales."""
+def _count_quantized(shard: Shard, kind: str) -> int:
+    """Return the bytes of data and scales."""
     return shard.rows * shard.cols + _SCALE * math.prod(shard.scale_shape_of(kind))
 
 
 def count_engine_weights(job: Workload, candidate: Candidate) -> int:
-    """Bytes of an engine rank's parameters and scales, vocabulary padding included."""
+    """Return the bytes of an engine rank's parameters and scales, vocabulary padding included."""
     return _count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
 
 
@@ -179,12 +176,13 @@ def _count_engine_weights(job: Workload, tp: int, ep: int) -> int:
         parts = shard.name.split(".")
         count = counts[int(parts[2])] if parts[1] == "layers" else 1
         itemsize = 4 if kind == "fp32" else job.high_bytes
-        total += count * (_quantised(shard, kind) if kind in SCHEMES else itemsize * shard.rows * shard.cols)
+        total += count * (_count_quantized(shard, kind) if kind in SCHEMES else itemsize * shard.rows * shard.cols)
     return total
 
 
 def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
-    """Of an engine rank: keys and values of all layers, in the high dtype; MLA keeps one latent for all heads, on every rank."""
+    """Return the bytes of keys and values of all layers on an engine rank, in the high dtype; MLA keeps one latent for all heads, on every
+    rank."""
     model = job.model
     if model.latent is not None:
         width = model.latent.kv_rank + model.latent.rope_dim
@@ -194,7 +192,7 @@ def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
 
 
 def count_kv_cache(job: Workload, candidate: Candidate) -> int:
-    """Bytes of `rollout.max_total_tokens` on an engine rank, and SGLang's int32 table of where each request's tokens lie."""
+    """Return the bytes of `rollout.max_total_tokens` on an engine rank, and of SGLang's int32 table of each request's token slots."""
     rollout = job.config.rollout
     table = 4 * rollout.max_running_requests * job.max_positions
     return rollout.max_total_tokens * count_kv_bytes_per_token(job, candidate.rollout_tp) + table

@@ -21,7 +21,7 @@ from parallel.shards import GeometryError
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What was asked on the command line."""
+    """The options of the command line."""
 
     path: Path
     """The configuration's file."""
@@ -38,7 +38,7 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found. `chosen` is the configured layout where one is configured and works, else the best."""
+    """A plan. `chosen` is the configured layout where one is configured and works, else the best."""
 
     job: Workload
     cluster: Cluster
@@ -49,31 +49,35 @@ class Plan:
 
     @property
     def configured(self) -> bool:
-        """`chosen` is what the configuration says."""
+        """Whether `chosen` is the configured layout."""
         return self.refusal is None and _is_configured(self.job.config)
 
 
-def make_plan(config: Config, request: PlanOptions) -> Plan:
-    """Plan the run. No process, no torch, no weights: config.json is all that is read."""
-    job = _job(config)
-    needed = _configured_ranks(config)
-    nodes = request.nodes if request.nodes is not None else -(-needed // max(request.gpus_per_node, 1))
-    cluster = Cluster.from_options(nodes, request.gpus_per_node, request.gpu)
+def make_plan(config: Config, options: PlanOptions) -> Plan:
+    """Plan the run from config.json alone: no process, no torch, no weights. Raise UserError where nothing works."""
+    job, sizes = _make_workload(config), config.train.layout
+    configured_ranks = sizes.tp * sizes.pp * sizes.dp * sizes.cp
+    nodes = options.nodes if options.nodes is not None else -(-configured_ranks // max(options.gpus_per_node, 1))
+    cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
     planner = Planner(job, cluster)
-    chosen, refusal = None, None
+    chosen = refusal = None
     if _is_configured(config):
-        chosen, refusal = _estimate_configured(planner)
-    found = planner.search(("colocated", "disaggregated"), max(request.top, 1))
-    if chosen is None and found.ranked:
-        chosen = found.ranked[0]
-        if refusal is not None:
-            refusal = UserError(refusal.field, refusal.value, refusal.rule, _with_best(refusal.fix, chosen, config))
+        try:
+            chosen = _estimate_configured(planner)
+        except UserError as error:
+            refusal = error
+    search = planner.search(("colocated", "disaggregated"), max(options.top, 1))
     if chosen is None:
-        raise _nothing_fits(cluster, found)
-    return Plan(job, cluster, chosen, refusal, found)
+        if not search.ranked:
+            raise _nothing_fits(cluster, search)
+        chosen = search.ranked[0]
+        if refusal is not None:
+            fix = f"{refusal.fix}; " * bool(refusal.fix) + f"the best layout is {' '.join(chosen.candidate.overrides(config))}"
+            refusal = UserError(refusal.field, refusal.value, refusal.rule, fix)
+    return Plan(job, cluster, chosen, refusal, search)
 
 
-def _job(config: Config) -> Workload:
+def _make_workload(config: Config) -> Workload:
     folder, create = config.model.path, config.model.create
     if create is None or (folder / "config.json").is_file():
         hf_config = read_config(folder)
@@ -87,74 +91,62 @@ def _job(config: Config) -> Workload:
 
 
 def _is_configured(config: Config) -> bool:
-    """Whether the configuration says how the trainer is cut; if not, the plan proposes it."""
+    """Return whether the configuration sets the trainer's layout; if not, the plan proposes one."""
     return "layout" in config.train.model_fields_set
 
 
-def _configured_ranks(config: Config) -> int:
-    sizes = config.train.layout
-    return sizes.tp * sizes.pp * sizes.dp * getattr(sizes, "cp", 1)
-
-
-def _estimate_configured(planner: Planner) -> tuple[CandidateEstimate | None, UserError | None]:
-    """(the configured layout, None), or (None, why it does not work)."""
+def _estimate_configured(planner: Planner) -> CandidateEstimate:
+    """Return the estimate of the configured layout. Raise UserError where it does not work."""
     job, cluster = planner.job, planner.cluster
-    try:
-        candidate = Candidate.from_config(job.config, cluster)
-    except GeometryError as error:
-        return None, UserError(f"train.{error.field}", error.value, error.rule, error.fix)
+    candidate = Candidate.from_config(job.config)
     if candidate.rollout_tp > cluster.gpus_per_node:
-        return None, UserError("rollout.tp", candidate.rollout_tp, f"is more than a node's {cluster.gpus_per_node} GPUs", "use fewer")
+        raise UserError("rollout.tp", candidate.rollout_tp, f"is more than a node's {cluster.gpus_per_node} GPUs", "use fewer")
     if candidate.gpus > cluster.gpus:
-        return None, UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
-    refused = block_alignment.validate_trainer_layout(job, candidate.train)
-    refused = refused or block_alignment.validate_engine_layout(job, candidate.rollout_tp, candidate.rollout_ep)
-    if refused is not None:
-        return None, block_alignment.to_user_error(refused, job, candidate)
-    verdict = planner.estimate(candidate)
-    if not verdict.fits:
-        side = verdict.fullest
-        rule = f"needs {side.total / GIB:.1f} GiB of a GPU in phase {side.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
-        return None, UserError("train.layout", None, rule, "")
-    return planner.with_sync(verdict), None
+        raise UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
+    error = block_alignment.validate_trainer_layout(job, candidate.train)
+    error = error or block_alignment.validate_engine_layout(job, candidate.rollout_tp, candidate.rollout_ep)
+    if error is not None:
+        raise block_alignment.to_user_error(error, job, candidate)
+    estimate = planner.estimate(candidate)
+    if not estimate.fits:
+        peak = estimate.fullest
+        rule = f"needs {peak.total / GIB:.1f} GiB of a GPU in phase {peak.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
+        raise UserError("train.layout", None, rule, "")
+    return planner.with_sync(estimate)
 
 
-def _with_best(fix: str, best: CandidateEstimate, config: Config) -> str:
-    return f"{fix}; " * bool(fix) + f"the best layout is {' '.join(best.candidate.overrides(config))}"
-
-
-def _nothing_fits(cluster: Cluster, found: SearchResult) -> UserError:
-    if found.closest is None:
-        reasons = ", ".join(f"{count} {why}" for why, count in found.dropped.most_common()) or "none to try"
+def _nothing_fits(cluster: Cluster, search: SearchResult) -> UserError:
+    if search.closest is None:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in search.dropped.most_common()) or "none to try"
         return UserError("--nodes", cluster.nodes, f"no layout works on {cluster} ({reasons})", "give another number of GPUs")
-    side, words = found.closest.fullest, found.closest.candidate.describe()
-    room = f"{side.total / GIB:.1f} GiB in phase {side.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
+    peak, layout = search.closest.fullest, search.closest.candidate.describe()
+    needed = f"{peak.total / GIB:.1f} GiB in phase {peak.phase}, of which {usable_bytes(cluster) / GIB:.1f} may be used"
     fix = "give more nodes or larger GPUs, or lower train.micro_batch_tokens, rollout.max_total_tokens or answers' lengths"
-    return UserError("--nodes", cluster.nodes, f"nothing fits on {cluster}: the closest, {words}, needs {room}", fix)
+    return UserError("--nodes", cluster.nodes, f"nothing fits on {cluster}: the closest, {layout}, needs {needed}", fix)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """All of the plan: bytes and seconds as numbers."""
+    """Return the whole plan; bytes and seconds as numbers."""
     config, ranked = plan.job.config, plan.search.ranked
     return {
         "cluster": asdict(plan.cluster),
         "configured": plan.configured,
         "refusal": None if plan.refusal is None else str(plan.refusal),
-        "chosen": _verdict_json(plan.chosen, config),
+        "chosen": _estimate_json(plan.chosen, config),
         "host_bytes_per_rank": count_offloaded_bytes(plan.job, plan.chosen.candidate),
         "alignment": [asdict(row) for row in block_alignment.check_alignment(plan.job, plan.chosen.candidate)],
-        "ranked": [{**_verdict_json(verdict, config), "reason": explain_rank(verdict, ranked[0])} for verdict in ranked],
+        "ranked": [{**_estimate_json(estimate, config), "reason": explain_rank(estimate, ranked[0])} for estimate in ranked],
         "tried": plan.search.tried,
         "dropped": dict(plan.search.dropped),
     }
 
 
-def _verdict_json(verdict: CandidateEstimate, config: Config) -> dict[str, Any]:
+def _estimate_json(estimate: CandidateEstimate, config: Config) -> dict[str, Any]:
     return {
-        "candidate": asdict(verdict.candidate),
-        "overrides": verdict.candidate.overrides(config),
-        "memory": [{**asdict(side), "total": side.total} for side in verdict.memory],
-        "spare": verdict.spare,
-        "seconds": {**verdict.seconds_by_phase, "step": verdict.seconds.step, "bubble": verdict.seconds.bubble},
-        "sync": None if verdict.sync is None else asdict(verdict.sync),
+        "candidate": asdict(estimate.candidate),
+        "overrides": estimate.candidate.overrides(config),
+        "memory": [{**asdict(gpu), "total": gpu.total} for gpu in estimate.memory],
+        "spare": estimate.spare,
+        "seconds": {**estimate.seconds_by_phase, "step": estimate.seconds.step, "bubble": estimate.seconds.bubble},
+        "sync": None if estimate.sync is None else asdict(estimate.sync),
     }

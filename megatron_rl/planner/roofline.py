@@ -1,9 +1,9 @@
-"""Seconds of a step by rooflines: what data sheets allow, times the shares below. Estimates for comparing layouts; nothing here was
+"""Seconds of a step by rooflines: the data sheets' rates times the shares below. Estimates for comparing layouts; nothing here was
 measured on a GPU.
 
     train       micro-batches * (compute + tensor-parallel + expert-parallel traffic) / (1 - bubble) + gradients over replicas
-    logprobs    the same without backward pass, once more where there is a reference
-    generate    decoding is bound by reading weights and KV cache; as many tokens in a row as the longest answer has, at least
+    logprobs    the same without backward pass, twice where there is a reference model
+    generate    decoding, bound by reading weights and KV cache; at least as many steps as the longest answer has tokens
     sync        the busiest GPU's bytes by link (`estimate_sync_traffic`)
 """
 
@@ -17,20 +17,20 @@ from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 
 COMPUTE_EFFICIENCY = 0.35
-"""Of the peak rate of dense products, in training."""
+"""Share of the peak rate of dense products that training reaches. An assumption."""
 DECODE_ALL_REDUCE_LATENCY = 20e-6
 """Seconds of one all-reduce of few tokens within an engine; two in every layer."""
 
 
 def bubble_fraction(pp: int, vpp: int, micro_batches: int) -> float:
-    """Share of a pipeline's time in which a stage waits: (pp - 1) / (vpp m + pp - 1) of the whole, which is (pp - 1) / (vpp m) of the
-    work (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
+    """Return the share of a pipeline's time in which a stage waits: (pp - 1) / (vpp m + pp - 1) of the whole, which is (pp - 1) / (vpp m)
+    of the work (Narayanan et al. 2021, arXiv 2104.04473, section 2.2)."""
     return (pp - 1) / (vpp * micro_batches + pp - 1)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Of one RL step."""
+    """Seconds of one RL step by phase. `bubble`: share of the trainer's time in which a pipeline stage waits."""
 
     generate: float
     logprobs: float
@@ -41,34 +41,31 @@ class StepTime:
 
     @property
     def trainer(self) -> float:
-        """Log-probs and training."""
         return self.logprobs + self.train
 
     @property
     def step(self) -> float:
-        """Colocated, one after the other; disaggregated, the engines generate while the trainer trains on what came before."""
+        """Colocated, one phase after the other; disaggregated, the engines generate while the trainer trains on the batch before."""
         return (self.generate + self.trainer if self.colocated else max(self.generate, self.trainer)) + self.sync
 
 
 def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
-    """All but the sync's."""
+    """Return the seconds of all phases but the sync."""
     return replace(_estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
 
 
 @lru_cache(maxsize=1 << 16)
 def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
-    """The trainer's part."""
-    updates, m = job.config.algorithm.updates_per_step, candidate.micro_batches(job)
-    layout = candidate.train
-    waits = bubble_fraction(layout.pp, layout.vpp, m)
-    both = _estimate_micro_batch(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
-    train = updates * (both * m / (1 - waits) + _estimate_gradient_all_reduce(job, candidate, cluster))
-    forward = _estimate_micro_batch(job, candidate, cluster, products=1) * (updates * m + layout.pp - 1)
-    return StepTime(0, (2 if job.has_reference else 1) * forward, train, bubble=waits, colocated=candidate.colocated)
+    layout, updates, micro_batches = candidate.train, job.config.algorithm.updates_per_step, candidate.micro_batches(job)
+    bubble = bubble_fraction(layout.pp, layout.vpp, micro_batches)
+    forward_backward = _estimate_micro_batch(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
+    train = updates * (forward_backward * micro_batches / (1 - bubble) + _estimate_gradient_all_reduce(job, candidate, cluster))
+    forward = _estimate_micro_batch(job, candidate, cluster, products=1) * (updates * micro_batches + layout.pp - 1)
+    return StepTime(0, (2 if job.has_reference else 1) * forward, train, bubble=bubble, colocated=candidate.colocated)
 
 
 def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster, products: int) -> float:
-    """Seconds of one micro-batch in one stage; `products`: forward passes that the work is worth (backward: two)."""
+    """Return the seconds of one micro-batch in one stage; `products`: the work in forward passes (a backward pass is two)."""
     layout, model = candidate.train, job.model
     linear, rest = count_flops_per_token(job)
     rate = cluster.gpu.fp8 if job.contract.train_fp8 and job.config.precision.backend != "emulated" else cluster.gpu.bf16
@@ -76,24 +73,23 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     compute = products * tokens / (layout.tp * layout.pp) * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
     layers = model.layers / layout.pp
     activation = tokens * model.hidden * job.high_bytes
-    # two all-reduces, or pairs of all-gather and reduce-scatter, in every layer and direction; a recomputed pass does its own again
+    # two all-reduces, or pairs of all-gather and reduce-scatter, per layer and direction; recomputation repeats the forward's
     directions = {1: 1, 3: 2, 4: 3}[products]
-    reduced = directions * layers * 2 * _all_reduce_factor(layout.tp) * activation / _bandwidth(layout.tp, cluster)
-    sent = 0.0
+    tensor_traffic = directions * layers * 2 * _all_reduce_factor(layout.tp) * activation / _bandwidth(layout.tp, cluster)
+    expert_traffic = context_traffic = 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
-        rows = activation / (layout.tp if layout.tp > 1 else 1) * job.top_k * (layout.ep - 1) / layout.ep
-        sent = directions * layers * 2 * rows / _bandwidth(layout.ep * layout.etp, cluster)
-    exchanged = 0.0
-    if layout.cp > 1:  # places for heads and back (q, k, v and the result), as mcore.context
+        rows = activation / layout.tp * job.top_k * (layout.ep - 1) / layout.ep
+        expert_traffic = directions * layers * 2 * rows / _bandwidth(layout.ep * layout.etp, cluster)
+    if layout.cp > 1:  # tokens for heads and back (q, k, v and the result), as mcore.context_parallel does
         heads = 2 * model.heads + 2 * model.kv_heads
         width = heads * model.head_dim / layout.tp * (layout.cp - 1) / layout.cp
-        exchanged = directions * layers * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
-    return compute + reduced + sent + exchanged
+        context_traffic = directions * layers * tokens * width * job.high_bytes / _bandwidth(layout.tp * layout.cp, cluster)
+    return compute + tensor_traffic + expert_traffic + context_traffic
 
 
 @lru_cache(maxsize=16)
 def count_flops_per_token(job: Workload) -> tuple[float, float]:
-    """(of linear layers that the contract makes FP8, of attention and output layer) in one forward pass: 2 for each weight that a token
+    """Return the forward FLOPs of (linear layers that the contract makes FP8, attention and output layer): 2 for each weight that a token
     meets, 4 s/2 d for each head and layer of causal attention over sequences of mean length s."""
     model, linear = job.model, 0.0
     share = job.top_k / model.experts.count if model.experts else 1.0
@@ -105,45 +101,44 @@ def count_flops_per_token(job: Workload) -> tuple[float, float]:
 
 
 def _all_reduce_factor(ranks: int) -> float:
-    """What an all-reduce of one byte sends and receives on each rank."""
+    """Return the bytes that an all-reduce of one byte sends on each rank."""
     return 2 * (ranks - 1) / ranks
 
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:
-    """Between neighbours of a group of this many GPUs in a row."""
+    """Return the bytes/s between neighbors of a group of this many consecutive GPUs."""
     return LINK_EFFICIENCY * (cluster.gpu.nvlink if ranks <= cluster.gpus_per_node else NETWORK_BANDWIDTH)
 
 
 def _estimate_gradient_all_reduce(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
-    """FP32 gradients summed over the replicas, once per optimizer step."""
+    """Return the seconds to sum FP32 gradients over the replicas, once per optimizer step."""
     layout = candidate.train
     if layout.dp * layout.cp == 1:
         return 0.0
-    held = max(memory.count_trainer_memory(job, candidate, stage).gradients for stage in candidate.extreme_stages)
-    return held * _all_reduce_factor(layout.dp * layout.cp) / _bandwidth(layout.tp * layout.cp * layout.dp, cluster)
+    gradients = max(memory.count_trainer_memory(job, candidate, stage).gradients for stage in candidate.extreme_stages)
+    return gradients * _all_reduce_factor(layout.dp * layout.cp) / _bandwidth(layout.tp * layout.cp * layout.dp, cluster)
 
 
 def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
-    """Seconds until all completions of a step are sampled."""
+    """Return the seconds until all completions of a step are sampled."""
     rollout, tp = job.config.rollout, candidate.rollout_tp
     share = -(-job.sequences // candidate.engines)
     in_cache = max(1, int(rollout.max_total_tokens / job.mean_sequence))
-    at_once = min(share, rollout.max_running_requests, in_cache)
-    decode = _estimate_decode_step(job, candidate, cluster, at_once)
-    tokens = max(share / at_once * job.mean_answer, rollout.max_new_tokens)
+    running = min(share, rollout.max_running_requests, in_cache)
+    decode = _estimate_decode_step(job, candidate, cluster, running)
+    tokens = max(share / running * job.mean_answer, rollout.max_new_tokens)
     linear, rest = count_flops_per_token(job)
     prompts = share / rollout.group_size * job.config.data.max_prompt_tokens  # a group's prompt is read once at best
     return tokens * decode + prompts * (linear + rest) / (tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
 
 
-def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster, at_once: int) -> float:
-    """Seconds of one token for each of `at_once` sequences."""
+def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster, running: int) -> float:
+    """Return the seconds of one token for each of `running` sequences."""
     weights: float = memory.count_engine_weights(job, candidate)
     if job.model.experts is not None:  # experts that no token of the batch chose are not read
-        chosen = 1 - (1 - job.top_k / job.model.experts.count) ** at_once
-        weights *= chosen
-    cache = at_once * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)
+        weights *= 1 - (1 - job.top_k / job.model.experts.count) ** running
+    cache = running * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)
     linear, rest = count_flops_per_token(job)
-    compute = at_once * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
-    talk = 2 * job.model.layers * DECODE_ALL_REDUCE_LATENCY if candidate.rollout_tp > 1 else 0.0
-    return max((weights + cache) / (LINK_EFFICIENCY * cluster.gpu.hbm), compute) + talk
+    compute = running * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
+    all_reduces = 2 * job.model.layers * DECODE_ALL_REDUCE_LATENCY if candidate.rollout_tp > 1 else 0.0
+    return max((weights + cache) / (LINK_EFFICIENCY * cluster.gpu.hbm), compute) + all_reduces

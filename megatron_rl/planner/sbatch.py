@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 TEMPLATE = Path(__file__).parents[2] / "launch" / "slurm" / "plan.sbatch.j2"
 
 
-def write_sbatch(plan: Plan, request: PlanOptions) -> str:
-    """The text of the file: how many nodes, and the project's own launch/slurm/PLACEMENT.sbatch with the plan's layouts.
+def render_sbatch(plan: Plan, options: PlanOptions) -> str:
+    """Return the file's text: the number of nodes, and the call of launch/slurm/PLACEMENT.sbatch with the plan's layouts.
 
-    Raises UserError where the template is missing, as in an installed wheel.
+    Raise UserError where the template is missing, as in an installed wheel.
     """
     if not TEMPLATE.is_file():
         raise UserError("--sbatch", None, f"needs {TEMPLATE}", "run it from a checkout of the project")
@@ -30,9 +30,9 @@ def write_sbatch(plan: Plan, request: PlanOptions) -> str:
         cluster=cluster,
         ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),
         placement=candidate.placement,
-        words=candidate.describe(),
+        layout=candidate.describe(),
         engines=candidate.describe_engines(),
         engine_nodes=candidate.engine_nodes(cluster),
         problem=candidate.find_launch_problem(cluster),
-        arguments=shlex.join((str(request.path), *request.overrides, *candidate.overrides(plan.job.config))),
+        arguments=shlex.join((str(options.path), *options.overrides, *candidate.overrides(plan.job.config))),
     )

@@ -1,9 +1,8 @@
-"""Tries every sensible placement of a run on a cluster, drops what cannot work or does not fit, and ranks the rest by seconds per step.
+"""Try every sensible placement of a run on a cluster, drop what cannot work or does not fit, rank the rest by seconds per step.
 
-Tried are, colocated, all GPUs for both sides, and, disaggregated, an eighth, a quarter, half or three quarters of them for engines;
-tensor parallel sizes within a node; every pipeline, expert and data parallel size that the rest allows. Where the configuration has
-fields for them: two and four virtual stages; context parallelism, where a sequence is longer than a micro-batch; recomputation, where
-nothing else fits.
+Colocated candidates use all GPUs for both sides; disaggregated ones give an eighth, a quarter, half or three quarters of them to engines.
+Tensor parallel sizes stay within a node; pipeline, expert and data parallel sizes are all that the rest allows, with one, two or four
+virtual stages. Context parallelism is tried where a sequence is longer than a micro-batch, full recomputation where nothing else fits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_rl.planner import block_alignment
-from megatron_rl.planner.candidate import Candidate, Placement, Workload, has_field
+from megatron_rl.planner.candidate import Candidate, Placement, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memory, spare_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time
@@ -26,7 +25,7 @@ _ENGINE_EIGHTHS = (1, 2, 4, 6)
 
 @dataclass(frozen=True)
 class CandidateEstimate:
-    """A candidate that works, with what it needs and takes."""
+    """A candidate, with what it needs and takes."""
 
     candidate: Candidate
     memory: tuple[PhaseMemory, ...]
@@ -41,13 +40,11 @@ class CandidateEstimate:
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
-        """Seconds of a step by phase."""
-        found = self.seconds
-        return {"generate": found.generate, "logprobs": found.logprobs, "train": found.train, "sync": found.sync}
+        return {phase: getattr(self.seconds, phase) for phase in ("generate", "logprobs", "train", "sync")}
 
     @property
     def fullest(self) -> PhaseMemory:
-        return max(self.memory, key=lambda side: side.total)
+        return max(self.memory, key=lambda gpu: gpu.total)
 
 
 @dataclass(frozen=True)
@@ -62,62 +59,59 @@ class SearchResult:
 
 
 class Planner:
-    """Judges candidates of one job on one cluster; layouts that cut alike are checked once."""
+    """Estimates candidates of one workload on one cluster; layouts that cut the model alike are validated once."""
 
     def __init__(self, job: Workload, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
         self._layout_errors: dict[tuple[int, ...], bool] = {}
 
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
-        """Memory and seconds, the sync's left out. Raises GeometryError where a layout does not divide the model."""
-        sides = estimate_phase_memory(self.job, candidate)
+        """Return memory and seconds, without the sync. Raise GeometryError where a layout does not divide the model."""
+        memory = tuple(estimate_phase_memory(self.job, candidate))
         return CandidateEstimate(
-            candidate, tuple(sides), spare_bytes(sides, self.cluster), estimate_step_time(self.job, candidate, self.cluster)
+            candidate, memory, spare_bytes(memory, self.cluster), estimate_step_time(self.job, candidate, self.cluster)
         )
 
-    def with_sync(self, verdict: CandidateEstimate) -> CandidateEstimate:
-        load = estimate_sync_traffic(self.job, verdict.candidate, self.cluster)
-        return replace(verdict, sync=load, seconds=replace(verdict.seconds, sync=load.seconds))
+    def with_sync(self, estimate: CandidateEstimate) -> CandidateEstimate:
+        traffic = estimate_sync_traffic(self.job, estimate.candidate, self.cluster)
+        return replace(estimate, sync=traffic, seconds=replace(estimate.seconds, sync=traffic.seconds))
 
     def search(self, placements: tuple[Placement, ...], count: int) -> SearchResult:
-        """The `count` fastest, each training layout once, with its best engines. The sync, a second beside minutes, is planned for those
-        alone."""
+        """Return the `count` fastest, each training layout once, with its best engines.
+
+        Only those get an estimate of the sync, which is a second beside minutes.
+        """
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], CandidateEstimate] = {}
         closest: CandidateEstimate | None = None
         for candidate in self._candidates(placements):
             tried += 1
             try:
-                verdict = self._estimate_with_recompute(candidate)
+                estimate = self.estimate(candidate)
+                if not estimate.fits:
+                    estimate = self.estimate(replace(candidate, recompute="full"))
             except GeometryError:
                 dropped["do not divide the model"] += 1
                 continue
-            if not verdict.fits:
-                dropped[f"are too large in phase {verdict.fullest.phase}"] += 1
-                if (closest is None or verdict.spare > closest.spare) and not self._has_layout_error(candidate):
-                    closest = verdict
+            if not estimate.fits:
+                dropped[f"are too large in phase {estimate.fullest.phase}"] += 1
+                if (closest is None or estimate.spare > closest.spare) and not self._has_layout_error(candidate):
+                    closest = estimate
             elif self._has_layout_error(candidate):
                 dropped["cut FP8 blocks"] += 1
             else:
                 key = candidate.train, candidate.placement
-                fitting[key] = min(verdict, fitting.get(key, verdict), key=_order)
-        fastest = sorted(fitting.values(), key=_order)[:count]
-        return SearchResult(sorted(map(self.with_sync, fastest), key=_order), tried, dropped, closest)
-
-    def _estimate_with_recompute(self, candidate: Candidate) -> CandidateEstimate:
-        """`estimate`, with activations recomputed where it does not fit otherwise."""
-        verdict = self.estimate(candidate)
-        if verdict.fits or not has_field("train.recompute"):
-            return verdict
-        return self.estimate(replace(candidate, recompute="full"))
+                fitting[key] = min(estimate, fitting.get(key, estimate), key=_rank_key)
+        fastest = sorted(fitting.values(), key=_rank_key)[:count]
+        return SearchResult(sorted(map(self.with_sync, fastest), key=_rank_key), tried, dropped, closest)
 
     def _has_layout_error(self, candidate: Candidate) -> bool:
-        layout, rollout = candidate.train, (candidate.rollout_tp, candidate.rollout_ep)
-        trainer, engine = (layout.tp, layout.ep, layout.etp), rollout
+        layout, engine = candidate.train, (candidate.rollout_tp, candidate.rollout_ep)
+        trainer = layout.tp, layout.ep, layout.etp
         if trainer not in self._layout_errors:
             self._layout_errors[trainer] = block_alignment.validate_trainer_layout(self.job, layout) is not None
         if engine not in self._layout_errors:
-            self._layout_errors[engine] = block_alignment.validate_engine_layout(self.job, *rollout) is not None
+            self._layout_errors[engine] = block_alignment.validate_engine_layout(self.job, *engine) is not None
         return self._layout_errors[trainer] or self._layout_errors[engine]
 
     def _candidates(self, placements: tuple[Placement, ...]) -> Iterator[Candidate]:
@@ -131,7 +125,7 @@ class Planner:
                         yield Candidate(layout, *rollout, placement)
 
     def _rollouts(self, gpus: int) -> Iterator[tuple[int, int, int]]:
-        """(tp, ep, engines) that use these GPUs, no engine over two nodes."""
+        """Yield (tp, ep, engines) that use these GPUs, no engine over two nodes."""
         for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
             if gpus and gpus % tp == 0 and self.cluster.gpus_per_node % tp == 0:
                 yield tp, 1, gpus // tp
@@ -148,11 +142,9 @@ class Planner:
                             yield from self._interleaved(layout)
 
     def _context_sizes(self, gpus: int) -> list[int]:
-        """Above 1 where one sequence is longer than a micro-batch: elsewhere it only adds traffic."""
+        """Return context parallel sizes; above 1 only where one sequence is longer than a micro-batch: elsewhere it only adds traffic."""
         needed = self.job.max_sequence / self.job.config.train.micro_batch_tokens
-        if needed <= 1 or not has_field("train.layout.cp"):
-            return [1]
-        return [cp for cp in _powers(gpus) if cp < 2 * needed]
+        return [cp for cp in _powers(gpus) if cp < 2 * needed] if needed > 1 else [1]
 
     def _expert_layouts(self, layout: Layout) -> Iterator[Layout]:
         experts = self.job.model.experts
@@ -165,42 +157,41 @@ class Planner:
                     yield replace(layout, ep=ep, etp=etp)
 
     def _interleaved(self, layout: Layout) -> Iterator[Layout]:
-        """With one, two and four virtual stages: a smaller bubble for more activations."""
-        per_stage = self.job.model.layers // layout.pp
-        for vpp in (1, 2, 4) if layout.pp > 1 and has_field("train.layout.vpp") else (1,):
-            if per_stage % vpp == 0:
+        """Yield the layout with one, two and four virtual stages: a smaller bubble for more activations."""
+        for vpp in (1, 2, 4) if layout.pp > 1 else (1,):
+            if self.job.model.layers // layout.pp % vpp == 0:
                 yield replace(layout, vpp=vpp)
 
 
-def _order(verdict: CandidateEstimate) -> tuple[float, float]:
-    return verdict.seconds.step, -verdict.spare
+def _rank_key(estimate: CandidateEstimate) -> tuple[float, float]:
+    """Sorts the fastest first, among equals the one with most memory to spare."""
+    return estimate.seconds.step, -estimate.spare
 
 
 def _powers(limit: int) -> list[int]:
-    return [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+    return [1 << power for power in range(limit.bit_length())]
 
 
 def _divisors(length: int) -> list[int]:
     return [size for size in range(1, length + 1) if length % size == 0]
 
 
-def explain_rank(verdict: CandidateEstimate, best: CandidateEstimate) -> str:
-    """Why a candidate stands where it does: what its seconds go to, or where it loses against the best and what it gains."""
-    seconds = verdict.seconds
-    if verdict is best:
-        phase, longest = max(verdict.seconds_by_phase.items(), key=lambda item: item[1])
-        return f"the fastest that fits; {longest / sum(verdict.seconds_by_phase.values()):.0%} of its work is {phase}"
-    told = []
-    if verdict.candidate.placement != best.candidate.placement:
-        how = "one after the other" if verdict.candidate.colocated else "side by side"
-        told.append(f"{seconds.generate:.3g} s of generation and {seconds.trainer:.3g} s of training, {how}")
+def explain_rank(estimate: CandidateEstimate, best: CandidateEstimate) -> str:
+    """Return why a candidate has its rank: where the best spends its time, or what another loses and gains against the best."""
+    seconds, by_phase = estimate.seconds, estimate.seconds_by_phase
+    if estimate is best:
+        phase = max(by_phase, key=lambda phase: by_phase[phase])
+        return f"the fastest that fits; {by_phase[phase] / sum(by_phase.values()):.0%} of its work is {phase}"
+    if estimate.candidate.placement != best.candidate.placement:
+        order = "one after the other" if estimate.candidate.colocated else "side by side"
+        differences = [f"{seconds.generate:.3g} s of generation and {seconds.trainer:.3g} s of training, {order}"]
     else:
-        apart = {phase: mine - best.seconds_by_phase[phase] for phase, mine in verdict.seconds_by_phase.items()}
-        largest = sorted(apart.items(), key=lambda item: -abs(item[1]))[:2]
-        told += [f"{phase} {change:+.3g} s" for phase, change in largest if abs(change) > 0.05]
+        changes = {phase: value - best.seconds_by_phase[phase] for phase, value in by_phase.items()}
+        largest = sorted(changes, key=lambda phase: -abs(changes[phase]))[:2]
+        differences = [f"{phase} {changes[phase]:+.3g} s" for phase in largest if abs(changes[phase]) > 0.05]
     if seconds.bubble - best.seconds.bubble > 0.01:
-        told.append(f"the pipeline waits {seconds.bubble:.0%} of its time")
-    spared = (verdict.spare - best.spare) / GIB
-    if abs(spared) >= 1:
-        told.append(f"{abs(spared):.0f} GiB {'more' if spared > 0 else 'less'} free")
-    return f"{seconds.step / best.seconds.step - 1:+.1%}: {', '.join(told) or 'as good as the best'}"
+        differences.append(f"the pipeline waits {seconds.bubble:.0%} of its time")
+    spare_gib = (estimate.spare - best.spare) / GIB
+    if abs(spare_gib) >= 1:
+        differences.append(f"{abs(spare_gib):.0f} GiB {'more' if spare_gib > 0 else 'less'} free")
+    return f"{seconds.step / best.seconds.step - 1:+.1%}: {', '.join(differences) or 'as good as the best'}"

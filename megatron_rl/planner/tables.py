@@ -22,16 +22,14 @@ _WIDTH = 120
 
 
 def print_plan(plan: Plan) -> None:
-    """Everything, 120 columns wide where the output is no terminal."""
+    """Print everything, 120 columns wide where the output is no terminal."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH
     job, chosen = plan.job, plan.chosen
     console.print(_headline(job, plan.cluster), soft_wrap=True)
-    what = "As configured" if plan.configured else "The best layout"
-    console.print(
-        f"{what}: {chosen.candidate.placement}; train {chosen.candidate.describe()}; engines {chosen.candidate.describe_engines()}\n"
-    )
+    title, layouts = "As configured" if plan.configured else "The best layout", chosen.candidate
+    console.print(f"{title}: {layouts.placement}; train {layouts.describe()}; engines {layouts.describe_engines()}\n")
     console.print(_memory(chosen, plan.cluster))
     if host := count_offloaded_bytes(job, chosen.candidate):
         console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
@@ -41,9 +39,9 @@ def print_plan(plan: Plan) -> None:
     console.print(_alignment(plan))
     console.print(_sync(chosen, plan.cluster))
     console.print(_ranked(plan.search))
-    for number, verdict in enumerate(plan.search.ranked, 1):
-        console.print(f"{number}. {explain_rank(verdict, plan.search.ranked[0])}")
-        console.print(f"   {' '.join(verdict.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
+    for number, estimate in enumerate(plan.search.ranked, 1):
+        console.print(f"{number}. {explain_rank(estimate, plan.search.ranked[0])}")
+        console.print(f"   {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.search))
     console.print(
         "Memory is counted from the shards, activations by formula. Seconds are estimates, measured nowhere: "
@@ -61,16 +59,16 @@ def _headline(job: Workload, cluster: Cluster) -> str:
     )
 
 
-def _memory(verdict: CandidateEstimate, cluster: Cluster) -> Table:
-    apart = "" if verdict.candidate.colocated else "\n{}"
-    columns = [side.phase + apart.format(side.gpus) for side in verdict.memory]
+def _memory(estimate: CandidateEstimate, cluster: Cluster) -> Table:
+    gpus = estimate.memory
+    columns = [gpu.phase if estimate.candidate.colocated else f"{gpu.phase}\n{gpu.gpus}" for gpu in gpus]
     table = _table(f"GiB on the fullest GPU, of {_gib(usable_bytes(cluster))} to be used", ["", *columns])
-    for part in dict.fromkeys(part for side in verdict.memory for part in side.parts):
-        if any(side.parts.get(part) for side in verdict.memory):
-            table.add_row(part, *(_gib(side.parts.get(part, 0)) for side in verdict.memory))
+    for part in dict.fromkeys(part for gpu in gpus for part in gpu.parts):
+        if any(gpu.parts.get(part) for gpu in gpus):
+            table.add_row(part, *(_gib(gpu.parts.get(part, 0)) for gpu in gpus))
     table.add_section()
-    table.add_row("total", *(_gib(side.total) for side in verdict.memory))
-    table.add_row("free", *(_gib(usable_bytes(cluster) - side.total) for side in verdict.memory))
+    table.add_row("total", *(_gib(gpu.total) for gpu in gpus))
+    table.add_row("free", *(_gib(usable_bytes(cluster) - gpu.total) for gpu in gpus))
     return table
 
 
@@ -85,31 +83,34 @@ def _alignment(plan: Plan) -> Table:
     return table
 
 
-def _sync(verdict: CandidateEstimate, cluster: Cluster) -> Table:
-    assert verdict.sync is not None
-    title = f"One sync: {_bytes(sum(verdict.sync.total.values()))}, an estimated {verdict.sync.seconds:.2g} s without the proof"
+def _sync(estimate: CandidateEstimate, cluster: Cluster) -> Table:
+    traffic = estimate.sync
+    assert traffic is not None
+    title = f"One sync: {_bytes(sum(traffic.total.values()))}, an estimated {traffic.seconds:.2g} s without the proof"
     table = _table(title, ["link", "all GPUs", "busiest GPU", "bandwidth"])
-    rates = {"same": cluster.gpu.hbm, "node": cluster.gpu.nvlink, "network": NETWORK_BANDWIDTH}
-    names = {"same": "within a GPU", "node": "NVLink, within a node", "network": "between nodes"}
-    for link, rate in rates.items():
-        table.add_row(names[link], _bytes(verdict.sync.total[link]), _bytes(verdict.sync.busiest[link]), f"{_bytes(rate)}/s")
+    for link, name, rate in (
+        ("same", "within a GPU", cluster.gpu.hbm),
+        ("node", "NVLink, within a node", cluster.gpu.nvlink),
+        ("network", "between nodes", NETWORK_BANDWIDTH),
+    ):
+        table.add_row(name, _bytes(traffic.total[link]), _bytes(traffic.busiest[link]), f"{_bytes(rate)}/s")
     return table
 
 
-def _ranked(found: SearchResult) -> Table:
+def _ranked(search: SearchResult) -> Table:
     heads = ["", "placement", "train", "engines", "free GiB", "step s", "generate s", "train s", "sync s", "bubble"]
     table = _table("Layouts that fit, the fastest first", heads)
-    for number, verdict in enumerate(found.ranked, 1):
-        candidate, seconds = verdict.candidate, verdict.seconds
+    for number, estimate in enumerate(search.ranked, 1):
+        candidate, seconds = estimate.candidate, estimate.seconds
         times = [f"{value:.3g}" for value in (seconds.step, seconds.generate, seconds.trainer, seconds.sync)]
         names = [candidate.placement, candidate.describe(), candidate.describe_engines()]
-        table.add_row(str(number), *names, _gib(verdict.spare), *times, f"{seconds.bubble:.1%}")
+        table.add_row(str(number), *names, _gib(estimate.spare), *times, f"{seconds.bubble:.1%}")
     return table
 
 
-def _left_out(found: SearchResult) -> str:
-    reasons = ", ".join(f"{count} {why}" for why, count in found.dropped.most_common())
-    return f"{found.tried} placements tried" + (f": {reasons}" if reasons else "") + "."
+def _left_out(search: SearchResult) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in search.dropped.most_common())
+    return f"{search.tried} placements tried" + (f": {reasons}" if reasons else "") + "."
 
 
 def _table(title: str, heads: list[str], text: bool = False) -> Table:

@@ -69,12 +69,8 @@ def preflight(config: Config, data: bool = True) -> Layout:
 
 
 def _layout(config: Config) -> Layout:
-    """The trainer's layout. Raises UserError where it is none, or does not fit the number of processes that were launched."""
-    sizes = config.train.layout
-    try:
-        layout = Layout(tp=sizes.tp, pp=sizes.pp, vpp=sizes.vpp, ep=sizes.ep, etp=sizes.etp or 0, dp=sizes.dp, cp=sizes.cp)
-    except GeometryError as error:
-        raise UserError(f"train.{error.field}", error.value, error.rule, error.fix) from None
+    """Return the trainer's layout. Raise UserError where it is none, or does not fit the number of processes that were launched."""
+    layout = config.train.layout.to_layout()
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if layout.world_size != launched:
         rule = f"needs {layout.world_size} ranks (tp * cp * pp * dp), this launch has {launched}"

@@ -65,7 +65,7 @@ def test_what_a_layer_keeps_for_the_backward_pass(two, tmp_path, name, layout, p
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
     ranks = two.call("support.megatron_models:saved", folder, precision, layout, lengths, seconds=300)
     job = job_of(name, precision)
-    widths = activation_memory.formula_inputs(job, layout, sum(lengths), cpu=True)
+    inputs = activation_memory.FormulaInputs(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):
-        expected = activation_memory.count_layer_activations(job, layout, widths, job.model.has_experts(layer))
+        expected = activation_memory.count_layer_activations(inputs, job.model.has_experts(layer))
         assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer

@@ -16,7 +16,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.config.cross_checks import check_placement
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
-from megatron_rl.planner.candidate import Candidate, Workload, get_setting, has_field
+from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, GPUS, Cluster
 from megatron_rl.planner.search import Planner, explain_rank
 from megatron_rl.planner.sync_traffic import estimate_sync_traffic
@@ -105,9 +105,9 @@ def test_the_engine_holds_what_the_sync_plan_writes():
 
 def test_in_fp8_rollout_a_sync_makes_the_blocks():
     rollout = job(precision={"mode": "fp8_rollout"})
-    made = memory.count_sync_quantisation(rollout, Candidate(Layout()), 0)
+    made = memory.count_sync_quantization(rollout, Candidate(Layout()), 0)
     assert made == memory.count_trainer_memory(job(), Candidate(Layout()), 0).blocks
-    assert memory.count_sync_quantisation(job(), Candidate(Layout()), 0) == 0
+    assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 
 
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
@@ -206,15 +206,11 @@ def test_alignment_names_what_is_cut():
     assert "cuts a 128x128 FP8 block" in line and "train layouts that work: tp=4 ep=1 etp=2" in line
 
 
-def test_only_fields_that_exist_are_suggested():
-    assert has_field("train.layout.tp") and not has_field("train.layout.nothing") and not has_field("train.layout.tp.more")
+def test_only_fields_that_differ_are_suggested():
     config = load_config(ROOT / "configs" / "quickstart.toml")
-    assert get_setting(config, "train.layout.nothing", 7) == 7 and get_setting(config, "train.layout.tp", 7) == 1
     words = Candidate(Layout(tp=2, pp=2, dp=2), 2).overrides(config)
     assert {"--train.layout.tp=2", "--train.layout.pp=2", "--train.layout.dp=2", "--rollout.tp=2"} <= set(words)
-    assert all(has_field(word.removeprefix("--").partition("=")[0]) for word in words)
-    cluster = Cluster.from_options(1, 1, "h100")
-    assert Candidate.from_config(config, cluster).overrides(config) == []
+    assert Candidate.from_config(config).overrides(config) == []
 
 
 ALONE = "--placement.kind=disaggregated"
