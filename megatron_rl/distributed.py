@@ -1,4 +1,4 @@
-"""Work that only rank 0 does, with its result or its failure told to every rank, so that none waits for a dead one."""
+"""Work that only rank 0 does: its result or its error reaches every rank, so that none waits for a dead one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ T = TypeVar("T")
 
 
 def is_rank0() -> bool:
-    """True in a world of one process as well."""
+    """Return whether this is rank 0; True in a world of one process as well."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def run_on_rank0(call: Callable[[], T]) -> T:
-    """Runs `call` on rank 0 and returns its (picklable) result on every rank; an expected error is raised on every rank."""
+    """Run `call` on rank 0 and return its (picklable) result on every rank; an expected error is raised on every rank. Collective."""
     outcome: list[object] = [None, None]
     if is_rank0():
         try:
@@ -32,24 +32,24 @@ def run_on_rank0(call: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def gather_from_ranks(mine: T) -> list[T]:
-    """Every rank's (picklable) value, in rank order. Collective."""
+def gather_from_ranks(value: T) -> list[T]:
+    """Return every rank's (picklable) value, in rank order. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return cast(list[T], found)
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return cast(list[T], values)
 
 
 def raise_on_all_ranks(error: MegatronRLError | None) -> None:
-    """Every rank tells what went wrong on it, or None; the first error is raised on all of them. Collective."""
-    for told in gather_from_ranks(error):
-        if told is not None:
-            raise told
+    """Raise the first rank's error on all ranks; each rank passes its own error, or None. Collective."""
+    for rank_error in gather_from_ranks(error):
+        if rank_error is not None:
+            raise rank_error
 
 
 def to_lost_rank_error(error: BaseException) -> RunError | None:
-    """The line to show for an error by which torch says that another rank is gone; None for any other error."""
+    """Return the error to show if `error` is how torch reports that another rank is gone; None for any other error."""
     if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "gloo" in str(error)):
         return None
     line = str(error).strip().partition("\n")[0]

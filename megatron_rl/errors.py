@@ -1,8 +1,7 @@
 """The project's exceptions: one family, two exit codes.
 
-`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3), and `EngineLostError` one
-that may still be mended.
-Both print as one line without a traceback; every other exception is a bug and keeps its traceback.
+`UserError` is a mistake in what the user gave (exit code 2); `RunError` is a run that broke (exit code 3), and `EngineLostError` one that a
+new engine may repair. Both print as one line without a traceback; every other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -43,4 +42,4 @@ class RunError(MegatronRLError):
 
 
 class EngineLostError(RunError):
-    """An engine, or the connection to one, was lost. What was under way can be done anew with an engine that takes its place."""
+    """An engine, or the connection to one, was lost. The call can be repeated with an engine that takes its place."""

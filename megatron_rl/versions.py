@@ -1,4 +1,4 @@
-"""Versions of what shapes a run's numbers, for run.json and the report."""
+"""Versions of the packages that decide a run's numbers, for run.json and the report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PACKAGES = ("megatron-rl", "torch", "megatron-core", "sglang", "transformers", 
 
 
 def collect_versions() -> dict[str, str]:
-    """Name -> version of every package of the list that is installed, and of Python."""
-    found = {"python": platform.python_version()}
+    """Return name -> version of Python and of every listed package that is installed."""
+    versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions

@@ -29,7 +29,7 @@ from megatron_rl.evaluation.sampling import CompletionsFile, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.observability.console import ProgressDisplay
-from megatron_rl.observability.run_log import make_unique_folder
+from megatron_rl.observability.files import make_unique_folder
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_tables import print_results

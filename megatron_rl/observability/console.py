@@ -1,6 +1,6 @@
-"""What a person sees while a run goes on: one line per step, and on a terminal a bar below that moves.
+"""The console of a run: one line per step, and on a terminal a progress bar below.
 
-The line is built once, as a rich `Text`; a terminal gets its colours, a log file gets its plain characters. So both say the same.
+The line is built once, as a rich `Text`: a terminal gets its colours, a log file its plain characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MetricValue = float | int | None
 
 
 def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
-    """What one row says about its sync, and whether all is well: ("28/28 tensors, proof ok", True). ("", True) for no sync."""
+    """Return the verdict on a row's sync, and whether it is good: ("28/28 tensors, proof ok", True); ("", True) for no sync."""
     tensors, proved = metrics.get("sync/tensors"), metrics.get("sync/proved")
     if tensors is None:
         return "", True
@@ -30,7 +30,7 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
 
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
-    """One step in one line. Only what was measured is shown; a value that is not finite (None) is shown as such."""
+    """Return one step in one line. Only what was measured is shown; a value that is not finite (None) is shown as such."""
     parts: list[tuple[str, str]] = [(f"step {metrics['step']}/{total_steps or '?'}", "bold")]
 
     def add(key: str, form: str, style: str = "") -> None:
@@ -58,14 +58,14 @@ def _megabytes(size: MetricValue) -> str:
 
 
 class ProgressDisplay:
-    """Prints lines. On a terminal a bar stays below them: what is being done now, steps, time elapsed and left."""
+    """Prints lines. On a terminal a bar stays below them: the phase, steps, time elapsed and left."""
 
     def __init__(self, total_steps: int) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False)
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            words = TextColumn("{task.description}", markup=False)
-            columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            phase = TextColumn("{task.description}", markup=False)
+            columns = (phase, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             # Output of others (engine, libraries) goes past rich untouched: a bar that swallows it would hide errors.
             self._bar = Progress(*columns, console=self._console, redirect_stdout=False, redirect_stderr=False, transient=True)
             self._task = self._bar.add_task("starting", total=total_steps or None)
@@ -73,24 +73,24 @@ class ProgressDisplay:
             atexit.register(self.close)  # gives the cursor back however the program ends
 
     def print_line(self, text: Text | str) -> None:
-        """Prints one line; never broken at 80 columns where the output is a file. What the console cannot write is escaped."""
+        """Print one line, never broken at 80 columns if the output is a file. What the console cannot write is escaped."""
         if isinstance(text, str):
             text = text.encode(self._console.encoding, "backslashreplace").decode(self._console.encoding)
         self._console.print(text, soft_wrap=True)
         self._console.file.flush()
 
     def set_phase(self, phase: str) -> None:
-        """Says on the bar what is being done; nothing where there is no terminal."""
+        """Show the phase on the bar, if there is one."""
         if self._bar:
             self._bar.update(self._task, description=phase)
 
     def set_step(self, step: int) -> None:
-        """Moves the bar to `step`."""
+        """Move the bar to `step`."""
         if self._bar:
             self._bar.update(self._task, completed=step)
 
     def close(self) -> None:
-        """Removes the bar. May be called twice."""
+        """Remove the bar. May be called twice."""
         if self._bar:
             self._bar.stop()
             self._bar = None

@@ -1,13 +1,13 @@
-"""A run that stands still says where each of its ranks stands, and ends. Needs no torch.
+"""Ends a run that hangs, after naming the phase that each of its ranks is in. Needs no torch.
 
-    RUN_DIR/ranks/rank_00001.json   the phase that rank 1 is in and since when; how old the file is tells when rank 1 was heard last
-    RUN_DIR/ranks/rank_00001.log    what rank 1 logged, and its stacks where the run stood still (rank_log.py)
-    RUN_DIR/ranks/stuck             there once a rank finds that the run stands still, and in the end holds the line about all ranks
+    RUN_DIR/ranks/rank_00001.json   the phase of rank 1 and the seconds in it; the file's age tells when rank 1 was last seen
+    RUN_DIR/ranks/rank_00001.log    what rank 1 logged, and the stacks of its threads if the run hung (rank_log.py)
+    RUN_DIR/ranks/stuck             exists once a rank finds that the run hangs; in the end it holds the line about all ranks
 
 A rank writes its file when it enters a phase, and a thread of it does so every few seconds. A rank alone cannot tell whether it waits
-rightly: all ranks wait for rank 0 while the engine generates. So a run stands still when not one rank has entered a phase for
-`log.stuck_after` seconds. Then every rank that still can writes down the stacks of its threads, the first of these speaks for all, and
-they end with exit code 3. What is left of the run then, such as a rank that is held, is for torchrun or srun to end.
+rightly: all ranks wait for rank 0 while the engine generates. So a run hangs when no rank at all has entered a phase for
+`log.stuck_after` seconds. Then every rank that can dumps the stacks of its threads, the first of these reports for all, and they end with
+exit code 3. What is left of the run then, such as a stopped rank, torchrun or srun ends.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import IO
 
 from megatron_rl.errors import RunError
+from megatron_rl.observability.files import replace_file
 
 _MAX_INTERVAL = 30.0
-"""Seconds between two signs of life, most."""
+"""Most seconds between two writes of a rank's file."""
 _REPORT_SECONDS = 60.0
-"""Seconds that a rank may take to say what is to be said before it ends all the same."""
+"""Seconds that the report of a hang may take before its rank ends all the same."""
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank stands, as its file tells."""
+    """What the file of a rank says."""
 
     rank: int
     host: str
@@ -44,30 +45,30 @@ class RankStatus:
     seconds: float
     """In that phase, when the file was written."""
     limit: float
-    """Seconds that the phase ends after by itself; they do not count."""
+    """Seconds after which the phase ends by itself; they do not count."""
     noted: bool = False
     """Its stacks are in its log."""
     last_seen: float = 0.0
     """When the file was written, in seconds of the file system's clock."""
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.phase} of step {self.step}" if self.step else self.phase
 
     def idle_seconds(self, now: float) -> float:
-        """Seconds without a new phase that count, at `now` of the file system's clock."""
+        """Return the seconds without a new phase that count, at `now` of the file system's clock."""
         return self.seconds + now - self.last_seen - self.limit
 
 
 class HangWatchdog:
-    """One rank's watch: the run's own threads call `enter_phase`, all else happens in a thread of the watch.
+    """Watchdog of one rank: the run's own threads call `enter_phase`, all else happens in the watchdog's thread.
 
-    `log` gets the stacks. `on_hang` is called on the one rank that speaks, with the line about all.
+    The stacks go to `log`. On the one rank that reports, `notify` gets the line about all ranks.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, stuck_after: float, log: IO[str], on_hang: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, stuck_after: float, log: IO[str], notify: Callable[[str], None]) -> None:
         self._folder, self._rank, self._size, self._stuck_after = folder, rank, size, stuck_after
-        self._log, self._on_hang = log, on_hang
+        self._log, self._notify = log, notify
         self._interval = min(stuck_after / 20, _MAX_INTERVAL)
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._phase, self._step, self._limit, self._since, self._stacks_dumped = "start", 0, 0.0, time.monotonic(), False
@@ -79,157 +80,163 @@ class HangWatchdog:
         """See the module's `enter_phase`."""
         with self._lock:
             self._limit, self._since = limit, time.monotonic()
-            if threading.current_thread() is threading.main_thread():  # others work ahead: the run goes on, but is not where they are
+            if threading.current_thread() is threading.main_thread():  # other threads show that the run goes on, not where it is
                 self._phase, self._step = phase, self._step if step is None else step
         self._write_status()
 
     def close(self) -> None:
-        """Ends the watch; not while it says its last words."""
+        """End the watchdog, but not while it reports a hang."""
         self._closed.set()
         self._thread.join(2 * _REPORT_SECONDS)
 
     def _run(self) -> None:
-        before = time.monotonic()
+        last_check = time.monotonic()
         while not self._closed.wait(self._interval):
             now = time.monotonic()
-            held, before = now - before - 2 * self._interval, now
-            if held > 0:  # so was this process, or its machine: SLURM suspends whole jobs
+            suspended, last_check = now - last_check - 2 * self._interval, now
+            if suspended > 0:  # this process, or its machine, did not run: SLURM suspends whole jobs
                 with self._lock:
-                    self._since += held
+                    self._since += suspended
             self._write_status()
             if (self._folder / "stuck").exists() or self._is_hung():
                 self._abort()
 
     def _write_status(self) -> None:
-        """Replaces this rank's file, in one piece. A disk that refuses costs the news, not the run."""
+        """Replace this rank's file. A disk that refuses costs the status, not the run."""
         with self._lock, suppress(OSError):
-            seconds = round(time.monotonic() - self._since, 3)
             place = {"rank": self._rank, "host": socket.gethostname(), "pid": os.getpid(), "phase": self._phase, "step": self._step}
-            told = {**place, "seconds": seconds, "limit": self._limit, "noted": self._stacks_dumped}
-            file = _file(self._folder, self._rank)
-            hidden = file.with_name(f".{file.name}")
-            hidden.write_text(json.dumps(told))
-            os.replace(hidden, file)
+            seconds = round(time.monotonic() - self._since, 3)
+            status = {**place, "seconds": seconds, "limit": self._limit, "noted": self._stacks_dumped}
+            replace_file(_status_file(self._folder, self._rank), json.dumps(status))
 
     def _is_hung(self) -> bool:
         if time.monotonic() - self._since - self._limit < self._stuck_after:
             return False
-        now, stands = self._read_statuses()
-        return bool(stands) and all(stand.idle_seconds(now) >= self._stuck_after for stand in stands)
+        now, statuses = self._read_statuses()
+        return bool(statuses) and all(status.idle_seconds(now) >= self._stuck_after for status in statuses)
 
     def _read_statuses(self) -> tuple[float, list[RankStatus]]:
-        """(the file system's time, what the ranks told last); (0, []) where this rank's own file cannot be read: time is unknown then."""
+        """Return (the file system's time, statuses of all ranks that wrote one); (0, []) if this rank's own file, which tells the time,
+        cannot be read."""
         own = read_rank_status(self._folder, self._rank)
-        found = [read_rank_status(self._folder, rank) for rank in range(self._size)]
-        return (own.last_seen, [stand for stand in found if stand]) if own else (0.0, [])
+        statuses = [read_rank_status(self._folder, rank) for rank in range(self._size)]
+        return (own.last_seen, [status for status in statuses if status]) if own else (0.0, [])
 
     def _abort(self) -> None:
-        """The end of this process, whatever happens in here. The others look as often as this rank does, so they are waited for."""
+        """Dump the stacks, report, and end this process whatever happens in here."""
         faulthandler.dump_traceback_later(_REPORT_SECONDS + 4 * self._interval, exit=True, file=self._log)
         try:
-            stuck = self._folder / "stuck"
-            stuck.touch()
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run stands still; the threads of this rank:", file=self._log, flush=True)
-            faulthandler.dump_traceback(self._log)
-            self._stacks_dumped = True
-            self._wait(self._all_stacks_dumped, 3 * self._interval)
-            now, stands = self._read_statuses()
-            if self._rank == min(stand.rank for stand in stands if not self._is_silent(stand, now)):
-                line = (
-                    f"{describe_ranks(stands, now, self._is_silent)}; no rank entered a phase for {self._stuck_after:g} s (log.stuck_after)"
-                )
-                self._on_hang(f"the run stands still: {line}; stacks: {self._folder}/rank_*.log")
-                stuck.write_text(f"{line}\n")
-            else:
-                self._wait(lambda: stuck.stat().st_size > 0, _REPORT_SECONDS)
+            (self._folder / "stuck").touch()  # all other ranks abort as well
+            self._dump_stacks()
+            self._report()
         finally:
             os._exit(RunError.exit_code)
 
-    def _all_stacks_dumped(self) -> bool:
-        now, stands = self._read_statuses()
-        return all(stand.noted or self._is_silent(stand, now) for stand in stands)
+    def _dump_stacks(self) -> None:
+        """Write the stacks of this rank's threads, and wait for those of all ranks that are not silent."""
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} the run stands still; the threads of this rank:", file=self._log, flush=True)
+        faulthandler.dump_traceback(self._log)
+        self._stacks_dumped = True
+        self._wait(self._all_stacks_dumped, 3 * self._interval)
 
-    def _is_silent(self, stand: RankStatus, now: float) -> bool:
-        return now - stand.last_seen > 3 * self._interval
+    def _report(self) -> None:
+        """Report the statuses of all ranks on the first rank that is not silent; wait for this report on the others."""
+        stuck = self._folder / "stuck"
+        now, statuses = self._read_statuses()
+        if self._rank != min(status.rank for status in statuses if not self._is_silent(status, now)):
+            return self._wait(lambda: stuck.stat().st_size > 0, _REPORT_SECONDS)
+        line = f"{describe_ranks(statuses, now, self._is_silent)}; no rank entered a phase for {self._stuck_after:g} s (log.stuck_after)"
+        self._notify(f"the run stands still: {line}; stacks: {self._folder}/rank_*.log")
+        stuck.write_text(f"{line}\n")
+
+    def _all_stacks_dumped(self) -> bool:
+        now, statuses = self._read_statuses()
+        return all(status.noted or self._is_silent(status, now) for status in statuses)
+
+    def _is_silent(self, status: RankStatus, now: float) -> bool:
+        return now - status.last_seen > 3 * self._interval
 
     def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Waits for a condition, or for so long; this rank is heard meanwhile."""
+        """Wait for a condition, at most for `seconds`; go on writing this rank's file meanwhile."""
         deadline = time.monotonic() + seconds
         while not condition() and time.monotonic() < deadline:
             time.sleep(self._interval / 4)
             self._write_status()
 
 
-_watch: HangWatchdog | None = None
+_watchdog: HangWatchdog | None = None
 
 
 @contextmanager
-def watch_for_hangs(run: Path, rank: int, size: int, stuck_after: float, log: IO[str], on_hang: Callable[[str], None]) -> Iterator[None]:
-    """The watch of rank `rank` of `size` over the run in that folder; none where `stuck_after` is 0. See `HangWatchdog`."""
-    global _watch
+def watch_for_hangs(run: Path, rank: int, size: int, stuck_after: float, log: IO[str], notify: Callable[[str], None]) -> Iterator[None]:
+    """Watch rank `rank` of `size` of the run in that folder; not if `stuck_after` is 0. See `HangWatchdog`."""
+    global _watchdog
     if not stuck_after:
         yield
         return
-    _watch = HangWatchdog(run / "ranks", rank, size, stuck_after, log, on_hang)
+    _watchdog = HangWatchdog(run / "ranks", rank, size, stuck_after, log, notify)
     try:
         yield
     finally:
-        _watch.close()
-        _watch = None
+        _watchdog.close()
+        _watchdog = None
 
 
 def clear_rank_files(run: Path) -> None:
-    """Forgets where the ranks of a run that goes on stood; before any of them watches. Their logs stay."""
-    for old in [*(run / "ranks").glob("rank_*.json"), run / "ranks" / "stuck"]:
-        old.unlink(missing_ok=True)
+    """Remove the ranks' files of a run that is resumed, before any rank watches; their logs stay."""
+    for file in [*(run / "ranks").glob("rank_*.json"), run / "ranks" / "stuck"]:
+        file.unlink(missing_ok=True)
 
 
 def enter_phase(phase: str, step: int | None = None, limit: float = 0.0) -> None:
-    """This rank enters a phase: the run goes on. `step`: the RL step from now on; `limit`: seconds after which something else ends the
-    phase, which count as no standstill. Without effect where nobody watches."""
-    if _watch is not None:
-        _watch.enter_phase(phase, step, limit)
+    """Record that this rank enters a phase, so that the run does not hang; without effect while no watchdog runs.
+
+    `step`: the RL step from now on. `limit`: seconds after which something else ends the phase; they do not count.
+    """
+    if _watchdog is not None:
+        _watchdog.enter_phase(phase, step, limit)
 
 
 def read_rank_status(folder: Path, rank: int) -> RankStatus | None:
-    """What a rank told last; None where it told nothing yet."""
+    """Return the newest status of a rank; None if it has written none."""
     try:
-        with _file(folder, rank).open() as file:  # opened first: NFS then looks at the server
+        with _status_file(folder, rank).open() as file:  # opened before its time is read: NFS then asks the server
             return RankStatus(**json.load(file), last_seen=os.fstat(file.fileno()).st_mtime)
     except (OSError, ValueError, TypeError):
         return None
 
 
-def describe_ranks(stands: Sequence[RankStatus], now: float, is_silent: Callable[[RankStatus, float], bool]) -> str:
-    """Where the ranks stand, in one line; those that stand in one place together, those that are not heard by themselves."""
-    places: dict[str, list[RankStatus]] = {}
-    for stand in stands:
-        if not is_silent(stand, now):
-            places.setdefault(stand.place, []).append(stand)
+def describe_ranks(statuses: Sequence[RankStatus], now: float, is_silent: Callable[[RankStatus, float], bool]) -> str:
+    """Return one line on where the ranks are: those in one location together, silent ones each by itself."""
+    by_location: dict[str, list[RankStatus]] = {}
+    for status in statuses:
+        if not is_silent(status, now):
+            by_location.setdefault(status.location, []).append(status)
     parts = [
-        f"{_ranks([one.rank for one in here])}: in {place} for {max(one.seconds + now - one.last_seen for one in here):.0f} s"
-        for place, here in places.items()
+        f"{_format_ranks([status.rank for status in group])}: in {location} "
+        f"for {max(status.seconds + now - status.last_seen for status in group):.0f} s"
+        for location, group in by_location.items()
     ]
     parts += [
-        f"rank {stand.rank}: in {stand.place}, not heard for {now - stand.last_seen:.0f} s "
-        f"(process {stand.pid} on {stand.host}: held, or gone)"
-        for stand in stands
-        if is_silent(stand, now)
+        f"rank {status.rank}: in {status.location}, not heard for {now - status.last_seen:.0f} s "
+        f"(process {status.pid} on {status.host}: held, or gone)"
+        for status in statuses
+        if is_silent(status, now)
     ]
     return "; ".join(parts)
 
 
-def _ranks(numbers: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     """ "ranks 0, 2-5" """
     runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
         else:
-            runs.append([number])
-    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(names)}"
+            runs.append([rank])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
-def _file(folder: Path, rank: int) -> Path:
+def _status_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank:05d}.json"

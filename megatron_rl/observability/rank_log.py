@@ -1,5 +1,5 @@
-"""The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of every library, its end if that is an error, and where it
-stood when it crashed or the run stood still. What all ranks have in common is in run.log."""
+"""The log of one rank, RUN_DIR/ranks/rank_00000.log: warnings and errors of every library, the error it ended with, and the stacks of its
+threads if it crashed or the run hung. What all ranks have in common is in run.log."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 @contextmanager
 def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
-    """The open log, to which this process's warnings go from now on too. A run that goes on writes on in it.
+    """Open the log for appending and send this process's warnings to it as well.
 
-    An exception that leaves the `with` block is written, a bug with its traceback; a fatal signal with the stacks of all threads.
+    An exception that leaves the `with` statement is written, a bug with its traceback; a fatal signal with the stacks of all threads.
     """
     folder = run / "ranks"
     folder.mkdir(exist_ok=True)
     with (folder / f"rank_{rank:05d}.log").open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
         file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} rank {rank} of {size}: process {os.getpid()} on {socket.gethostname()}\n")
-        handlers = _listen(file)
+        handlers = _add_handlers(file)
         faulthandler.enable(file)
         try:
             yield file
@@ -45,12 +45,12 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
                 logging.getLogger().removeHandler(handler)
 
 
-def _listen(file: IO[str]) -> list[logging.Handler]:
-    """Warnings go to the file, and where they went before: without handlers, logging writes them to stderr by its last resort."""
-    root = logging.getLogger()
-    handlers: list[logging.Handler] = [logging.StreamHandler(file)]
-    handlers[0].setFormatter(logging.Formatter(_FORMAT))
-    handlers[0].setLevel(logging.WARNING)
+def _add_handlers(file: IO[str]) -> list[logging.Handler]:
+    """Log warnings to the file and to where they went before: without handlers, logging writes them to stderr by its last resort."""
+    root, handler = logging.getLogger(), logging.StreamHandler(file)
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setLevel(logging.WARNING)
+    handlers: list[logging.Handler] = [handler]
     if not root.handlers and logging.lastResort is not None:
         handlers.append(logging.lastResort)
     for handler in handlers:

@@ -1,12 +1,12 @@
-"""The run folder: all that a run writes about itself, and how to read it back.
+"""The run folder: what a run writes about itself, and how to read it back.
 
     run.json        what was started, with which configuration and versions, and how it ended
     metrics.jsonl   one JSON object per step; flat keys such as "reward/mean", numbers as values
     samples.jsonl   some completions of each step
     run.log         the lines that the console showed
     tensorboard/    the metrics again, for TensorBoard
-    checkpoints/    see docs/guides/checkpoints.md; a run that goes on from one writes on in the same folder
-    ranks/          a log of each rank, and where it stands (megatron_rl.observability.rank_log, megatron_rl.observability.hang_watchdog)
+    checkpoints/    see docs/guides/checkpoints.md; a resumed run writes on in the same folder
+    ranks/          a log and the phase of each rank (megatron_rl.observability.rank_log, megatron_rl.observability.hang_watchdog)
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
 
 A crash may come at any moment, so each metrics line is on the disk before the next step starts, and a run counts as finished only
@@ -25,19 +25,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Protocol
+from typing import IO, Any, Literal
 
 from megatron_rl.errors import UserError
 from megatron_rl.observability.console import MetricValue, ProgressDisplay, progress_line
+from megatron_rl.observability.files import make_unique_folder, replace_file
 
-Status = Literal["running", "finished", "broken"]
 _INTEGER_KEYS = ("step", "policy_version")
-
-
-class _ScalarWriter(Protocol):
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class RunLog:
@@ -46,39 +40,38 @@ class RunLog:
     As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], scalars: _ScalarWriter, lock: IO[str]) -> None:
+    def __init__(self, folder: Path, run: dict[str, Any], purge_step: int | None = None) -> None:
+        """`run`: run.json; `purge_step`: the first step that TensorBoard is to forget. Raises UserError for a folder that another process
+        still writes, OSError for one that cannot be written."""
+        from torch.utils.tensorboard import SummaryWriter  # here, so that reading a run needs no torch
+
         self.dir = folder
         self._run = run
-        self._scalars = scalars
         self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
+        lock = _lock_folder(folder)
+        self._scalars: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         self._files: dict[str, IO[str]] = {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
         self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
         self._files["lock"] = lock
         self._write_run()
-        self._screen = ProgressDisplay(self._total_steps)
+        self._display = ProgressDisplay(self._total_steps)
 
     @classmethod
     def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
-        """Makes `parent/YYYY-mm-dd_HH-MM-SS` and points `parent/latest` at it.
+        """Make `parent/YYYY-mm-dd_HH-MM-SS` and point `parent/latest` at it.
 
         `config` is the whole configuration as plain data, `versions` maps a package to its version.
-        Raises UserError("log.dir") where the folder cannot be made.
+        Raises UserError("log.dir") if the folder cannot be made.
         """
-        from torch.utils.tensorboard import SummaryWriter  # here, so that reading a run needs no torch
-
         started = datetime.now().astimezone()
         try:
             folder = make_unique_folder(parent, started.strftime("%Y-%m-%d_%H-%M-%S"))
         except OSError as error:
             rule = f"cannot make the run's folder ({error.strerror})"
             raise UserError("log.dir", str(parent), rule, "name a folder you can write to") from None
-        run = {
-            "status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), "ended": None,
-            "argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid(), "versions": versions, "config": config,
-        }  # fmt: skip
-        lock = _lock_folder(folder)
-        log = cls(folder, run, SummaryWriter(str(folder / "tensorboard")), lock)
+        run = {"status": "running", "reason": "", "started": started.isoformat(timespec="seconds"), **_describe_launch(config, versions)}
+        log = cls(folder, run)
         log.write_event(f"run folder: {folder}")
         try:
             _point_latest(parent, folder.name)
@@ -88,19 +81,14 @@ class RunLog:
 
     @classmethod
     def reopen(cls, folder: Path, config: dict[str, Any], versions: dict[str, str], step: int) -> RunLog:
-        """Goes on in the folder of a run that stopped, as if nothing had been recorded after `step`.
+        """Go on in the folder of a run that stopped, as if nothing had been recorded after `step`.
 
-        Raises UserError("checkpoint.resume") where another process still writes it, or it cannot be written.
+        Raises UserError("checkpoint.resume") if another process still writes it, or it cannot be written.
         """
-        from torch.utils.tensorboard import SummaryWriter
-
-        run, now = read_run(folder), datetime.now().astimezone().isoformat(timespec="seconds")
-        run |= {"status": "running", "reason": "", "ended": None, "versions": versions, "config": config}
-        run |= {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
-        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": now}]
+        run = read_run(folder) | _describe_launch(config, versions)
+        run["resumed"] = [*run.get("resumed", []), {"step": step, "at": datetime.now().astimezone().isoformat(timespec="seconds")}]
         try:
-            lock = _lock_folder(folder)
-            log = cls(folder, run, SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1), lock)
+            log = cls(folder, run, purge_step=step + 1)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _truncate_after(folder / name, step)
         except OSError as error:
@@ -108,17 +96,17 @@ class RunLog:
         return log
 
     def write_event(self, text: str) -> None:
-        """Says one thing: one line on the console and, with the time, in run.log. Line breaks become " | "."""
+        """Print one line and write it, with the time, to run.log. Line breaks become " | "."""
         text = " | ".join(text.splitlines())
-        self._screen.print_line(text)
+        self._display.print_line(text)
         self._write_log(text)
 
     def set_phase(self, phase: str) -> None:
-        """Tells a watching terminal what the run is doing ("generate", "train", ...); written nowhere."""
-        self._screen.set_phase(phase)
+        """Show on a terminal what the run is doing ("generate", "train", ...); written nowhere."""
+        self._display.set_phase(phase)
 
     def write_step(self, metrics: Mapping[str, float]) -> None:
-        """Records one step. `metrics` must hold "step"; the row also gets "unix_time", the second it was written."""
+        """Record one step. `metrics` must hold "step"; the row also gets "unix_time", the second it was written."""
         row: dict[str, MetricValue] = {key: _json_number(key, value) for key, value in metrics.items()}
         row["unix_time"] = round(datetime.now().timestamp(), 3)
         self._append("metrics.jsonl", [row])
@@ -128,23 +116,23 @@ class RunLog:
                 self._scalars.add_scalar(key, float(value), step)
         self._scalars.flush()
         line = progress_line(row, self._total_steps)
-        self._screen.print_line(line)
-        self._screen.set_step(step)
+        self._display.print_line(line)
+        self._display.set_step(step)
         self._write_log(line.plain)
-        if broken := [key for key, value in row.items() if value is None]:
-            self.write_event(f"step {step}: not finite: {', '.join(broken)}")
+        if not_finite := [key for key, value in row.items() if value is None]:
+            self.write_event(f"step {step}: not finite: {', '.join(not_finite)}")
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Keeps completions of a step: level, prompt, completion, answer, reward, correct, advantage, finish_reason, error."""
+        """Record completions of a step: level, prompt, completion, answer, reward, correct, advantage, finish_reason, error."""
         self._append("samples.jsonl", [{"step": step, **row} for row in rows])
 
     def finish(self, status: Literal["finished", "broken"], reason: str = "") -> None:
-        """Ends the run in run.json and closes all files. A broken run stays broken: a later "finished" changes nothing."""
+        """End the run in run.json and close all files. A broken run stays broken: a later "finished" changes nothing."""
         if self._run["status"] == "broken" or self._run["status"] == status:
             return
         self._run.update(status=status, reason=reason, ended=datetime.now().astimezone().isoformat(timespec="seconds"))
         self._write_run()
-        self._screen.close()
+        self._display.close()
         if not self._files["run.log"].closed:
             self.write_event(f"run {status}: {reason}" if reason else f"run {status}")
         self._scalars.close()
@@ -171,17 +159,12 @@ class RunLog:
         self._files["run.log"].flush()
 
     def _write_run(self) -> None:
-        """Replaces run.json in one piece: a reader sees the old one or the new one, never half of it."""
-        temporary = self.dir / "run.json.tmp"
-        with temporary.open("w") as file:
-            json.dump(_replace_non_finite(self._run), file, indent=2, default=_to_json_value, allow_nan=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.dir / "run.json")
+        text = json.dumps(_replace_non_finite(self._run), indent=2, default=_to_json_value, allow_nan=False)
+        replace_file(self.dir / "run.json", text, durable=True)
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """run.json of a run. Raises UserError("RUN_DIR") where `folder` is no run folder or run.json is damaged."""
+    """Return run.json of a run. Raises UserError("RUN_DIR") if `folder` is no run folder or run.json is damaged."""
     fix = "name the folder of one run, such as runs/quickstart/latest"
     if not folder.is_dir():
         raise UserError("RUN_DIR", str(folder), "is no folder", fix)
@@ -197,17 +180,15 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, MetricValue]]:
-    """The rows of metrics.jsonl, oldest first; [] before the first step. A torn last line is left out and said so on stderr."""
-    return _read_and_warn(folder / "metrics.jsonl")
-
-
-def read_samples(folder: Path) -> list[dict[str, Any]]:
-    """The rows of samples.jsonl, oldest first; as `read_metrics` in all else."""
-    return _read_and_warn(folder / "samples.jsonl")
+    """Return the rows of metrics.jsonl, oldest first; [] before the first step. A torn last line is left out, with a warning on stderr."""
+    rows, warning = read_jsonl(folder / "metrics.jsonl")
+    if warning:
+        print(warning, file=sys.stderr)
+    return rows
 
 
 def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a JSONL file, and a remark ("" for none) where its last line was torn by a crash and left out.
+    """Return the rows of a JSONL file, and a warning ("" for none) if its last line was torn by a crash and left out.
 
     Raises UserError("RUN_DIR") with file and line for damage anywhere else.
     """
@@ -218,29 +199,28 @@ def read_jsonl(path: Path) -> tuple[list[dict[str, Any]], str]:
     except OSError as error:
         raise UserError("RUN_DIR", str(path), f"cannot be read ({error.strerror})", "check its permissions") from None
     rows: list[dict[str, Any]] = []
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    for number, line in numbered:
+    numbered_lines = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    for number, line in numbered_lines:
         try:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("no JSON object")
         except ValueError:
-            if number == numbered[-1][0]:
+            if number == numbered_lines[-1][0]:
                 return rows, f"{path.name}: the last line (line {number}) is torn and was left out"
             raise UserError("RUN_DIR", str(path), f"line {number} is no JSON object", "restore the file or remove the line") from None
         rows.append(row)
     return rows, ""
 
 
-def _read_and_warn(path: Path) -> list[dict[str, Any]]:
-    rows, remark = read_jsonl(path)
-    if remark:
-        print(remark, file=sys.stderr)
-    return rows
+def _describe_launch(config: dict[str, Any], versions: dict[str, str]) -> dict[str, Any]:
+    """Return what run.json says of a run that this process starts or resumes."""
+    process = {"argv": sys.argv, "host": socket.gethostname(), "pid": os.getpid()}
+    return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "config": config}
 
 
 def _lock_folder(folder: Path) -> IO[str]:
-    """An open file that locks the folder until it is closed or this process ends, however it ends. A file system without locks has none."""
+    """Return an open file that locks the folder until it is closed or this process ends in any way; some file systems have no locks."""
     file = (folder / "run.log").open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -253,7 +233,7 @@ def _lock_folder(folder: Path) -> IO[str]:
 
 
 def _truncate_after(path: Path, step: int) -> None:
-    """Leaves out every line from the first one of a later step on, and a torn last line."""
+    """Cut off every line from the first one of a later step on, and a torn last line."""
     end = 0
     with path.open("rb+") as file:
         for line in file:
@@ -275,7 +255,7 @@ def _json_number(key: str, value: float) -> MetricValue:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """The same data with None for every float that JSON cannot hold."""
+    """Return the same data with None for every float that JSON cannot hold."""
     if isinstance(value, Mapping):
         return {str(key): _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -284,25 +264,12 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _to_json_value(value: Any) -> Any:
-    """What json cannot write itself: scalars of torch and numpy as numbers, all else (paths) as text."""
+    """Convert what json cannot write itself: scalars of torch and numpy to numbers, all else (paths) to text."""
     return _replace_non_finite(value.item()) if hasattr(value, "item") else str(value)
 
 
-def make_unique_folder(parent: Path, name: str) -> Path:
-    """Makes a folder that was not there; "-2", "-3", ... when runs start in the same second."""
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 1
-    while True:
-        folder = parent / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir()
-            return folder
-        except FileExistsError:
-            number += 1
-
-
 def _point_latest(parent: Path, name: str) -> None:
-    """Sets the link in one move, so that it always points at some run."""
+    """Replace the link in one move, so that it always points at some run."""
     temporary = parent / f".latest-{name}"
     temporary.symlink_to(name)
     try:

@@ -1,8 +1,7 @@
-"""SIGTERM, which a cluster sends some seconds before it kills, and SIGUSR1, its earlier warning: the run unwinds, ends its engine and
-leaves a checkpoint where it can.
+"""SIGTERM, which a cluster sends before it kills, and SIGUSR1, its earlier warning: the run writes a checkpoint and ends its engines.
 
-A run of one process unwinds at once. Ranks that wait for each other must stop at the same place, so each only notes the signal, and all
-stop together where the loop asks; a second signal ends a rank at once.
+A run of one process unwinds at once. Ranks that wait for each other must stop at the same place: each only notes the signal, and all stop
+together at the loop's next `check_stop`. A second signal ends a rank at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks
 from megatron_rl.errors import RunError
 
 _signal_name = ""
-"""Name of the signal."""
+"""The first signal received; "" for none."""
 _EXIT_CODE = 128 + signal.SIGTERM
 """For either signal: the run may go on from its checkpoint."""
 
@@ -27,34 +26,29 @@ class StopError(RunError):
 
 
 def install_signal_handlers(alone: bool) -> None:
-    """From now on both signals are heard; `alone` where this process may unwind at once, waiting for no other rank."""
+    """Handle both signals from now on; `alone`: this process may unwind at once, since no other rank waits for it."""
     global _signal_name
     _signal_name = ""
 
-    def hear(number: int, _: Any) -> None:
+    def handle_signal(number: int, _: Any) -> None:
         global _signal_name
         if alone or _signal_name:
             sys.exit(_EXIT_CODE)
         _signal_name = signal.Signals(number).name
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, hear)
-
-
-def stop_requested() -> bool:
-    """Whether this rank was asked to stop: what breaks from now on is not worth mending."""
-    return bool(_signal_name)
+        signal.signal(number, handle_signal)
 
 
 def check_stop() -> None:
-    """Raises StopError on every rank where any was asked to stop; collective."""
+    """Raise StopError on every rank if any was asked to stop. Collective."""
     raise_on_all_ranks(_stop_error())
 
 
 def prefer_stop_error(error: RunError) -> RunError:
-    """What ends the run: `error`, which all ranks have, or StopError where any was asked to stop. Collective.
+    """Return what ends the run: StopError if any rank was asked to stop, else `error`, which all ranks have. Collective.
 
-    A cluster signals everything below a rank as well, so that a stop may be heard first as an engine that is gone.
+    A cluster signals the processes below a rank as well, so a stop may show first as a lost engine.
     """
     return error if isinstance(error, StopError) else next(filter(None, gather_from_ranks(_stop_error())), error)
 

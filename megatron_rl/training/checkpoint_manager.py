@@ -1,4 +1,4 @@
-"""When a run's checkpoints are written, and what happens where that fails: training goes on, and older checkpoints stay."""
+"""When a run's checkpoints are written, and what happens if that fails: training goes on, and older checkpoints stay."""
 
 from __future__ import annotations
 
@@ -18,59 +18,60 @@ from parallel.layout import Layout
 
 
 class CheckpointManager:
-    """The checkpoints of one run, one under way at a time. All methods are collective; `saved`: the version the run goes on from, or -1."""
+    """Writes the checkpoints of one run, one at a time. `saved`: the version that the run resumes from, or -1. All methods are collective."""
 
     def __init__(
         self, config: Config, layout: Layout, run: Path, actor: Actor, hf_config: dict[str, Any], notify: Callable[[str], None], saved: int
     ) -> None:
         self._config, self._layout, self._run, self._actor, self._hf_config, self._notify = config, layout, run, actor, hf_config, notify
-        self._pending: CheckpointWriter | None = None
+        self._writer: CheckpointWriter | None = None
         self._newest_version = saved
+        """Of the newest checkpoint, complete or being written; -1 for none."""
 
-    def write(self, mark: TrainState, last: bool) -> None:
-        """Copies all that belongs to a policy, unless it is saved, and begins to write it. The `last` one is waited for, and where it
-        fails, RunError is raised; that another one failed is said."""
+    def write(self, state: TrainState, last: bool) -> None:
+        """Copy a policy, unless it is saved, and begin to write it. Wait for the `last` checkpoint, and raise RunError if it fails; notify
+        of the failure of any other one."""
         self.wait()
-        if self._newest_version == mark.version:
+        if self._newest_version == state.version:
             return
         try:
-            self._newest_version, self._pending = mark.version, self._begin(mark)
+            self._newest_version, self._writer = state.version, self._begin(state)
             if last:
-                self._finish()
+                self._finish(self._writer)
         except RunError as error:
             if last:
-                raise RunError(f"no checkpoint of step {mark.version}: {error}") from None
-            self._notify(f"no checkpoint of step {mark.version}: {error}; the run goes on")
+                raise RunError(f"no checkpoint of step {state.version}: {error}") from None
+            self._notify(f"no checkpoint of step {state.version}: {error}; the run goes on")
 
     def poll(self) -> None:
-        """Between two steps: completes the one under way if it is written."""
-        if self._pending is not None and self._pending.is_written():
+        """Between two steps: complete the checkpoint that is being written, if all its bytes are."""
+        if self._writer is not None and self._writer.is_written():
             self.wait()
 
     def wait(self) -> None:
-        """Waits for the one under way and completes it; that it failed is said."""
-        if self._pending is None:
+        """Wait for the checkpoint that is being written and complete it; notify of its failure."""
+        if self._writer is None:
             return
-        name = self._pending.folder.name
+        name = self._writer.folder.name
         try:
-            self._finish()
+            self._finish(self._writer)
         except RunError as error:
             self._notify(f"no checkpoint {name}: {error}; the run goes on")
 
-    def _begin(self, mark: TrainState) -> CheckpointWriter:
-        precision = self._config.precision.model_dump(mode="json")
-        state = {
-            **mark.to_dict(),
-            "precision": precision,
+    def _begin(self, state: TrainState) -> CheckpointWriter:
+        saved = {
+            **state.to_dict(),
+            "precision": self._config.precision.model_dump(mode="json"),
             "layout": describe_layout(self._layout, self._config.train),
             "versions": collect_versions(),
         }
-        folder, tokenizer, keep = checkpoint_folder(self._run, mark.version), self._config.model.path, self._config.checkpoint.keep
-        return CheckpointWriter(folder, self._actor.model, self._hf_config, tokenizer, state, self._actor.optimizer, mark.rng_state, keep)
+        folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.path, self._config.checkpoint.keep
+        return CheckpointWriter(folder, self._actor.model, self._hf_config, tokenizer, saved, self._actor.optimizer, state.rng_state, keep)
 
-    def _finish(self) -> None:
-        under_way, self._pending, begun, self._newest_version = self._pending, None, self._newest_version, -1
-        if under_way is not None:
-            under_way.finish()
-            self._notify(f"checkpoint {under_way.folder}")
-        self._newest_version = begun
+    def _finish(self, writer: CheckpointWriter) -> None:
+        """Complete a checkpoint; if that fails, there is none of its version."""
+        version = self._newest_version
+        self._writer, self._newest_version = None, -1
+        writer.finish()
+        self._notify(f"checkpoint {writer.folder}")
+        self._newest_version = version

@@ -1,7 +1,7 @@
-"""Where a run stands between two steps: what a checkpoint keeps beside the tensors, so that a run that goes on draws and computes the same.
+"""The state of a run between two steps: what a checkpoint keeps beside the tensors, so that a resumed run draws and computes the same.
 
 Taken when a policy version is complete. What happens after that, up to the next optimizer step, changes no weight: a run that is stopped
-there writes a checkpoint of the mark and goes on from it.
+there writes a checkpoint of this state and goes on from it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class TrainState:
     data: dict[str, Any]
     """`ProblemStream.state_dict()`."""
     unrecorded: dict[str, float] | None = None
-    """What the log's row of this version is to say beside what its sync and its evaluation say; None once the row is written."""
+    """Metrics of this version's row in the log, without those of its sync and its evaluation; None once the row is written."""
     rng_state: dict[str, Any] = field(default_factory=capture_rng_state)
-    """This rank's random numbers."""
+    """This rank's random number generators."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All but the random numbers, for state.json."""
-        kept = {name: value for name, value in asdict(self).items() if name != "rng_state"}
-        return {"step": self.version, "policy_version": kept.pop("version"), **kept}
+        """Return all but the random number generators, for state.json."""
+        fields = {name: value for name, value in asdict(self).items() if name != "rng_state"}
+        return {"step": self.version, "policy_version": fields.pop("version"), **fields}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> TrainState:
-        """The mark that state.json tells. Raises KeyError, TypeError or ValueError where it tells none."""
+        """Read state.json. Raises KeyError, TypeError or ValueError if it holds no state."""
         low, high = state["clip_bounds"]
         version, steps = int(state["policy_version"]), int(state["optimizer_steps"])
         return cls(version, steps, (float(low), float(high)), dict(state["data"]), state["unrecorded"])

@@ -102,15 +102,15 @@ def test_a_rank_may_wait_long_for_one_that_goes_on(start, tmp_path):
 
 
 def test_a_limit_of_its_own_does_not_count(tmp_path):
-    stand = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
-    assert stand.idle_seconds(now=55.0) == 15.0
+    status = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
+    assert status.idle_seconds(now=55.0) == 15.0
 
 
 def test_ranks_that_stand_together_are_told_together():
-    stands = [RankStatus(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, last_seen=1000.0) for rank in range(6)]
-    stands[5] = RankStatus(5, "host", 105, "train", 7, 20.0, 0.0, last_seen=900.0)
-    told = describe_ranks(stands, 1000.0, lambda stand, now: now - stand.last_seen > 50)
-    assert told == (
+    statuses = [RankStatus(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, last_seen=1000.0) for rank in range(6)]
+    statuses[5] = RankStatus(5, "host", 105, "train", 7, 20.0, 0.0, last_seen=900.0)
+    line = describe_ranks(statuses, 1000.0, lambda status, now: now - status.last_seen > 50)
+    assert line == (
         "ranks 0-2, 4: in train of step 7 for 60 s; rank 3: in sync of step 7 for 60 s; "
         "rank 5: in train of step 7, not heard for 100 s (process 105 on host: held, or gone)"
     )

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_rl.errors import UserError
 from megatron_rl.observability.console import progress_line, proof_verdict
-from megatron_rl.observability.run_log import RunLog, read_metrics, read_run, read_samples
+from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
 
 CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}}
 
@@ -31,7 +31,9 @@ def test_round_trip(log: RunLog):
     # read before the run ends: each row is on the disk when step() returns
     rows = read_metrics(log.dir)
     assert [(row["step"], row.get("eval/accuracy"), row.get("reward/mean")) for row in rows] == [(0, 0.5, None), (1, None, 0.25)]
-    assert read_samples(log.dir) == [{"step": 1, "prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}]
+    assert read_jsonl(log.dir / "samples.jsonl")[0] == [
+        {"step": 1, "prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}
+    ]
     assert read_run(log.dir)["status"] == "running"
     log.finish("finished")
     run = read_run(log.dir)

@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
-from megatron_rl.observability.run_log import RunLog, read_metrics, read_run, read_samples
+from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
 from megatron_rl.training.resume import choose_checkpoint, find_run_to_resume
 from megatron_rl.versions import collect_versions
 
@@ -118,7 +118,7 @@ def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
     again.write_step({"step": 3, "policy_version": 3, "reward/mean": 0.25})
     again.finish("finished")
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(log.dir)] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]
-    assert [row["step"] for row in read_samples(log.dir)] == [0, 1, 2]
+    assert [row["step"] for row in read_jsonl(log.dir / "samples.jsonl")[0]] == [0, 1, 2]
     run = read_run(log.dir)
     assert (run["status"], run["reason"], run["config"]["train"]["steps"]) == ("finished", "", 5)
     assert [part["step"] for part in run["resumed"]] == [2]
