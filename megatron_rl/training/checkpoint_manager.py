@@ -18,7 +18,7 @@ from parallel.layout import Layout
 
 
 class CheckpointManager:
-    """Writes the checkpoints of one run, one at a time. `saved`: the version that the run resumes from, or -1. All methods are collective."""
+    """Writes the checkpoints of one run, one at a time; `saved`: the version that it resumes from, or -1. All methods are collective."""
 
     def __init__(
         self, config: Config, layout: Layout, run: Path, actor: Actor, hf_config: dict[str, Any], notify: Callable[[str], None], saved: int
