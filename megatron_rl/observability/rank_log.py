@@ -47,10 +47,10 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
 
 def _add_handlers(file: IO[str]) -> list[logging.Handler]:
     """Log warnings to the file and to where they went before: without handlers, logging writes them to stderr by its last resort."""
-    root, handler = logging.getLogger(), logging.StreamHandler(file)
-    handler.setFormatter(logging.Formatter(_FORMAT))
-    handler.setLevel(logging.WARNING)
-    handlers: list[logging.Handler] = [handler]
+    root, file_handler = logging.getLogger(), logging.StreamHandler(file)
+    file_handler.setFormatter(logging.Formatter(_FORMAT))
+    file_handler.setLevel(logging.WARNING)
+    handlers: list[logging.Handler] = [file_handler]
     if not root.handlers and logging.lastResort is not None:
         handlers.append(logging.lastResort)
     for handler in handlers:

@@ -1,9 +1,8 @@
-"""The two live graphs side by side: gathered from all ranks, kept in the run's folder, and compared at every start of a run."""
+"""Compares the live precision graphs of trainer and engine at every start of a run, and writes them to its folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,66 +22,60 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class GraphComparison:
-    """The whole training graph, one rollout graph per engine rank, and what they do not share."""
+    """The whole training graph, one rollout graph per engine rank, and their differences."""
 
     training: PrecisionGraph
     rollout: tuple[PrecisionGraph, ...]
 
     @property
     def differences(self) -> list[str]:
-        """Lines; the engine's rank is named where not all ranks differ alike."""
+        """One line each; the engine rank is named where not all ranks differ alike."""
         ranks_of: dict[str, list[int]] = {}
         for rank, graph in enumerate(self.rollout):
             for line in describe_differences(graph, self.training):
                 ranks_of.setdefault(line, []).append(rank)
-        everywhere = len(self.rollout)
-        return [line if len(ranks) == everywhere else f"engine rank {ranks[0]}: {line}" for line, ranks in ranks_of.items()]
+        return [line if len(ranks) == len(self.rollout) else f"engine rank {ranks[0]}: {line}" for line, ranks in ranks_of.items()]
 
     def to_json(self) -> dict[str, Any]:
-        """Layers that are alike told once; rollout ranks that are alike once as well."""
+        """Return the comparison as JSON; equal layers and equal rollout ranks are folded into one."""
         rollout = [{"ranks": ranks, "graph": fold_to_json(graph)} for graph, ranks in self.group_rollout_graphs().items()]
         return {"differences": self.differences, "training": fold_to_json(self.training), "rollout": rollout}
 
     def group_rollout_graphs(self) -> dict[PrecisionGraph, list[int]]:
-        """PrecisionGraph -> engine ranks that have it."""
-        found: dict[PrecisionGraph, list[int]] = {}
+        """Return graph -> engine ranks that have it."""
+        ranks_of: dict[PrecisionGraph, list[int]] = {}
         for rank, graph in enumerate(self.rollout):
-            found.setdefault(graph, []).append(rank)
-        return found
+            ranks_of.setdefault(graph, []).append(rank)
+        return ranks_of
 
 
 def read_training_graph(model: Any) -> PrecisionGraph | None:
-    """The graph of the whole trainer, on rank 0; None on other ranks. Collective; a RunError is raised on every rank."""
-    part, broken = None, None
+    """Return the graph of the whole trainer on rank 0, None on other ranks. Collective; raises RunError on every rank if a rank cannot read
+    its graph, or two ranks have different edges for one part."""
+    rank_graph, merged, failure = None, None, None
     try:
-        part = read_rank_graph(model)
+        rank_graph = read_rank_graph(model)
     except RunError as error:
-        broken = error
-    raise_on_all_ranks(broken)
-    parts = [part]
+        failure = error
+    raise_on_all_ranks(failure)
+    rank_graphs: list[Any] = [rank_graph]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        parts = [None] * dist.get_world_size()
-        dist.gather_object(part, parts if is_rank0() else None)
-    return _merged_on_rank0(parts)
-
-
-def _merged_on_rank0(parts: Sequence[PrecisionGraph | None]) -> PrecisionGraph | None:
-    """`merge_graphs` on rank 0. Raises RunError on every rank where ranks tell a part differently."""
-    found: list[PrecisionGraph] = []
-
-    def merge() -> None:
+        rank_graphs = [None] * dist.get_world_size()
+        dist.gather_object(rank_graph, rank_graphs if is_rank0() else None)
+    if is_rank0():
         try:
-            found.append(merge_graphs(cast(Sequence[PrecisionGraph], parts)))
+            merged = merge_graphs(rank_graphs)
         except ValueError as error:
-            raise RunError(f"the trainer's precision graph: {error}") from None
-
-    run_on_rank0(merge)
-    return found[0] if found else None
+            failure = RunError(f"the trainer's precision graph: {error}")
+    raise_on_all_ranks(failure)
+    return merged
 
 
 def check_graph(model: Any, engine: Engine | None, contract: PrecisionContract, folder: Path) -> None:
-    """Writes `folder/graph.json` and `folder/graph.svg`. In unified FP8, where the rollout is not a subgraph of the training's forward
-    pass, raises RunError with the edges that differ. Collective; `model` must be quantised, `engine` lives on rank 0."""
+    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized, `engine` is on rank 0.
+
+    Raises RunError with the edges that differ if the rollout is no subgraph of the training's forward pass in unified FP8.
+    """
     training = read_training_graph(model)
 
     def check() -> None:

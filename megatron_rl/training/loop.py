@@ -1,7 +1,7 @@
 """The loop, on one page.
 
     prompts -> engine generates groups -> rewards -> actor and reference log-probs -> advantages, corrections -> policy loss
-            -> optimizer steps -> blocks quantised once -> sync + proof -> next policy version
+            -> optimizer steps -> blocks quantized once -> sync + proof -> next policy version
 
 Every rank runs it; what only rank 0 can do (engines, rewards, log) happens inside `sync.run_with_recovery` and after `is_rank0`.
 """
@@ -42,8 +42,8 @@ from megatron_rl.training.train_state import TrainState
 
 
 class Loop:
-    """One training run. `worker` and `log` exist on rank 0 only; `reference` is None where algorithm.kl_coef is 0; `attribution` is needed
-    where log.attribute_every is not 0. With `resume_state`, the run goes on from there: actor and worker stand there already."""
+    """One training run. `worker` and `log` exist on rank 0 only; `reference` is None if algorithm.kl_coef is 0; `attribution` is needed if
+    log.attribute_every is not 0. With `resume_state` the run goes on from there; actor and worker are in that state already."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Loop:
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
         self._checkpoints = checkpoints
-        self._worker = cast(RolloutWorker | AsyncRolloutWorker, worker)  # these two are used on rank 0 only
+        self._worker = cast(RolloutWorker | AsyncRolloutWorker, worker)  # worker and log are used on rank 0 only
         self._log = cast(RunLog, log)
         self._attribution = cast(MismatchAttribution, attribution)
         self._colocation = colocation or ColocationManager(PlacementConfig(), actor, None)
@@ -68,15 +68,15 @@ class Loop:
         self.version = 0
         if resume_state is not None:
             self.version, self._clip.bounds = resume_state.version, resume_state.clip_bounds
-        self._next_row_metrics: dict[str, float] = {}  # what the next row says of the time since the last one
+        self._next_row_metrics: dict[str, float] = {}  # measured after a step's row was written
         self._state = self._snapshot_state({} if resume_state is None else resume_state.unrecorded)
 
     def run(self) -> None:
-        """All steps that are left, after a first sync that hands the engine the starting policy under its version, 0 in a new run."""
+        """Run all steps that are left, after a first sync that gives the engine the starting policy under its version, 0 in a new run."""
         hang_watchdog.enter_phase("sync", self.version)
-        found, started = self.sync.run(self.version).metrics(), self._state.unrecorded
-        if started is not None:
-            self._log_row({**started, **found, **self._evaluate(self.version)})
+        sync_metrics, unrecorded = self.sync.run(self.version).metrics(), self._state.unrecorded
+        if unrecorded is not None:
+            self._log_row({**unrecorded, **sync_metrics, **self._evaluate(self.version)})
         for step in range(self.version + 1, self.config.train.steps + 1):
             hang_watchdog.enter_phase("the start", step)
             check_stop()
@@ -91,9 +91,10 @@ class Loop:
                     self.save(last)
 
     def save(self, last: bool) -> None:
-        """Writes a checkpoint of the newest policy, unless it is written already; collective. See `CheckpointManager.write`. Raises
-        RunError
-        within a policy's optimizer steps, from where no run could go on."""
+        """Write a checkpoint of the newest policy, unless it is written already; see `CheckpointManager.write`. Collective.
+
+        Raises RunError between the optimizer steps of one policy version, from where no run could go on.
+        """
         if self.actor.steps_done != self._state.optimizer_steps:
             self._checkpoints.wait()
             raise RunError(f"the weights are between policy versions {self._state.version} and {self._state.version + 1}")
@@ -104,26 +105,32 @@ class Loop:
         return TrainState(self.version, self.actor.steps_done, self._clip.bounds, data, unrecorded)
 
     def _step(self, step: int) -> dict[str, float]:
+        """Run one step from prompts to a proved sync; return its metrics."""
+        algorithm, attribute_every = self.config.algorithm, self.config.log.attribute_every
         with self._phase("generate"):
             rollout = self.sync.run_with_recovery(self.version, lambda: self._worker.collect(self.version))
         self._colocation.switch_to_trainer()
         metrics = compute_rollout_metrics(rollout) | self._next_row_metrics
-        routing = self.actor.routing.shape if self.config.algorithm.routing_replay == "engine" else None
-        sequences = to_training_samples(rollout, self.version, routing)
+        engine_routing = self.actor.routing.shape if algorithm.routing_replay == "engine" else None
+        samples = to_training_samples(rollout, self.version, engine_routing)
         with self._phase("logprobs", metrics):
-            metrics |= self._compute_logprobs(sequences)
-        attribution = self._begin_attribution(step, sequences, metrics)
-        if attribution is not None and self.config.algorithm.routing_replay == "engine":
-            metrics |= self._measure_without_replay(sequences)
-        metrics |= self._assign_advantages(sequences)
+            metrics |= self._compute_logprobs(samples)
+        attribute = attribute_every and step % attribute_every == 0
+        if attribute:
+            with self._phase("attribute", metrics):
+                self._attribution.measure(samples)
+            if engine_routing is not None:
+                metrics |= self._measure_without_replay(samples)
+        metrics |= assign_advantages(samples, algorithm, self.config.rollout.group_size)
+        metrics |= assign_corrections(samples, algorithm)
         check_stop()
         with self._phase("train", metrics):
-            metrics |= self._update_policy(sequences)
-        if attribution is not None:
-            metrics |= attribution.finish()
+            metrics |= self._update_policy(samples)
+        if attribute:
+            metrics |= self._attribution.finish()
         if is_rank0():
-            for completion, sequence in zip(rollout.completions_B, sequences, strict=True):
-                completion.advantage = sequence.advantage
+            for completion, sample in zip(rollout.completions_B, samples, strict=True):
+                completion.advantage = sample.advantage
             self._log.write_samples(step, build_sample_rows(step, rollout.completions_B, self.config.log.samples))
         self._colocation.switch_to_engine()
         self.version += 1
@@ -132,64 +139,49 @@ class Loop:
             report = self.sync.run(self.version)
         return metrics | report.metrics()
 
-    def _compute_logprobs(self, sequences: list[TrainingSample]) -> dict[str, float]:
-        """Fills in the log-probs of the actor and of the reference, and the routing to replay where it is the actor's own; returns entropy,
-        mismatch and what the routers did."""
-        own = self.config.algorithm.routing_replay == "trainer"
-        with self.actor.routing.collect_stats(sequences, keep=own) as watch:
-            old, entropy = self.actor.compute_logprobs(sequences)
-        for sequence, logprobs in zip(sequences, old, strict=True):
-            sequence.old_logprobs = logprobs
-        for sequence, record in zip(sequences, watch.gather_records() if own else [], strict=own):
-            sequence.routed_experts = record
+    def _compute_logprobs(self, samples: list[TrainingSample]) -> dict[str, float]:
+        """Set the log-probs of the actor and of the reference, and the routing to replay if it is the actor's own; return entropy, mismatch
+        and metrics of the routers."""
+        replay_own = self.config.algorithm.routing_replay == "trainer"
+        with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
+            logprobs_B, entropy = self.actor.compute_logprobs(samples)
+        for sample, logprobs in zip(samples, logprobs_B, strict=True):
+            sample.old_logprobs = logprobs
+        for sample, record in zip(samples, routing.gather_records() if replay_own else [], strict=replay_own):
+            sample.routed_experts = record
         if self.reference is not None:
-            for sequence, logprobs in zip(sequences, self.reference.compute_logprobs(sequences)[0], strict=True):
-                sequence.reference_logprobs = logprobs
-        ages = measure_staleness(sequences) if self.config.placement.max_staleness else {}
-        return {"entropy": entropy, **measure_mismatch(sequences), **ages, **watch.gather_metrics()}
+            for sample, logprobs in zip(samples, self.reference.compute_logprobs(samples)[0], strict=True):
+                sample.reference_logprobs = logprobs
+        staleness = measure_staleness(samples) if self.config.placement.max_staleness else {}
+        return {"entropy": entropy, **measure_mismatch(samples), **staleness, **routing.gather_metrics()}
 
-    def _measure_without_replay(self, sequences: list[TrainingSample]) -> dict[str, float]:
-        """What the mismatch would be without replay, and how many tokens would go to other experts than the engine's; a forward pass."""
-        with self.actor.routing.disable_replay(), self.actor.routing.collect_stats(sequences) as watch:
-            old = self.actor.compute_logprobs(sequences)[0]
-        free = [replace(sequence, old_logprobs=logprobs) for sequence, logprobs in zip(sequences, old, strict=True)]
-        found = {f"mismatch/without_replay/{name.removeprefix('mismatch/')}": value for name, value in measure_mismatch(free).items()}
-        return found | {"router/differs_without_replay": watch.gather_metrics()["router/differs"]}
+    def _measure_without_replay(self, samples: list[TrainingSample]) -> dict[str, float]:
+        """Return the mismatch without routing replay, and how many tokens would go to other experts than the engine's; one forward pass."""
+        with self.actor.routing.disable_replay(), self.actor.routing.collect_stats(samples) as routing:
+            logprobs_B = self.actor.compute_logprobs(samples)[0]
+        without = [replace(sample, old_logprobs=logprobs) for sample, logprobs in zip(samples, logprobs_B, strict=True)]
+        metrics = {f"mismatch/without_replay/{name.removeprefix('mismatch/')}": value for name, value in measure_mismatch(without).items()}
+        return metrics | {"router/differs_without_replay": routing.gather_metrics()["router/differs"]}
 
-    def _begin_attribution(self, step: int, sequences: list[TrainingSample], metrics: dict[str, float]) -> MismatchAttribution | None:
-        """In every so many steps, what is to be finished once the weights have changed; `metrics` gets its time."""
-        every = self.config.log.attribute_every
-        if not every or step % every:
-            return None
-        with self._phase("attribute", metrics):
-            self._attribution.measure(sequences)
-        return self._attribution
-
-    def _assign_advantages(self, sequences: list[TrainingSample]) -> dict[str, float]:
-        """Advantages from rewards, and the weights that correct for the engine's mismatch; returns metrics of both."""
-        algorithm = self.config.algorithm
-        metrics = assign_advantages(sequences, algorithm, self.config.rollout.group_size)
-        return metrics | assign_corrections(sequences, algorithm)
-
-    def _update_policy(self, sequences: list[TrainingSample]) -> dict[str, float]:
-        """`updates_per_step` optimizer steps, each on its share of the groups; returns means over them."""
-        algorithm, found = self.config.algorithm, []
-        share = len(sequences) // algorithm.updates_per_step
-        parts = [sequences[start : start + share] for start in range(0, len(sequences), share)]
+    def _update_policy(self, samples: list[TrainingSample]) -> dict[str, float]:
+        """Take `updates_per_step` optimizer steps, each on its mini-batch of whole groups; return means over them."""
+        algorithm, updates = self.config.algorithm, []
+        size = len(samples) // algorithm.updates_per_step
+        mini_batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         calibrate = algorithm.calibrate_every and self.version % algorithm.calibrate_every == 0
         if calibrate:
-            self._clip.begin(parts[-1])
-        for number, part in enumerate(parts, 1):
-            if calibrate and number == len(parts):
-                self._clip.end(part)
-            assign_loss_weights(part, algorithm.aggregate, self.config.rollout.max_new_tokens)
-            found.append(self.actor.update(part, PolicyLoss(self._clip.config)))
+            self._clip.begin(mini_batches[-1])
+        for number, mini_batch in enumerate(mini_batches, 1):
+            if calibrate and number == len(mini_batches):
+                self._clip.end(mini_batch)
+            assign_loss_weights(mini_batch, algorithm.aggregate, self.config.rollout.max_new_tokens)
+            updates.append(self.actor.update(mini_batch, PolicyLoss(self._clip.config)))
         bounds = dict(zip(("clip/bound_low", "clip/bound_high"), self._clip.bounds, strict=True)) if algorithm.calibrate_every else {}
-        return {name: sum(metrics[name] for metrics in found) / len(parts) for name in found[0] if name != "loss/total"} | bounds
+        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0] if name != "loss/total"} | bounds
 
-    def _current_logprobs(self, sequences: list[TrainingSample], quantised: bool) -> list[torch.Tensor]:
-        with nullcontext() if quantised else disable_fp8(self.actor.model):
-            return self.actor.compute_logprobs(sequences)[0]
+    def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
+        with nullcontext() if quantized else disable_fp8(self.actor.model):
+            return self.actor.compute_logprobs(samples)[0]
 
     def _evaluate(self, step: int) -> dict[str, float]:
         if step % self.config.data.eval_every and step != self.config.train.steps:
@@ -199,7 +191,7 @@ class Loop:
 
     @contextmanager
     def _phase(self, name: str, metrics: dict[str, float] | None = None) -> Iterator[None]:
-        """Says on the progress bar what is being done; stores its seconds as `time/NAME` where `metrics` is given."""
+        """Show a phase on the progress bar and to the watchdog, and measure its memory; set `metrics["time/NAME"]` to its seconds."""
         if is_rank0():
             self._log.set_phase(name)
         hang_watchdog.enter_phase(name)
@@ -218,10 +210,9 @@ class Loop:
 
 
 def to_training_samples(rollout: RolloutBatch, version: int = 0, routing: RoutingShape | None = None) -> list[TrainingSample]:
-    """The view of the completions that the trainer has at `version`; rewards and the engine's log-probs included, and its routing where
-    `routing` is given.
+    """Convert completions for a trainer at `version`, with their rewards, the engine's log-probs and, if `routing` is given, its routing.
 
-    Raises RunError where that does not fit.
+    Raises RunError if that routing does not fit the model.
     """
     if routing is not None:
         for number, completion in enumerate(rollout.completions_B, 1):

@@ -1,14 +1,14 @@
-"""Why trainer and engine disagree: a ladder of log-probs of the same tokens, each rung one change away from the one below it.
+"""Which cause makes trainer and engine disagree: log-probs of the same tokens, each computed with one change from the one before.
 
     engine        what the engine returned when it sampled
-      kernels     the trainer's model with the engine's weights and the engine's quantised inputs: other kernels, other order of sums
+      kernels     the trainer's model with the engine's weights and the engine's quantized inputs: other kernels, other order of sums
       activations the same weights, inputs in the trainer's precision
-      weights     the trainer's own weights: what quantising them for the engine changes
+      weights     the trainer's own weights: what quantizing them for the engine changes
       version     the newest weights, after the optimizer steps on these tokens: what one version of age changes
     newest
 
-The differences d of neighbours add up to the whole, token by token, so their means do; so do the rises of the k3 estimate of
-KL(engine || rung). In `fp8_unified` trainer and engine compute with the same blocks and the same inputs: activations and weights are 0.
+The differences d of neighbors add up to the whole, token by token, so their means do; so do the rises of the k3 estimate of
+KL(engine || variant). In `fp8_unified` trainer and engine compute with the same blocks and the same inputs: activations and weights are 0.
 """
 
 from __future__ import annotations
@@ -23,55 +23,53 @@ from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.engine_emulation import emulate_engine
 
 CAUSES = ("kernels", "activations", "weights", "version")
-"""Each names the change between two neighbouring rungs, from the engine upwards."""
+"""Each is the change between two neighboring variants, beginning at the engine."""
 
 
 class MismatchAttribution:
-    """Climbs the ladder for one policy. Call `measure` before its weights change, then `finish` when they have. Collective."""
+    """Attributes the mismatch of one policy. Call `measure` before its weights change, then `finish` when they have. Collective."""
 
     def __init__(self, policy: Policy, read_named_tensors: Callable[[], Mapping[str, torch.Tensor]], activations: str | None) -> None:
-        """`read_named_tensors` gives what the engine was given of the weights (`mcore.weights.collect_named_tensors`), `activations` is
-        the format of the
-        engine's inputs (`PrecisionContract.activation_format`)."""
+        """`read_named_tensors` returns the weights as the engine has them (`mcore.load_weights.collect_named_tensors`); `activations`
+        is the format of the engine's inputs (`PrecisionContract.activation_format`)."""
         self._policy, self._read_named_tensors, self._activations = policy, read_named_tensors, activations
-        self._answers: list[TrainingSample] = []
-        self._rungs: list[torch.Tensor] = []
+        self._samples: list[TrainingSample] = []
+        self._variants: list[torch.Tensor] = []
 
-    def measure(self, answers: list[TrainingSample]) -> None:
-        """All rungs of the version that sampled; two forward passes. `rollout_logprobs` and `old_logprobs`, by the engine and by the
-        trainer, must be known."""
+    def measure(self, samples: list[TrainingSample]) -> None:
+        """Compute all variants of the version that sampled, by two forward passes. `rollout_logprobs` and `old_logprobs` must be set."""
         named_tensors = self._read_named_tensors()
-        self._answers = answers
-        self._rungs = [torch.cat([answer.rollout_logprobs for answer in answers])]
+        self._samples = samples
+        self._variants = [torch.cat([sample.rollout_logprobs for sample in samples])]
         for activations in (self._activations, None):
             with emulate_engine(self._policy.model, named_tensors, activations):
-                self._rungs.append(self._logprobs())
-        self._rungs.append(torch.cat([answer.old_logprobs for answer in answers]))
+                self._variants.append(self._compute_logprobs())
+        self._variants.append(torch.cat([sample.old_logprobs for sample in samples]))
 
     def finish(self) -> dict[str, float]:
-        """The last rung, one forward pass, and the metrics of all; see `attribute`."""
-        return attribute_mismatch([*self._rungs, self._logprobs()])
+        """Compute the last variant, by one forward pass, and return the metrics of all; see `attribute_mismatch`."""
+        return attribute_mismatch([*self._variants, self._compute_logprobs()])
 
-    def _logprobs(self) -> torch.Tensor:
-        return torch.cat(self._policy.compute_logprobs(self._answers)[0])
+    def _compute_logprobs(self) -> torch.Tensor:
+        return torch.cat(self._policy.compute_logprobs(self._samples)[0])
 
 
-def attribute_mismatch(rungs: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Metrics `mismatch/cause/CAUSE/WHAT` of the rungs, float32 [tokens] each: one more than there are causes.
+def attribute_mismatch(variants: Sequence[torch.Tensor]) -> dict[str, float]:
+    """Return metrics `mismatch/cause/CAUSE/WHAT` of the variants' log-probs, float32 [tokens] each: one variant more than causes.
 
-    WHAT: `abs_mean` and `abs_max` of |d|; `mean` of d; `k3`, by how much the estimate of KL(engine || rung) rises. The CAUSE `total`
-    spans the ladder; its `mean` and `k3` are the sums of those of the causes.
+    WHAT: `abs_mean` and `abs_max` of |d|; `mean` of d; `k3`, by how much the estimate of KL(engine || variant) rises. The CAUSE `total`
+    spans all variants; its `mean` and `k3` are the sums of those of the causes.
     """
-    exact = [rung.double() for rung in rungs]
-    kl = [float(k3(rung - exact[0]).mean()) for rung in exact]
-    found: dict[str, float] = {}
-    for cause, below, above in [*((cause, at, at + 1) for at, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]:
-        difference = exact[above] - exact[below]
+    logprobs = [variant.double() for variant in variants]
+    kl = [float(k3(variant - logprobs[0]).mean()) for variant in logprobs]
+    metrics: dict[str, float] = {}
+    for cause, before, after in [*((cause, index, index + 1) for index, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]:
+        difference = logprobs[after] - logprobs[before]
         values = {
             "abs_mean": float(difference.abs().mean()),
             "abs_max": float(difference.abs().max()),
             "mean": float(difference.mean()),
-            "k3": kl[above] - kl[below],
+            "k3": kl[after] - kl[before],
         }
-        found |= {f"mismatch/cause/{cause}/{what}": value for what, value in values.items()}
-    return found
+        metrics |= {f"mismatch/cause/{cause}/{name}": value for name, value in values.items()}
+    return metrics

@@ -1,4 +1,4 @@
-"""The command `train`: checks everything that can be checked cheaply, brings up trainer and engine, runs the loop, cleans up."""
+"""The command `train`: checks everything that can be checked cheaply, then runs a session."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from parallel.shards import GeometryError
 
 
 def run_training(config: Config) -> Path:
-    """Trains as configured; returns the run's folder. Under torchrun every rank calls it.
+    """Train as configured and return the run's folder. Under torchrun every rank calls it.
 
     Raises UserError before anything heavy starts, RunError when the run breaks; a broken run keeps its log and a last checkpoint.
     """
@@ -41,19 +41,13 @@ def run_training(config: Config) -> Path:
 
 
 def preflight(config: Config, data: bool = True) -> Layout:
-    """All checks that need no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Returns the layout.
+    """Check all that needs no process: modes, world size, files, model widths, FP8 blocks, the checkpoint's tensors. Return the layout.
 
-    `data`: the files of problems and the reward functions as well, which not every command uses.
+    `data`: check problem files and reward functions as well, which not every command uses.
     """
     requirements.check_machine(config.precision)
-    layout = _layout(config)
-    parts = config.algorithm.updates_per_step
-    if config.rollout.prompts_per_step % parts:
-        rule = f"must divide rollout.prompts_per_step ({config.rollout.prompts_per_step})"
-        raise UserError("algorithm.updates_per_step", parts, rule, "change one of them")
-    if config.algorithm.calibrate_every and config.precision.mode != "fp8_unified":
-        rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
-        raise UserError("algorithm.calibrate_every", config.algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
+    layout = _check_layout(config)
+    _check_algorithm(config)
     check_placement(config)
     check_transport(config.sync, shared=config.placement.kind == "colocated")
     check_engine_placement(config)
@@ -68,8 +62,18 @@ def preflight(config: Config, data: bool = True) -> Layout:
     return layout
 
 
-def _layout(config: Config) -> Layout:
-    """Return the trainer's layout. Raise UserError where it is none, or does not fit the number of processes that were launched."""
+def _check_algorithm(config: Config) -> None:
+    algorithm, prompts = config.algorithm, config.rollout.prompts_per_step
+    if prompts % algorithm.updates_per_step:
+        rule = f"must divide rollout.prompts_per_step ({prompts})"
+        raise UserError("algorithm.updates_per_step", algorithm.updates_per_step, rule, "change one of them")
+    if algorithm.calibrate_every and config.precision.mode != "fp8_unified":
+        rule = f"calibrates FP8 ratios, which precision.mode {config.precision.mode} has none of in the trainer"
+        raise UserError("algorithm.calibrate_every", algorithm.calibrate_every, rule, "set it to 0, or use fp8_unified")
+
+
+def _check_layout(config: Config) -> Layout:
+    """Return the trainer's layout. Raises UserError if it is invalid or does not fit the number of processes that were launched."""
     layout = config.train.layout.to_layout()
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if layout.world_size != launched:
@@ -80,11 +84,11 @@ def _layout(config: Config) -> Layout:
 
 
 def check_waits(config: Config) -> None:
-    """Raises UserError where a wait that is allowed would count as a standstill."""
-    waits = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
-    name = max(waits, key=lambda field: waits[field])
-    if 0 < config.log.stuck_after <= waits[name]:
-        rule = f"must be longer than {name} ({waits[name]:g})"
+    """Raise UserError if a wait within a timeout would count as a hang."""
+    timeouts = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
+    name = max(timeouts, key=lambda field: timeouts[field])
+    if 0 < config.log.stuck_after <= timeouts[name]:
+        rule = f"must be longer than {name} ({timeouts[name]:g})"
         raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
 
 
@@ -112,7 +116,7 @@ def _check_model(config: Config, layout: Layout) -> None:
 
 
 def _check_experts(config: Config, geometry: ModelGeometry) -> None:
-    """Raises UserError for a setting of routers that the model does not have: it would be ignored without a word."""
+    """Raise UserError for a router setting that the model has no use for: it would be ignored silently."""
     settings = {
         "train.router_aux_loss": config.train.router_aux_loss,
         "train.router_bias_rate": config.train.router_bias_rate,
@@ -127,14 +131,14 @@ def _check_experts(config: Config, geometry: ModelGeometry) -> None:
 
 
 def _check_weights(config: Config, hf_config: dict[str, Any], geometry: ModelGeometry) -> None:
-    """Names, shapes and dtypes from the files' headers, and an FP8 checkpoint's scales; the weights themselves are read at loading."""
+    """Check names, shapes and dtypes in the files' headers, and an FP8 checkpoint's scales; the weights are read at loading."""
     checkpoint, contract = HFCheckpoint(config.model.path, hf_config), PrecisionContract.from_config(config.precision)
     checkpoint.check(geometry)
     checkpoint.check_scales(geometry.tensors().values(), contract.scale_format if contract.train_fp8 else None)
 
 
 def check_environment(config: Config) -> None:
-    """That the environment can be imported, and that worked examples which use it exist."""
+    """Check that the environment can be imported, and that the warm start's worked examples fit it."""
     environment = config.environment
     if environment is not None:
         load_environment(environment.name)
@@ -146,11 +150,11 @@ def check_environment(config: Config) -> None:
 
 
 def _check_same_model(config: Config, hf_config: dict[str, Any]) -> None:
-    """A checkpoint made earlier is reused; widths changed since would be ignored without a word, so they are refused."""
+    """Raise UserError for widths that differ from the checkpoint made earlier, which is reused: they would be ignored silently."""
     if config.model.create is None:
         return
-    for name, wanted in config.model.create.model_dump().items():
-        found = rope_theta(hf_config) if name == "rope_theta" else hf_config.get(name, 0 if name == "num_experts" else wanted)
-        if found != wanted:
+    for name, value in config.model.create.model_dump().items():
+        existing = rope_theta(hf_config) if name == "rope_theta" else hf_config.get(name, 0 if name == "num_experts" else value)
+        if existing != value:
             fix = "remove that folder, name another model.path, or set it back"
-            raise UserError(f"model.create.{name}", wanted, f"the checkpoint already at {config.model.path} has {found}", fix)
+            raise UserError(f"model.create.{name}", value, f"the checkpoint already at {config.model.path} has {existing}", fix)

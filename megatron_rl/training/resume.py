@@ -1,4 +1,4 @@
-"""Which run goes on, and whether this configuration may: everything about resuming that needs neither torch nor Megatron."""
+"""Which run is resumed, from which checkpoint, and whether this configuration may. Needs neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _CHANGEABLE_FIELDS = (
     "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
     "data.eval_every", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
 )  # fmt: skip
-"""What may differ: it decides no number, or is said to (a layout changes the order of sums)."""
+"""Fields that may differ: they decide no number, or a notice says that they do (a layout changes the order of sums)."""
 
 
 def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
-    """How ranks share the work, as a checkpoint tells it: all that decides in which order sums are added."""
+    """Return how ranks share the work, for state.json: all that decides the order of sums."""
     return {
         **asdict(layout),
         "sequence_parallel": int(layout.tp > 1 and train.layout.sequence_parallel),
@@ -35,29 +35,29 @@ def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
 
 
 def find_run_to_resume(config: Config) -> Path | None:
-    """The folder of the run that this one continues, None for a new one; see `checkpoint.resume`.
+    """Return the folder of the run to resume, None for a new run; see `checkpoint.resume`.
 
-    Raises UserError, naming the field, where that run's numbers were decided by another configuration.
+    Raises UserError, naming the field, if another value of it decided that run's numbers.
     """
-    wanted = config.checkpoint.resume
-    if wanted == "never":
+    resume = config.checkpoint.resume
+    if resume == "never":
         return None
-    if wanted == "auto":
+    if resume == "auto":
         folder = config.log.dir / "latest"
         if not (folder / "run.json").is_file() or not checkpoints.list_newest_first(folder) or read_run(folder)["status"] == "finished":
             return None
     else:
-        folder = Path(wanted)
+        folder = Path(resume)
         if not checkpoints.list_newest_first(folder):
             fix = "give the folder of a run that wrote a checkpoint, or set it to auto"
-            raise UserError("checkpoint.resume", wanted, "holds no checkpoints/step_NNNNN", fix)
+            raise UserError("checkpoint.resume", resume, "holds no checkpoints/step_NNNNN", fix)
     folder = folder.resolve()
     _check_same_settings(config, _saved_config(folder), folder)
     return folder
 
 
 def _saved_config(run: Path) -> Config:
-    """Fields that this version of the project knows and the run did not get their default."""
+    """Return the run's configuration; fields added since get their defaults."""
     try:
         return Config.model_validate_json(json.dumps(read_run(run).get("config")))
     except ValidationError:
@@ -66,38 +66,38 @@ def _saved_config(run: Path) -> Config:
 
 
 def _check_same_settings(config: Config, saved: Config, run: Path) -> None:
-    before = _flatten(saved.model_dump(mode="json"))
-    for name, now in _flatten(config.model_dump(mode="json")).items():
-        if now != before.get(name) and not any(name == free or name.startswith(f"{free}.") for free in _CHANGEABLE_FIELDS):
+    saved_values = _flatten(saved.model_dump(mode="json"))
+    for name, value in _flatten(config.model_dump(mode="json")).items():
+        if value != saved_values.get(name) and not any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE_FIELDS):
             fix = "set it back, or start a new run with checkpoint.resume=never"
-            raise UserError(name, now, f"the run that goes on, {run}, has {before.get(name)!r}", fix)
+            raise UserError(name, value, f"the run that goes on, {run}, has {saved_values.get(name)!r}", fix)
 
 
 def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """ "section.key" -> value."""
-    found: dict[str, Any] = {}
+    """Return "section.key" -> value."""
+    values: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        values |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run resumes from."""
 
     folder: Path
     state: dict[str, Any]
     damaged: dict[Path, str]
-    """Newer ones, and what is wrong with them."""
+    """Newer checkpoints -> what is wrong with them."""
 
     def describe(self, layout: dict[str, int]) -> list[str]:
-        """What the person who watches must know, one line each."""
+        """Return the notices for the user, one line each."""
         lines = [f"{damaged.name} is not whole: {reason}; the checkpoint before it is used" for damaged, reason in self.damaged.items()]
         lines.append(f"going on from {self.folder}, step {self.state['step']}")
         if not self.matches_layout(layout):
             lines.append("another train.layout wrote it: sums are added in another order, so the numbers differ in rounding")
-        before = self.state.get("versions", {})
-        changed = [f"{name} {before.get(name)} -> {now}" for name, now in collect_versions().items() if before.get(name) != now]
+        saved = self.state.get("versions", {})
+        changed = [f"{name} {saved.get(name)} -> {version}" for name, version in collect_versions().items() if saved.get(name) != version]
         if changed:
             lines.append(f"other versions wrote it, so numbers may differ: {', '.join(changed)}")
         return lines
@@ -107,16 +107,15 @@ class ResumePoint:
 
 
 def choose_checkpoint(run: Path, steps: int) -> ResumePoint:
-    """The newest whole checkpoint of a run; reads every byte of it.
+    """Return the newest whole checkpoint of a run; read every byte of it.
 
-    Raises UserError where none is whole, or where it leaves none of `steps` to do.
+    Raises UserError if none is whole, or if it leaves none of `steps` to do.
     """
     folder, damaged = checkpoints.find_newest_whole(run)
     if folder is None:
-        found = "; ".join(f"{name.name}: {reason}" for name, reason in damaged.items())
-        raise UserError(
-            "checkpoint.resume", str(run), f"holds no whole checkpoint ({found})", "start a new run with checkpoint.resume=never"
-        )
+        reasons = "; ".join(f"{checkpoint.name}: {reason}" for checkpoint, reason in damaged.items())
+        fix = "start a new run with checkpoint.resume=never"
+        raise UserError("checkpoint.resume", str(run), f"holds no whole checkpoint ({reasons})", fix)
     state = json.loads((folder / "state.json").read_bytes())
     if state["step"] >= steps:
         raise UserError("train.steps", steps, f"{folder} is at step {state['step']} already", "raise it, or start a new run")

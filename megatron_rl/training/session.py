@@ -1,10 +1,11 @@
-"""Brings a run up and down: process groups, models, engine, reward workers, log. Built in order, ended in reverse order."""
+"""Starts and ends a run: process groups, models, engine, reward workers, log. Built in order, ended in reverse order."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -53,74 +54,84 @@ from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
 _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
-"""After which a collective breaks off in a run that is watched, which ends long before where it stands still."""
+"""Of collectives in a run with a watchdog, which ends the run long before."""
 
 
 class Session:
-    """One run, new or the one in the folder `resumed`. `folder` is known on every rank; `log`, the engine and the reward workers live on
-    rank 0."""
+    """One run, new or resumed in the folder `resumed`. `folder` is known on every rank; `log`, `engines`, `worker` are None on other ranks
+    than 0."""
 
     def __init__(self, config: Config, layout: Layout, resources: ExitStack, resumed: Path | None = None) -> None:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.from_config(config.precision)
-        install_signal_handlers(alone=layout.world_size == 1)
-        start_megatron(layout, config.train.seed, _COLLECTIVE_TIMEOUT_MINUTES if config.log.stuck_after else 30)
-        resources.callback(stop_megatron)
-        if not torch.cuda.is_available():
-            torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
         self.log: RunLog | None = None
-        self.resume_point: ResumePoint | None = (
-            None if resumed is None else run_on_rank0(lambda: choose_checkpoint(resumed, config.train.steps))
-        )
+        self.engines: EnginePool | None = None
+        self.worker: RolloutWorker | AsyncRolloutWorker | None = None
+        self._start_processes()
+        self.resume_point: ResumePoint | None = None
+        if resumed is not None:
+            self.resume_point = run_on_rank0(lambda: choose_checkpoint(resumed, config.train.steps))
         self.folder = Path(run_on_rank0(self._open_log))
-        rank, size = dist.get_rank(), layout.world_size
-        unseen = UserError(
-            "log.dir", str(config.log.dir), f"rank {rank} does not see the run's folder", "name a folder that all nodes share"
-        )
-        raise_on_all_ranks(None if self.folder.is_dir() else unseen)
-        log = resources.enter_context(rank_log(self.folder, rank, size))
-        resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, config.log.stuck_after, log, self._report_hang))
+        self._start_watchdog()
+
+    def _start_processes(self) -> None:
+        install_signal_handlers(alone=self.layout.world_size == 1)
+        start_megatron(self.layout, self.config.train.seed, _COLLECTIVE_TIMEOUT_MINUTES if self.config.log.stuck_after else 30)
+        self._resources.callback(stop_megatron)
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max((os.cpu_count() or 1) // self.layout.world_size, 1))
+
+    def _start_watchdog(self) -> None:
+        """Open this rank's log and watch for hangs. Raises UserError if some rank does not see the run's folder."""
+        rank, size, settings = dist.get_rank(), self.layout.world_size, self.config.log
+        rule = f"rank {rank} does not see the run's folder"
+        invisible = UserError("log.dir", str(settings.dir), rule, "name a folder that all nodes share")
+        raise_on_all_ranks(None if self.folder.is_dir() else invisible)
+        log = self._resources.enter_context(rank_log(self.folder, rank, size))
+        self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_hang))
 
     def run(self) -> Path:
-        """Trains and writes checkpoints and report; a run that breaks is marked so and keeps what it had. Returns its folder."""
+        """Train, write checkpoints and report, and return the run's folder. A run that breaks is marked so and keeps what it wrote."""
         loop = None
         try:
             loop = self._build_loop()
             loop.run()
-        except BaseException as broken:
-            error = to_lost_rank_error(broken) or broken
-            if loop is not None and isinstance(broken, RunError):  # every rank is here: the loop raises RunErrors on all of them
-                error = prefer_stop_error(broken)
-            if loop is not None and (isinstance(broken, RunError) or self.layout.world_size == 1):
-                self._try_checkpoint(loop)
+        except BaseException as raised:
+            error = to_lost_rank_error(raised) or raised
+            if loop is not None:
+                if isinstance(raised, RunError):  # every rank is here: the loop raises RunErrors on all of them
+                    error = prefer_stop_error(raised)
+                if isinstance(raised, RunError) or self.layout.world_size == 1:
+                    self._try_checkpoint(loop)
             self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
-            if error is not broken:
-                raise error from broken
+            if error is not raised:
+                raise error from raised
             raise
         if is_rank0():
             self.notify(headline(read_metrics(self.folder)))
         self._close_log("finished")
         return self.folder
 
+    def notify(self, text: str) -> None:
+        """Write one line to the console and run.log; nothing on other ranks than 0."""
+        if self.log is not None:
+            self.log.write_event(text)
+
     def _open_log(self) -> str:
+        """Create the run's folder, or reopen that of the resumed run; return its path. Rank 0 only."""
         config = self.config.model_dump(mode="json")
         if self.resume_point is None:
             self.log = RunLog.create(self.config.log.dir, config, collect_versions())
             return str(self.log.dir)
         folder = self.resume_point.folder.parents[1]
         self.log = RunLog.reopen(folder, config, collect_versions(), self.resume_point.state["step"])
-        for remark in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
-            self.notify(remark)
+        for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
+            self.notify(line)
         for damaged in self.resume_point.damaged:
             set_aside(damaged)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
         hang_watchdog.clear_rank_files(folder)
         return str(folder)
-
-    def notify(self, text: str) -> None:
-        """One line for the person who watches; silent on other ranks than 0."""
-        if self.log is not None:
-            self.log.write_event(text)
 
     def _build_loop(self) -> Loop:
         model_path = self.config.model.path
@@ -130,71 +141,72 @@ class Session:
             self.notify(f"warm start saved to {model_path}")
         hang_watchdog.enter_phase("loading the model")
         hf_config = read_config(model_path)
-        plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
         shards = build_own_shards(hf_config, self.layout)
         model = build_model(hf_config, self.layout, self.contract, self.config.train)
         load_checkpoint(model, model_path, shards)
         if is_fp8_checkpoint(hf_config) and not self.contract.train_fp8:
             self.notify("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
-        mark = self._load_checkpoint(actor)
+        state = self._load_checkpoint(actor)
 
-        def live() -> dict[str, torch.Tensor]:
+        def read_named_tensors() -> dict[str, torch.Tensor]:
             return collect_named_tensors(model, shards, self.contract)
 
-        save_hf(self.folder / "engine_model", live(), hf_config, self.layout, self.contract, model_path)
-        engines, worker = self._start_rollout(mark)
-        hang_watchdog.enter_phase("the first proof")
-        sync = WeightSync(plan, engines, live, self.config.sync)
-        self._resources.callback(sync.close)
-        run_on_rank0(lambda: check_live_engine(plan, cast(EnginePool, engines)))
-        check_graph(model, engines, self.contract, self.folder)
-        sync.prove()
-        self.notify(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
-        saved = -1 if mark is None else mark.version
+        save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, self.layout, self.contract, model_path)
+        run_on_rank0(lambda: self._start_rollout(state))
+        sync = self._start_sync(model, hf_config, read_named_tensors)
+        reference = self._load_reference(hf_config)
+        saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.notify, saved)
-        turns = ColocationManager(self.config.placement, actor, engines)
-        causes = MismatchAttribution(actor, live, self.contract.activation_format)
-        recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
-        return Loop(self.config, actor, self._reference(hf_config), recovering_sync, worker, self.log, checkpoints, causes, mark, turns)
+        attribution = MismatchAttribution(actor, read_named_tensors, self.contract.activation_format)
+        colocation = ColocationManager(self.config.placement, actor, self.engines)
+        return Loop(self.config, actor, reference, sync, self.worker, self.log, checkpoints, attribution, state, colocation)
 
     def _load_checkpoint(self, actor: Actor) -> TrainState | None:
-        """Loads the checkpoint that the run goes on from; None in a new run."""
+        """Load the checkpoint of a resumed run; return None in a new run."""
         if self.resume_point is None:
             return None
-        mark = TrainState.from_dict(self.resume_point.state)
-        same = self.resume_point.matches_layout(describe_layout(self.layout, self.config.train))
-        load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same)
-        actor.steps_done = mark.optimizer_steps
-        return mark
+        state = TrainState.from_dict(self.resume_point.state)
+        same_layout = self.resume_point.matches_layout(describe_layout(self.layout, self.config.train))
+        load_run_checkpoint(self.resume_point.folder, actor.model, actor.optimizer, self.resume_point.state, same_layout)
+        actor.steps_done = state.optimizer_steps
+        return state
 
-    def _start_rollout(self, mark: TrainState | None) -> tuple[EnginePool | None, RolloutWorker | AsyncRolloutWorker | None]:
-        """Engines, problems and reward workers; (None, None) on other ranks. Failures are raised on every rank."""
-        found: list[Any] = [None, None]
+    def _start_rollout(self, state: TrainState | None) -> None:
+        """Load the problems, start reward workers and engines. Rank 0 only."""
+        config = self.config
+        tokenizer = load_tokenizer(config.model.path)
+        stream, held_out = load_problems(config, tokenizer)
+        if state is not None:
+            stream.load_state_dict(state.data)
+        scorer = self._resources.enter_context(Scorer(config.reward, self.notify))
+        environments = None if config.environment is None else self._resources.enter_context(EnvironmentPool(config.environment))
+        self.notify(f"starting the engines: {config.rollout.engines}")
+        hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
+        self.engines = start_engines(config, self.folder / "engine_model", self.folder, self.notify)
+        self._resources.callback(self.engines.stop)
+        worker = RolloutWorker(config, self.engines, stream, held_out, tokenizer, scorer, environments)
+        self.worker = worker
+        if config.placement.max_staleness:
+            self.worker = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, self.engines.stop)
+            self._resources.callback(self.worker.close)
 
-        def start() -> None:
-            config = self.config
-            tokenizer = load_tokenizer(config.model.path)
-            stream, held_out = load_problems(config, tokenizer)
-            if mark is not None:
-                stream.load_state_dict(mark.data)
-            scorer = self._resources.enter_context(Scorer(config.reward, self.notify))
-            environment = config.environment
-            environments = None if environment is None else self._resources.enter_context(EnvironmentPool(environment))
-            self.notify(f"starting the engines: {config.rollout.engines}")
-            hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
-            found[0] = start_engines(config, self.folder / "engine_model", self.folder, self.notify)
-            self._resources.callback(found[0].stop)
-            found[1] = RolloutWorker(config, found[0], stream, held_out, tokenizer, scorer, environments)
-            if config.placement.max_staleness:
-                found[1] = AsyncRolloutWorker(found[1], config.placement.max_staleness, config.train.steps, found[0].stop)
-                self._resources.callback(found[1].close)
+    def _start_sync(
+        self, model: Any, hf_config: dict[str, Any], read_named_tensors: Callable[[], dict[str, torch.Tensor]]
+    ) -> RecoveringWeightSync:
+        """Check that trainer and engines have the same precision graph and hold the same bytes."""
+        hang_watchdog.enter_phase("the first proof")
+        plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
+        sync = WeightSync(plan, self.engines, read_named_tensors, self.config.sync)
+        self._resources.callback(sync.close)
+        run_on_rank0(lambda: check_live_engine(plan, cast(EnginePool, self.engines)))
+        check_graph(model, self.engines, self.contract, self.folder)
+        sync.prove()
+        self.notify(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
+        return RecoveringWeightSync(sync, self.engines, self.notify)
 
-        run_on_rank0(start)
-        return found[0], found[1]
-
-    def _reference(self, hf_config: dict[str, Any]) -> Policy | None:
-        """The frozen starting policy, in the same precision flow; None where no KL term asks for it."""
+    def _load_reference(self, hf_config: dict[str, Any]) -> Policy | None:
+        """Return the frozen starting policy, in the same precision; None without a KL term."""
         if not self.config.algorithm.kl_coef:
             return None
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
@@ -209,12 +221,12 @@ class Session:
             self.notify(f"no last checkpoint: {error}")
 
     def _report_hang(self, line: str) -> None:
-        """Of a rank that stands still, in the watch's thread."""
+        """Called in the watchdog's thread."""
         print(f"megatron-rl [rank {dist.get_rank()}]: {line}", file=sys.stderr, flush=True)
         self._close_log("broken", line)
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
-        """Ends the log and writes the report; what goes wrong here never hides the run's own error."""
+        """End the log and write the report; an error in here never hides the run's own error."""
         if self.log is None:
             return
         self.log.finish(status, reason)
@@ -225,6 +237,6 @@ class Session:
 
 
 def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:
-    """One whole run with everything ended afterwards; see `run.run_training` and `resume.find_run_to_resume`."""
+    """Run once and end everything afterwards; see `preflight.run_training` and `resume.find_run_to_resume`."""
     with ExitStack() as resources:
         return Session(config, layout, resources, resumed).run()

@@ -29,6 +29,7 @@ from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tenso
 from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.training.sft_warmup import negative_log_likelihood
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -164,10 +165,6 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
         "fp8": [f"{name}.weight" for name in find_fp8_layers(trainer.model)],
         "moved": {name: float((parameter.detach().float() - start_values[name].float()).abs().max()) for name, parameter in named.items()},
     }
-
-
-def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return -(logprobs * batch.mask).sum(), {}
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
