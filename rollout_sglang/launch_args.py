@@ -39,18 +39,18 @@ class EngineLaunchSpec:
     def start_process(self) -> tuple[EngineProcess, str, str]:
         """The process, the server's URL, and the key that every request must carry. Raises UserError where the host cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
-        slot = place_engine(rollout, self.number)
-        port, key = _free_port(slot), secrets.token_hex(24)
-        arguments = [*_server_arguments(self.config, contract, self.model_path, port, slot), *self.arguments]
-        environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: slot.launcher, **_environment(rollout.tp, contract, slot)}
+        placement = place_engine(rollout, self.number)
+        port, key = _free_port(placement), secrets.token_hex(24)
+        arguments = [*_server_arguments(self.config, contract, self.model_path, port, placement), *self.arguments]
+        environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout.tp, contract, placement)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
-        return EngineProcess(arguments, environment, log), f"http://{slot.host}:{port}", key
+        return EngineProcess(arguments, environment, log), f"http://{placement.host}:{port}", key
 
 
-def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, slot: EnginePlacement) -> list[str]:
+def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement) -> list[str]:
     rollout = config.rollout
     options: dict[str, Any] = {
-        "host": slot.host,
+        "host": placement.host,
         "port": port,
         "model-path": model_path,
         "dtype": _DTYPE[contract.high],
@@ -69,7 +69,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     if contract.engine_quantization:
         options["quantization"] = contract.engine_quantization
     if torch.cuda.is_available():
-        options["base-gpu-id"] = get_base_gpu_id(config, slot)
+        options["base-gpu-id"] = get_base_gpu_id(config, placement)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
         # the cache's size is max-total-tokens; SGLang compares the machine's free memory before and after loading, which others use too
@@ -78,7 +78,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(tp: int, contract: PrecisionContract, slot: EnginePlacement) -> dict[str, str]:
+def _environment(tp: int, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     if torch.cuda.is_available():
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
@@ -86,18 +86,20 @@ def _environment(tp: int, contract: PrecisionContract, slot: EnginePlacement) ->
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,
         "OMP_NUM_THREADS": "1",  # by far the fastest for small models
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((slot.index * tp + rank) % cores) for rank in range(tp)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((placement.index * tp + rank) % cores) for rank in range(tp)),
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards choke on the stand-in for Triton
     }
 
 
-def _free_port(slot: EnginePlacement) -> int:
-    if slot.launcher:  # another machine's ports; one that is taken shows when the engine starts, and no neighbour takes it
-        return 20000 + secrets.randbelow(10000 // slot.engines_on_node) * slot.engines_on_node + slot.index
+def _free_port(placement: EnginePlacement) -> int:
+    if placement.launcher:  # another machine's ports; one that is taken shows when the engine starts, and no neighbour takes it
+        return 20000 + secrets.randbelow(10000 // placement.engines_on_node) * placement.engines_on_node + placement.index
     try:
         with socket.socket() as probe:
-            probe.bind((slot.host, 0))
+            probe.bind((placement.host, 0))
             return probe.getsockname()[1]
     except OSError as error:
-        raise UserError("rollout.hosts", slot.host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine") from None
+        raise UserError(
+            "rollout.hosts", placement.host, f"cannot be bound ({error})", "use 127.0.0.1 or an address of this machine"
+        ) from None

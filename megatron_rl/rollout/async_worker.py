@@ -1,11 +1,11 @@
-"""Generation that goes on while the trainer trains: the groups of the steps to come, made in a thread, at most so many versions ahead.
+"""Asynchronous rollouts: a thread generates the groups of coming steps while the trainer trains, a bounded number of versions ahead.
 
     trainer     | train on 0 | sync 1 | train on 1 | sync 2 | ...
     this thread |    rollout 1        |     rollout 2       | ...
 
-The groups for the trainer at version v begin when it stands at version v - max_staleness, so no token of them can be older than that.
-One rollout is made after the other: the problems keep their order, and none is skipped or used twice by a run that goes on. Where the
-engine is lost, what it was making is made anew (`megatron_rl.sync.recovery`), and nothing after it before that.
+Generation for version v starts when the trainer is at version v - max_staleness, so no token is older than that. Rollouts are generated
+one after the other: problems keep their order, and a resumed run skips or repeats none. If the engine is lost, the failed rollout is
+generated again first (`megatron_rl.sync.recovery`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 
 
 class AsyncRolloutWorker:
-    """Stands in for a `RolloutWorker`, on rank 0. One thread of its own makes the groups; all calls come from one other."""
+    """Replaces a `RolloutWorker` on rank 0. One thread of its own generates; all calls must come from one other thread."""
 
     def __init__(self, worker: RolloutWorker, max_staleness: int, steps: int, stop_engine: Callable[[], None]) -> None:
-        """`steps`: the run's last version, for which nothing is generated. `stop_engine` makes requests that run fail; see `close`."""
+        """`steps`: the run's last version, for which nothing is generated. `stop_engine` fails running requests; see `close`."""
         self._worker, self._max_staleness, self._steps, self._stop_engine = worker, max_staleness, steps, stop_engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-rollout")
         self._pending: deque[tuple[int, Future[tuple[RolloutBatch, dict[str, Any]]]]] = deque()
@@ -33,44 +33,44 @@ class AsyncRolloutWorker:
         self._failure: BaseException | None = None
 
     def collect(self, version: int) -> RolloutBatch:
-        """The groups for the trainer at `version`, which the engine serves by now; lets those of later steps begin.
+        """Return the groups for the trainer at `version`, and start generating those of later steps.
 
-        `time/generate` is how long they were waited for, `ahead/generate` and `ahead/reward` how long they took. Raises what went wrong
-        while they were made; after an EngineLostError, and once the engine serves again, they may be collected anew.
+        `time/generate` is the time waited here, `ahead/generate` and `ahead/reward` the time it took. Raise the error of the generating
+        thread; after an EngineLostError, once the engine serves again, call `collect` again.
         """
         start = time.perf_counter()
         if isinstance(self._failure, EngineLostError):
-            self._drop_failed()  # the engine was lost while nobody waited, and has been brought back by a sync since
+            self._drop_failed()  # lost while nobody waited; a sync has replaced the engine since
         newest = self._pending[-1][0] if self._pending else version - 1
-        for wanted in range(newest + 1, min(version + self._max_staleness, self._steps - 1) + 1):
-            self._pending.append((wanted, self._thread.submit(self._collect_in_thread, wanted)))
-        made_for, future = self._pending.popleft()
-        assert made_for == version, f"the groups for version {made_for} are next, not those for {version}"
+        for later in range(newest + 1, min(version + self._max_staleness, self._steps - 1) + 1):
+            self._pending.append((later, self._thread.submit(self._collect_in_thread, later)))
+        next_version, future = self._pending.popleft()
+        assert next_version == version, f"the groups for version {next_version} are next, not those for {version}"
         try:
             rollout, self._stream_state = future.result()
         except RunError:
             self._drop_failed()
             raise
-        took = {f"ahead/{name.removeprefix('time/')}": seconds for name, seconds in rollout.seconds.items()}
-        return replace(rollout, seconds={"time/generate": time.perf_counter() - start, **took})
+        generation_seconds = {f"ahead/{name.removeprefix('time/')}": seconds for name, seconds in rollout.seconds.items()}
+        return replace(rollout, seconds={"time/generate": time.perf_counter() - start, **generation_seconds})
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the problems stand after the last groups that were collected: those made ahead are lost when the run stops."""
+        """Return the state of the problem stream after the last collected groups; groups generated ahead are lost when the run stops."""
         return self._stream_state
 
     def evaluate(self, version: int) -> dict[str, float]:
-        """See `RolloutWorker.evaluate`; the engine shares its time between this and what is made ahead."""
+        """See `RolloutWorker.evaluate`; generation ahead shares the engine meanwhile."""
         return self._worker.evaluate(version)
 
     def close(self) -> None:
-        """Returns when nothing is made any more; what runs is broken off, with the engine."""
+        """Abort running requests, together with the engine, and return when the thread has ended."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._stop_engine()
         self._thread.shutdown(wait=True)
 
     def _collect_in_thread(self, version: int) -> tuple[RolloutBatch, dict[str, Any]]:
         if self._failure is not None:
-            raise self._failure  # the problems stand at those of the groups that failed
+            raise self._failure  # the problem stream stands at the groups that failed
         try:
             return self._worker.collect(version), self._worker.state_dict()
         except BaseException as error:
@@ -78,6 +78,6 @@ class AsyncRolloutWorker:
             raise
 
     def _drop_failed(self) -> None:
-        """The groups that failed, and with them all after them, are begun anew by the next `collect`."""
+        """Forget the failed groups and all after them; the next `collect` starts them again."""
         self._pending = deque(entry for entry in self._pending if entry[1].exception() is None)
         self._failure = None

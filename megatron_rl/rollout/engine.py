@@ -1,4 +1,4 @@
-"""What the loop asks of a rollout engine. Implementations register under the entry-point group `megatron_rl.rollout`."""
+"""The protocol of a rollout engine. Implementations register under the entry-point group `megatron_rl.rollout`."""
 
 from __future__ import annotations
 
@@ -20,89 +20,86 @@ from parallel.transport.base import Link
 
 @dataclass(frozen=True)
 class EngineTensorSpec:
-    """A parameter as the running engine holds it. `dtype` is torch's name, such as float8_e4m3fn."""
+    """Dtype and shape of a parameter in the running engine. `dtype` is torch's name, such as float8_e4m3fn."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class Engine(Protocol):
-    """An engine. Every call is bounded in time and raises RunError, with the engine's log tail, when the engine fails: EngineLostError
-    where
-    another one can take its place."""
+    """An engine. Every call is bounded in time and raises RunError with the engine's log tail if the engine fails, EngineLostError if
+    another engine can replace it."""
 
     def wait_until_ready(self) -> None:
-        """Returns when the engine serves the weights it was started with, as version 0. Raises RunError where it does not come up, and
-        has ended it then."""
+        """Return when the engine serves its initial weights as version 0. If it does not come up, end it and raise RunError."""
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
-        """One completion per prompt (token ids), in order; one sampling for all, or one for each."""
+        """Return one completion per prompt (token ids), in order. `sampling`: one for all prompts, or one for each."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
-        """Per engine rank, every weight it serves from."""
+        """Return, per engine rank, every weight it serves from, by name."""
 
     def read_activation_scale_formats(self) -> dict[str, str]:
-        """For every FP8 linear layer that is live, the format ("pow2" or "fp32") of the scales it quantises activations with."""
+        """Return, for every live FP8 linear layer, the format of its activation scales ("pow2" or "fp32")."""
 
     def read_graph(self) -> list[PrecisionGraph]:
-        """Per engine rank, the precision graph read from its live modules."""
+        """Return, per engine rank, the precision graph of its live modules."""
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        """Every engine rank begins to connect to the trainer, to receive its share of `chunks` at every sync.
+        """Start connecting every engine rank to the trainer, to receive its share of `chunks` at every sync.
 
-        `staged`: into a second copy of the weights, which `finish_receiving` copies over the live ones. What goes wrong with the
-        connection is raised by `finish_receiving`.
+        `staged`: receive into a second copy of the weights, which `finish_receiving` copies over the live ones. Errors of the
+        connection are raised by `finish_receiving`.
         """
 
     def disconnect(self) -> None:
-        """Ends the connection and frees the second copy."""
+        """Close the connection and free the second copy."""
 
     def pause(self, running: Running) -> None:
-        """Holds new requests and returns when no token is being sampled. What becomes of completions that run: see `sync.running`.
+        """Hold new requests and return when no token is being sampled. `running` decides about running completions (`sync.running`).
 
-        Only with "continue" may a completion hold tokens of several versions; `Generation.versions_T` says which.
+        Only with "continue" may a completion hold tokens of several versions; `Generation.versions_T` lists them.
         """
 
     def resume(self) -> None:
-        """Requests are served again."""
+        """Serve requests again."""
 
     def release_memory(self) -> None:
-        """Gives back memory, of the KV cache at least and of the weights where it can. Nothing is served until the next sync, which takes
-        it again and fills the weights."""
+        """Free the KV cache, and the weights where possible. The next sync allocates them again; until then nothing is served."""
 
     def get_memory_mb(self) -> float:
-        """MiB of host memory that its processes hold."""
+        """Return the host memory of its processes in MiB."""
 
     def begin_sync(self) -> None:
-        """Opens a change of the live weights, between `pause` and `resume`."""
+        """Open a change of the live weights, between `pause` and `resume`."""
 
     def start_receiving(self, hashing: bool) -> None:
-        """The engine ranks begin to receive, in the background."""
+        """Let the engine ranks start to receive, in the background."""
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        """Returns when the live weights hold all bytes. Where `hashing`: per rank, one digest per chunk, made from the live weights."""
+        """Return when the live weights hold all bytes. With `hashing`, return per rank one digest per chunk, of the live weights."""
 
     def end_sync(self, version: int) -> None:
-        """Closes the change: from now on completions carry this policy version."""
+        """Close the change; completions carry this policy version from now on."""
 
     def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        """Per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order asked."""
+        """Return, per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order of `wanted`."""
 
     def stop(self, force: bool = False) -> None:
-        """Ends the engine's processes, politely first or at once; safe to call twice."""
+        """End the engine's processes: by SIGTERM first, or at once with `force`. Safe to call twice."""
 
 
 class EngineLauncher(Protocol):
-    """The entry point's callable: starts engine `number` of a run, without waiting for it."""
+    """The entry point's callable: start engine `number` of a run without waiting for it."""
 
     def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine: ...
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:
-    """The launcher registered as `name`. Raises UserError when there is none."""
-    found = entry_points(group="megatron_rl.rollout")
-    for entry in found:
+    """Return the launcher registered as `name`. Raise UserError if there is none."""
+    registered = entry_points(group="megatron_rl.rollout")
+    for entry in registered:
         if entry.name == name:
             return entry.load()
-    known = ", ".join(sorted(entry.name for entry in found)) or "none"
+    known = ", ".join(sorted(entry.name for entry in registered)) or "none"
     raise UserError("rollout.engine", name, f"is not registered; known engines: {known}", "install the project: pip install --no-deps -e .")

@@ -1,12 +1,11 @@
-"""Several engines that look like one, and what becomes of one that is lost.
+"""A pool of engines that looks like one engine, and replaces those that are lost.
 
-Requests go to the engine with the least to do. A completion's draws are a function of its seed, so it does not matter which engine that
-is. Ranks are numbered through: rank r of engine e is e * rollout.tp + r, and a sync fills and proves them all.
+A request goes to the engine with the fewest outstanding completions. Draws are a function of the completion's seed, so any engine gives
+the same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollout.tp + r, and a sync fills and proves all of them.
 
-An engine that is lost is ended and another one starts in its place at once, while the others take over its requests. It holds the
-weights the run began with, so it answers nothing until a sync has filled and proved it: `wait_for_successors` waits for it, every call of
-a sync
-raises EngineLostError before that, and `resume` lets it serve (`megatron_rl.sync.recovery`).
+When an engine is lost, the pool ends it, starts a successor at once, and sends its requests to the other engines. The successor holds the
+weights the run began with, so it serves nothing until a sync has filled and proved it: `wait_for_successors` waits for it, every call of
+a sync raises EngineLostError before that, and `resume` lets it serve (`megatron_rl.sync.recovery`).
 """
 
 from __future__ import annotations
@@ -35,47 +34,47 @@ from parallel.transport.base import Link
 T = TypeVar("T")
 
 _SPLITS_PER_ENGINE = 4
-"""Requests that a batch is cut into for each engine, so that one which is early takes over from one which is late."""
+"""Requests per engine that a batch is cut into, so that a fast engine takes over work from a slow one."""
 
 
 def start_engines(config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print) -> EnginePool:
-    """Starts the engines of a configuration side by side, and returns when all are ready. Raises RunError where one is not."""
+    """Start all engines of a configuration side by side and return when they are ready. Raise RunError if one fails."""
     launch = find_engine_launcher(config.rollout.engine)
     return EnginePool(config, lambda number: launch(config, model_path, log_dir, number), notify)
 
 
 def check_devices(config: Config) -> None:
-    """Raises UserError where a node, taken to be like this machine, has fewer GPUs than its engines need."""
-    rollout, found = config.rollout, torch.cuda.device_count()
+    """Raise UserError if a node, assumed to be like this machine, has fewer GPUs than its engines need."""
+    rollout, available = config.rollout, torch.cuda.device_count()
     if not torch.cuda.is_available():
         return
-    if rollout.tp > found:
-        raise UserError("rollout.tp", rollout.tp, f"is more than a node's {found} GPUs, and an engine has one node", "lower it")
-    before = get_base_gpu_id(config, place_engine(rollout, 0))
-    if before + rollout.engines_per_node * rollout.tp > found:
+    if rollout.tp > available:
+        raise UserError("rollout.tp", rollout.tp, f"is more than a node's {available} GPUs, and an engine has one node", "lower it")
+    trainer_gpus = get_base_gpu_id(config, place_engine(rollout, 0))
+    if trainer_gpus + rollout.engines_per_node * rollout.tp > available:
         share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
         needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
-        beside = f" beside the trainer's {before}" if before else ""
-        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {found}", "lower one of them")
+        beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
+        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {available}", "lower one of them")
 
 
 @dataclass(eq=False)
 class _Replica:
-    """One of the engines: the one that holds the place now."""
+    """One slot of the pool: the engine in it, or why there is none. While `lost` is set, `serving` is False."""
 
     number: int
     engine: Engine
     serving: bool = True
     outstanding: int = 0
-    """Completions it was asked for and has not given yet."""
+    """Completions requested and not yet returned."""
     lost: EngineLostError | None = None
-    """Why there is none."""
+    """Why the engine is gone; None while it lives."""
     successor: Future[Engine] | None = None
-    """The one that takes its place; None where no restart is left."""
+    """The engine that will replace it; None if no restart is left."""
 
 
 class EnginePool:
-    """See `megatron_rl.rollout.engine.Engine`, whose protocol this class has."""
+    """Implements `megatron_rl.rollout.engine.Engine`; methods without a docstring do what that protocol says, on all engines."""
 
     def __init__(self, config: Config, start: Callable[[int], Engine], notify: Callable[[str], None]) -> None:
         self._settings, self._start, self._notify = config.rollout, start, notify
@@ -83,15 +82,15 @@ class EnginePool:
         self._version = self._restarts = 0
         self._stopped = False
         self._graphs: list[list[PrecisionGraph]] = []
-        # Linux ends an engine with the thread that started it (`rollout_sglang.server`), so one thread starts all, and stays
+        # Linux ends an engine with the thread that started it (`rollout_sglang.server`): one long-lived thread starts all
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-engines")
         self._executor = ThreadPoolExecutor(self._settings.engines, thread_name_prefix="megatron-rl-engine")
         self._replicas: list[_Replica] = []
         try:
             for number in range(self._settings.engines):
                 self._replicas.append(_Replica(number, self._starter.submit(start, number).result()))
-            for place in self._replicas:
-                place.engine.wait_until_ready()
+            for replica in self._replicas:
+                replica.engine.wait_until_ready()
         except BaseException:
             self.stop()
             raise
@@ -99,117 +98,116 @@ class EnginePool:
     # --- completions
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
-        """See `Engine.generate`. What an engine was asked for when it was lost is sampled by the others; EngineLostError where none is
-        left."""
+        """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         count, engines = len(prompts_B), len(self._replicas)
         size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), 1)
-        pieces = [slice(start, start + size) for start in range(0, count, max(size, 1))]
-        if len(pieces) <= 1:
+        slices = [slice(start, start + size) for start in range(0, count, max(size, 1))]
+        if len(slices) <= 1:
             return self._generate(prompts_B, samplings)
-        threads = ThreadPoolExecutor(len(pieces), thread_name_prefix="megatron-rl-generate")
+        threads = ThreadPoolExecutor(len(slices), thread_name_prefix="megatron-rl-generate")
         try:
-            answers = [threads.submit(self._generate, prompts_B[piece], samplings[piece]) for piece in pieces]
-            return [generation for answer in answers for generation in answer.result()]
+            futures = [threads.submit(self._generate, prompts_B[part], samplings[part]) for part in slices]
+            return [generation for future in futures for generation in future.result()]
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)  # after an error nobody awaits what still runs
+            threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
 
     def _generate(self, prompts_B: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> list[Generation]:
         while True:
-            place, engine = self._acquire_engine(len(prompts_B))
+            replica, engine = self._acquire_engine(len(prompts_B))
             try:
                 return engine.generate(prompts_B, samplings)
             except EngineLostError as error:
-                self._mark_lost(place, engine, error)
+                self._mark_lost(replica, engine, error)
             finally:
                 with self._changed:
-                    place.outstanding -= len(prompts_B)
+                    replica.outstanding -= len(prompts_B)
                     self._changed.notify_all()
 
     def _acquire_engine(self, count: int) -> tuple[_Replica, Engine]:
-        """The engine with the least to do, once it has room for `count` more or nothing to do."""
-        timeout, most = self._settings.request_timeout, self._settings.max_running_requests
+        """Wait until an engine has room for `count` more completions (or is idle), and return the one with the fewest outstanding."""
+        timeout, limit = self._settings.request_timeout, self._settings.max_running_requests
 
         def has_room() -> bool:
-            places = [place for place in self._replicas if place.serving]
-            return len(self._replicas) == 1 or not places or any(place.outstanding + count <= max(most, count) for place in places)
+            replicas = [replica for replica in self._replicas if replica.serving]
+            return len(self._replicas) == 1 or not replicas or any(replica.outstanding + count <= max(limit, count) for replica in replicas)
 
         with self._changed:
             if not self._changed.wait_for(has_room, timeout):
                 raise RunError(f"no engine had room for {count} more completions within {timeout:g} s (rollout.request_timeout)")
-            serving = [place for place in self._replicas if place.serving]
+            serving = [replica for replica in self._replicas if replica.serving]
             if not serving:
-                raise next((place.lost for place in self._replicas if place.lost), EngineLostError("no engine serves"))
-            place = min(serving, key=lambda place: place.outstanding)
-            place.outstanding += count
-            return place, place.engine
+                raise next((replica.lost for replica in self._replicas if replica.lost), EngineLostError("no engine serves"))
+            replica = min(serving, key=lambda replica: replica.outstanding)
+            replica.outstanding += count
+            return replica, replica.engine
 
     # --- losses
 
-    def _mark_lost(self, place: _Replica, engine: Engine, error: EngineLostError) -> None:
-        """Notes a loss, once, and has another engine started in that place where a restart is left."""
+    def _mark_lost(self, replica: _Replica, engine: Engine, error: EngineLostError) -> None:
+        """Record a loss, once, and start a successor if a restart is left."""
         with self._changed:
-            if place.engine is not engine or place.lost is not None or self._stopped:
+            if replica.engine is not engine or replica.lost is not None or self._stopped:
                 return
-            place.serving, place.lost = False, error
+            replica.serving, replica.lost = False, error
             self._restarts += 1
-            left = self._restarts <= self._settings.max_restarts
-            place.successor = self._starter.submit(self._start_successor, place.number, engine) if left else None
+            may_restart = self._restarts <= self._settings.max_restarts
+            replica.successor = self._starter.submit(self._start_successor, replica.number, engine) if may_restart else None
             self._changed.notify_all()
-        self._notify(f"engine {place.number} is lost: {error}" + ("; another one starts" if left else ""))
+        self._notify(f"engine {replica.number} is lost: {error}" + ("; another one starts" if may_restart else ""))
 
     def _start_successor(self, number: int, lost: Engine) -> Engine:
         lost.stop(force=True)
         return self._start(number)
 
     def wait_for_successors(self, reason: EngineLostError) -> int:
-        """Waits until every engine that was lost has a successor, which serves from the next `resume` on; returns how many there were.
+        """Wait until every lost engine has a successor, which serves from the next `resume` on. Return the number of lost engines.
 
-        Raises RunError where none is left of the restarts that `rollout.max_restarts` allows, which a loss that hit no engine counts
-        against as well, or where a successor has another precision graph.
+        Raise RunError if `rollout.max_restarts` is used up (a lost connection counts too), or if a successor has another precision
+        graph.
         """
-        lost = [place for place in self._replicas if place.lost is not None]
+        lost = [replica for replica in self._replicas if replica.lost is not None]
         if not lost:
             self._restarts += 1
-        for place in lost:
-            while place.lost is not None:
-                self._install_successor(place)
+        for replica in lost:
+            while replica.lost is not None:
+                self._install_successor(replica)
         if self._restarts > self._settings.max_restarts:
             raise RunError(_describe_restart_limit(reason, self._settings.max_restarts), reason.log_tail)
         return len(lost)
 
-    def _install_successor(self, place: _Replica) -> None:
-        assert place.lost is not None
-        if place.successor is None:
-            raise RunError(_describe_restart_limit(place.lost, self._settings.max_restarts), place.lost.log_tail)
-        successor = place.successor.result(self._settings.start_timeout)
+    def _install_successor(self, replica: _Replica) -> None:
+        assert replica.lost is not None
+        if replica.successor is None:
+            raise RunError(_describe_restart_limit(replica.lost, self._settings.max_restarts), replica.lost.log_tail)
+        successor = replica.successor.result(self._settings.start_timeout)
         with self._changed:
-            place.engine, place.successor, why = successor, None, place.lost
+            replica.engine, replica.successor, reason = successor, None, replica.lost
         try:
             successor.wait_until_ready()
             graph = successor.read_graph() if self._graphs else None
         except RunError as error:
-            place.lost = None
-            self._mark_lost(place, successor, EngineLostError(str(error), error.log_tail))
+            replica.lost = None
+            self._mark_lost(replica, successor, EngineLostError(str(error), error.log_tail))
             return
-        if graph is not None and graph != self._graphs[place.number]:
-            raise RunError(f"engine {place.number} has another precision graph than the one whose place it took ({why})")
-        place.lost = None
+        if graph is not None and graph != self._graphs[replica.number]:
+            raise RunError(f"engine {replica.number} has another precision graph than the one whose place it took ({reason})")
+        replica.lost = None
 
     # --- the rest of the protocol
 
     def wait_until_ready(self) -> None:
-        """They are."""
+        """Return at once: `__init__` has waited."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return [rank for ranks in self._call_all(lambda _, engine: engine.describe_tensors()) for rank in ranks]
 
     def read_activation_scale_formats(self) -> dict[str, str]:
-        """As `Engine.read_activation_scale_formats`; names begin with the engine's number where there are several."""
-        told = self._call_all(lambda _, engine: engine.read_activation_scale_formats())
-        if len(told) == 1:
-            return told[0]
-        return {f"engine {number}: {name}": used for number, formats in enumerate(told) for name, used in formats.items()}
+        """See `Engine.read_activation_scale_formats`; with several engines, names begin with the engine's number."""
+        formats_by_engine = self._call_all(lambda _, engine: engine.read_activation_scale_formats())
+        if len(formats_by_engine) == 1:
+            return formats_by_engine[0]
+        return {f"engine {number}: {name}": used for number, formats in enumerate(formats_by_engine) for name, used in formats.items()}
 
     def read_graph(self) -> list[PrecisionGraph]:
         self._graphs = self._call_all(lambda _, engine: engine.read_graph())
@@ -218,16 +216,16 @@ class EnginePool:
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
         def connect(number: int, engine: Engine) -> None:
             first = self._first_rank(number)
-            mine = [replace(chunk, target=chunk.target - first) for chunk in chunks if self._owner_of_rank(chunk.target) == number]
-            engine.connect(replace(link, first=first), mine, staged)
+            own_chunks = [replace(chunk, target=chunk.target - first) for chunk in chunks if self._owner_of_rank(chunk.target) == number]
+            engine.connect(replace(link, first=first), own_chunks, staged)
 
         self._call_all(connect)
 
     def disconnect(self) -> None:
-        for place in self._replicas:
-            if place.lost is None:
+        for replica in self._replicas:
+            if replica.lost is None:
                 with contextlib.suppress(RunError):  # an engine that is gone holds nothing
-                    place.engine.disconnect()
+                    replica.engine.disconnect()
 
     def pause(self, running: Running) -> None:
         self._call_all(lambda _, engine: engine.pause(running))
@@ -235,16 +233,16 @@ class EnginePool:
     def resume(self) -> None:
         self._call_all(lambda _, engine: engine.resume())
         with self._changed:
-            for place in self._replicas:
-                place.serving = place.lost is None
+            for replica in self._replicas:
+                replica.serving = replica.lost is None
             self._changed.notify_all()
 
     def release_memory(self) -> None:
-        """As `Engine.release_memory`, of all that are left: one that is lost has nothing to give back, and no sync has failed by that."""
+        """See `Engine.release_memory`; skip lost engines, which have nothing to release."""
         self._call_survivors(lambda _, engine: engine.release_memory())
 
     def get_memory_mb(self) -> float:
-        return sum(place.engine.get_memory_mb() for place in self._replicas)
+        return sum(replica.engine.get_memory_mb() for replica in self._replicas)
 
     def begin_sync(self) -> None:
         self._call_all(lambda _, engine: engine.begin_sync())
@@ -262,55 +260,55 @@ class EnginePool:
 
     def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
         def ask(number: int, engine: Engine) -> dict[int, list[str]]:
-            mine = {rank - self._first_rank(number): rects for rank, rects in wanted.items() if self._owner_of_rank(rank) == number}
-            return engine.digest_rects(mine) if mine else {}
+            own_rects = {rank - self._first_rank(number): rects for rank, rects in wanted.items() if self._owner_of_rank(rank) == number}
+            return engine.digest_rects(own_rects) if own_rects else {}
 
         return self._merge_by_rank(self._call_all(ask))
 
     def stop(self, force: bool = False) -> None:
         with self._changed:
             self._stopped = True
-            for place in self._replicas:
-                place.serving = False
+            for replica in self._replicas:
+                replica.serving = False
             self._changed.notify_all()
-        for place in self._replicas:
-            place.engine.stop(force)
-            with contextlib.suppress(Exception):  # one that was not started
-                if place.successor is not None:
-                    place.successor.result(self._settings.start_timeout).stop(force)
+        for replica in self._replicas:
+            replica.engine.stop(force)
+            with contextlib.suppress(Exception):  # the successor failed to start
+                if replica.successor is not None:
+                    replica.successor.result(self._settings.start_timeout).stop(force)
         for threads in (self._starter, self._executor):
             threads.shutdown(wait=False)
 
     def _call_all(self, call: Callable[[int, Engine], T]) -> list[T]:
-        """`call` with every number and engine, side by side; returns when all are done. Raises EngineLostError where an engine is lost."""
-        for place in self._replicas:
-            if place.lost is not None:
-                raise place.lost
-        found, errors = self._call(self._replicas, call)
+        """Call `call(number, engine)` for every engine in parallel and return the results. Raise EngineLostError if one is lost."""
+        for replica in self._replicas:
+            if replica.lost is not None:
+                raise replica.lost
+        results, errors = self._call(self._replicas, call)
         if errors:
             raise errors[0]
-        return found
+        return results
 
     def _call_survivors(self, call: Callable[[int, Engine], None]) -> None:
-        """As `_call_all` with those that are not lost, for what an engine need not do any more once it is lost."""
-        for error in self._call([place for place in self._replicas if place.lost is None], call)[1]:
+        """Call `call` for every engine that is not lost; an engine lost on the way is no error."""
+        for error in self._call([replica for replica in self._replicas if replica.lost is None], call)[1]:
             if not isinstance(error, EngineLostError):
                 raise error
 
-    def _call(self, places: Sequence[_Replica], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
-        """(results, errors) of `call`, side by side; losses are noted, and come first."""
-        engines = [(place, place.engine) for place in places]
-        running = [self._executor.submit(call, place.number, engine) for place, engine in engines]
-        found, errors = list[T](), list[RunError]()
-        for (place, engine), future in zip(engines, running, strict=True):
+    def _call(self, replicas: Sequence[_Replica], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
+        """Return (results, errors) of parallel calls. Record losses; they come first among the errors."""
+        engines = [(replica, replica.engine) for replica in replicas]
+        running = [self._executor.submit(call, replica.number, engine) for replica, engine in engines]
+        results, errors = list[T](), list[RunError]()
+        for (replica, engine), future in zip(engines, running, strict=True):
             try:
-                found.append(future.result())
+                results.append(future.result())
             except EngineLostError as error:
-                self._mark_lost(place, engine, error)
+                self._mark_lost(replica, engine, error)
                 errors.insert(0, error)
             except RunError as error:
                 errors.append(error)
-        return found, errors
+        return results, errors
 
     def _first_rank(self, number: int) -> int:
         return number * self._settings.tp
@@ -318,9 +316,9 @@ class EnginePool:
     def _owner_of_rank(self, rank: int) -> int:
         return rank // self._settings.tp
 
-    def _merge_by_rank(self, found: Sequence[Mapping[int, T]]) -> dict[int, T]:
-        return {self._first_rank(number) + rank: value for number, ranks in enumerate(found) for rank, value in ranks.items()}
+    def _merge_by_rank(self, by_engine: Sequence[Mapping[int, T]]) -> dict[int, T]:
+        return {self._first_rank(number) + rank: value for number, ranks in enumerate(by_engine) for rank, value in ranks.items()}
 
 
-def _describe_restart_limit(reason: RunError, most: int) -> str:
-    return f"{reason}; no more restarts in this step (rollout.max_restarts = {most})" if most else str(reason)
+def _describe_restart_limit(reason: RunError, limit: int) -> str:
+    return f"{reason}; no more restarts in this step (rollout.max_restarts = {limit})" if limit else str(reason)

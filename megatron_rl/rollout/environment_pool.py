@@ -28,10 +28,10 @@ class EnvironmentPool(WorkerPool[StepResult]):
         return StepResult(error=reason)
 
     def step(self, texts_B: Sequence[str], episodes_B: Sequence[Episode]) -> list[StepResult]:
-        """One reply to each turn. Threads take turns."""
+        """Return one reply to each turn. Calls from several threads run one after the other."""
         with self._lock:
-            found = self.score(texts_B, episodes_B)
-        broken = [reply.error for reply in found if reply.error]
-        if broken:
-            _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(broken), len(found), broken[0])
-        return found
+            replies = self.score(texts_B, episodes_B)
+        errors = [reply.error for reply in replies if reply.error]
+        if errors:
+            _log.warning("environment %s failed in %d of %d answers: %s", self.config.name, len(errors), len(replies), errors[0])
+        return replies

@@ -1,9 +1,9 @@
-"""Answers of one turn or of many: the engine samples, the environment replies, the engine goes on from exactly those tokens.
+"""Sample completions of one turn or many: the engine samples, the environment replies, the engine continues from exactly those tokens.
 
-Token in, token out: a turn's prompt is the ids of everything before it, as they were sampled. Of an environment's message only the
-message is tokenised, by itself; what was sampled is never tokenised again, so the trainer scores the very tokens that the engine drew.
+Token in, token out: a turn's prompt is the ids of everything before it, as sampled. Only the environment's message is tokenized, by
+itself; sampled text is never tokenized again, so the trainer scores the very tokens that the engine drew.
 
-All answers that go on take their next turn in one call of the engine: an answer waits for the slowest of the turn before.
+All unfinished completions take their next turn in one call of the engine, so each waits for the slowest of the previous turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_rl.types import Completion, Problem, SamplingParams
 
 @dataclass
 class _Dialogue:
-    """An answer that grows."""
+    """A completion in progress."""
 
     completion: Completion
     episode: Episode
@@ -31,7 +31,7 @@ class _Dialogue:
 
 
 class MultiTurnSampler:
-    """Samples answers. `environments` is None where every answer is one turn."""
+    """Samples completions. `environments` is None if every completion is one turn."""
 
     def __init__(self, engine: Engine, tokenizer: Any, environments: EnvironmentPool | None = None) -> None:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
@@ -39,15 +39,15 @@ class MultiTurnSampler:
     def sample(
         self, problems_B: Sequence[Problem], sampling: SamplingParams | Sequence[SamplingParams], version: int, staleness: int = 0
     ) -> list[Completion]:
-        """One completion for each problem, in order, not yet scored; `max_new_tokens` of `sampling`, one for all or one for each, bounds
-        all turns of a completion together.
+        """Return one completion per problem, in order, not yet scored. `sampling`: one for all or one for each; its `max_new_tokens`
+        bounds all turns of a completion together.
 
-        Raises RunError where any token was sampled by another policy version than `version` or the `staleness` before it.
+        Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it.
         """
         samplings = [sampling] * len(problems_B) if isinstance(sampling, SamplingParams) else sampling
         if self._environments is not None:
-            samplings = [replace(one, stop=self._environments.stop) for one in samplings]
-        dialogues = [self._start_dialogue(problem, one, version) for problem, one in zip(problems_B, samplings, strict=True)]
+            samplings = [replace(params, stop=self._environments.stop) for params in samplings]
+        dialogues = [self._start_dialogue(problem, params, version) for problem, params in zip(problems_B, samplings, strict=True)]
         running = dialogues
         while running:
             self._sample_turn(running, range(version - staleness, version + 1))
@@ -61,16 +61,18 @@ class MultiTurnSampler:
         return _Dialogue(Completion(problem, prompt, [], [], "", version, ""), Episode(**vars(problem)), sampling)
 
     def _sample_turn(self, running: list[_Dialogue], allowed: range) -> None:
-        """The next turn of all."""
-        answers = [dialogue.completion for dialogue in running]
+        """Sample the next turn of every dialogue."""
         hang_watchdog.enter_phase("generate")
-        left = [replace(one.sampling, max_new_tokens=one.sampling.max_new_tokens - one.completion.sampled_count) for one in running]
-        found = self._engine.generate([answer.prompt_ids_T + answer.output_ids_T for answer in answers], left)
-        for dialogue, generation in zip(running, found, strict=True):
-            wrong = {generation.policy_version, *generation.versions_T} - set(allowed)
-            if wrong:
-                held = f"the trainer holds version {allowed[-1]}" + (f" and takes {allowed[0]} and newer" if len(allowed) > 1 else "")
-                raise RunError(f"a completion was sampled by policy version {min(wrong)}, {held}")
+        prompts = [dialogue.completion.prompt_ids_T + dialogue.completion.output_ids_T for dialogue in running]
+        samplings = [
+            replace(dialogue.sampling, max_new_tokens=dialogue.sampling.max_new_tokens - dialogue.completion.sampled_count)
+            for dialogue in running
+        ]
+        for dialogue, generation in zip(running, self._engine.generate(prompts, samplings), strict=True):
+            unexpected = {generation.policy_version, *generation.versions_T} - set(allowed)
+            if unexpected:
+                expected = f"the trainer holds version {allowed[-1]}" + (f" and takes {allowed[0]} and newer" if len(allowed) > 1 else "")
+                raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
             completion = dialogue.completion
             self._append_tokens(completion, generation.output_ids_T, generation.logprobs_T, True)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
@@ -78,7 +80,7 @@ class MultiTurnSampler:
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
 
     def _step_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:
-        """Adds what the environments reply; returns the dialogues that go on."""
+        """Append the environments' replies and return the dialogues that continue."""
         assert self._environments is not None
         stopped = [dialogue for dialogue in running if dialogue.completion.finish_reason == "stop"]
         texts = [dialogue.completion.dialogue[-1] for dialogue in stopped]
@@ -86,7 +88,7 @@ class MultiTurnSampler:
         return [dialogue for dialogue, reply in zip(stopped, replies, strict=True) if self._apply_reply(dialogue, reply)]
 
     def _apply_reply(self, dialogue: _Dialogue, reply: StepResult) -> bool:
-        """Whether there is another turn. A message that none could follow is left out."""
+        """Append the reply and return True, or return False if no turn can follow it."""
         assert self._environments is not None
         completion, limits = dialogue.completion, self._environments.config
         if reply.error:
@@ -95,11 +97,11 @@ class MultiTurnSampler:
             return False
         completion.tool_errors += bool(reply.message.error)
         ids = self._tokenizer.encode(reply.message.text, add_special_tokens=False)
-        said = len(completion.output_ids_T) - completion.sampled_count
+        environment_tokens = len(completion.output_ids_T) - completion.sampled_count
         if completion.num_turns == limits.max_turns:
             completion.finish_reason = "turns"
             return False
-        if completion.sampled_count >= dialogue.sampling.max_new_tokens or said + len(ids) > limits.max_tokens:
+        if completion.sampled_count >= dialogue.sampling.max_new_tokens or environment_tokens + len(ids) > limits.max_tokens:
             completion.finish_reason = "length"
             return False
         dialogue.episode = replace(dialogue.episode, state=reply.state)
