@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support import megatron_models
 from support.models import ARCHITECTURES, make_model, random_sequences, read_weights
 from support.processes import World
 
@@ -53,7 +54,7 @@ def folder_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name, layout, precision", CASES, ids=[f"{name}-{layout}-{how['mode']}" for name, layout, how in CASES])
 def test_planes_are_the_checkpoints_blocks(four, folder_of, name, layout, precision):
-    for rank, found in enumerate(four.call("support.megatron_models:compare_with_checkpoint", folder_of(name), layout, precision)):
+    for rank, found in enumerate(four.call(megatron_models.compare_with_checkpoint, folder_of(name), layout, precision)):
         assert found["missing"] == found["surplus"] == found["different"] == [], rank
         assert found["fp8_layers"] == (found["scales"] if precision["mode"] == "fp8_unified" else 0), rank
         assert (found["scales"] > 0) == (precision["mode"] != "bf16"), rank
@@ -78,8 +79,8 @@ def test_four_ranks_train_as_one(one, four, folder_of, name, layout):
     # sequence parallelism, which experts need, cuts the batch's width: a multiple of four here
     seed = next(seed for seed in range(99) if max(sequence.length for sequence in random_sequences(4, seed)) % 4 == 1)
     batches, folder = [random_sequences(4, seed)] * 2, folder_of(name)
-    alone, masters = one.call("support.megatron_models:train", folder, Layout(), batches)[0]
-    together, others = four.call("support.megatron_models:train", folder, layout, batches)[0]
+    alone, masters = one.call(megatron_models.train, folder, Layout(), batches)[0]
+    together, others = four.call(megatron_models.train, folder, layout, batches)[0]
     for a, b in zip(alone, together, strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-5)
     start = read_weights(folder)

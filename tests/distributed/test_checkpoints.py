@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from support import trainer
 from support.models import FP8, random_sequences, read_weights
 
 from megatron_rl.errors import UserError
@@ -18,14 +19,14 @@ pytestmark = pytest.mark.slow
 def saved(request, two, tmp_path_factory):
     """(folder, what rank 0 of two held when it was written, the model's first weights)."""
     start, folder = request.getfixturevalue(request.param), tmp_path_factory.mktemp("run") / "step_00001"
-    held = two.call("support.trainer:save_checkpoint", start, FP8, random_sequences(4, seed=1), folder)[0]
+    held = two.call(trainer.save_checkpoint, start, FP8, random_sequences(4, seed=1), folder)[0]
     return folder, held, read_weights(start)
 
 
 def test_load_alone_gives_the_same_masters_and_blocks(saved, one):
     folder, held, first = saved
     assert not torch.equal(held["masters"]["model.norm.weight"], first["model.norm.weight"])  # it was trained
-    loaded = one.call("support.trainer:load_checkpoint_alone", folder)[0]
+    loaded = one.call(trainer.load_checkpoint_alone, folder)[0]
     for part, tensors in held.items():
         assert loaded[part].keys() == tensors.keys()
         different = [name for name in tensors if not torch.equal(loaded[part][name], tensors[name])]

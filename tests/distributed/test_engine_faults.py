@@ -6,6 +6,7 @@ The engines are light ones (`support.fake_engine`); tests/engine/test_several_en
 from __future__ import annotations
 
 import pytest
+from support import fake_engine
 from support.processes import World, alive_after, family
 
 from megatron_rl.errors import EngineLostError, RunError
@@ -22,23 +23,23 @@ def world(request, tmp_path_factory):
     ranks, transport = request.param
     folder = tmp_path_factory.mktemp("light")
     with World(ranks, folder / "world") as world:
-        world.call("support.fake_engine:start", folder, 2, {"transport": transport}, HEALTH, seconds=START)
+        world.call(fake_engine.start, folder, 2, {"transport": transport}, HEALTH, seconds=START)
         yield world
 
 
 def answers(world, alone: int | None = None):
-    return world.call("support.fake_engine:answers", COUNT, TOKENS, alone)[0]
+    return world.call(fake_engine.answers, COUNT, TOKENS, alone)[0]
 
 
 def lines(world) -> str:
-    return "\n".join(world.call("support.fake_engine:said")[0])
+    return "\n".join(world.call(fake_engine.said)[0])
 
 
 def test_all_engines_answer_alike_and_only_new_weights_change_that(world):
     both, first, second = (answers(world, alone) for alone in (None, 0, 1))
     assert both == first == second and {version for _, version in both} == {1}
-    world.call("support.fake_engine:change", 2)
-    reports = world.call("support.fake_engine:sync_through", 2, {})
+    world.call(fake_engine.change, 2)
+    reports = world.call(fake_engine.sync_through, 2, {})
     assert {(report["proved"], report["restarts"], report["recovery_seconds"]) for report in reports} == {(reports[0]["tensors"], 0, 0.0)}
     now = answers(world)
     assert {version for _, version in now} == {2} and [tokens for tokens, _ in now] != [tokens for tokens, _ in both]
@@ -46,9 +47,9 @@ def test_all_engines_answer_alike_and_only_new_weights_change_that(world):
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
 def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(world, fault):
-    world.call("support.fake_engine:change", 3)
+    world.call(fake_engine.change, 3)
     version = 3 if fault == "kill" else 4
-    reports = world.call("support.fake_engine:sync_through", version, {1: fault}, seconds=START)
+    reports = world.call(fake_engine.sync_through, version, {1: fault}, seconds=START)
     assert {(report["proved"], report["restarts"]) for report in reports} == {(reports[0]["tensors"], 1)}
     told = lines(world)
     assert "engine 1 is lost" in told and f"engines serve policy version {version} again, proved" in told
@@ -60,7 +61,7 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(wor
 def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
     """One is killed, one hangs."""
     wanted = answers(world)
-    found = world.call("support.fake_engine:answers_through", 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
+    found = world.call(fake_engine.answers_through, 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
     assert found[0] == {"said": wanted, "left": []} and all(other == wanted for other in found[1:])
     assert answers(world, 0) == answers(world, 1) == wanted
 
@@ -68,21 +69,21 @@ def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
 def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
     wanted = answers(world)
     lines(world)
-    found = world.call("support.fake_engine:answers_through", 4, {0: "cut requests"}, COUNT, TOKENS, seconds=START)
+    found = world.call(fake_engine.answers_through, 4, {0: "cut requests"}, COUNT, TOKENS, seconds=START)
     assert found[0]["said"] == wanted
     told = lines(world)
     assert "engine 0 is lost: the engine does not answer /generate" in told and "still runs" in told and "engine 1" not in told
-    world.call("support.fake_engine:change", 5)
-    reports = world.call("support.fake_engine:sync_through", 5, {}, seconds=START)
+    world.call(fake_engine.change, 5)
+    reports = world.call(fake_engine.sync_through, 5, {}, seconds=START)
     assert {report["restarts"] for report in reports} == {3}, "those of the test before count here: no sync of a new version was since"
     assert answers(world, 0) == answers(world, 1)
 
 
 def test_more_losses_than_allowed_end_the_run_with_one_line(world):
     """Each sync loses engine 0 at its third chunk, restarts included."""
-    world.call("support.fake_engine:change", 6)
+    world.call(fake_engine.change, 6)
     with pytest.raises(RunError, match=r"no more restarts in this step \(rollout.max_restarts = 3\)$") as error:
-        world.call("support.fake_engine:always_lose", 6, seconds=START)
+        world.call(fake_engine.always_lose, 6, seconds=START)
     assert not isinstance(error.value, EngineLostError)
 
 

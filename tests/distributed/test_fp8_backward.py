@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import megatron_models, trainer
 from support.models import FP8
 
 from megatron_rl.precision import fp8_products
@@ -23,7 +24,7 @@ def test_recomputed_activations_give_the_same_gradients(two, checkpoint, high):
     """Bit for bit: the same forward pass runs twice on the same blocks."""
     ways = ("none", "selective", "full")
     for rank, (kept, *others) in enumerate(
-        zip(*(two.call("support.trainer:gradients", checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
+        zip(*(two.call(trainer.gradients, checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
     ):
         assert all(gradient.any() for gradient in kept.values())
         for found in others:
@@ -34,7 +35,7 @@ def test_recomputed_activations_give_the_same_gradients(two, checkpoint, high):
 def test_two_micro_batches_add_up_to_one(one, two, ranks, sequence_parallel):
     """256 tokens cut at 128, where WGrad's groups of tokens are cut anyway: what differs is the order of FP32 sums."""
     weight, x, dy = values(N, K, seed=1), values(256, 1, K, seed=2), values(256, 1, N, seed=3)
-    results = {1: one, 2: two}[ranks].call("support.megatron_models:accumulated", sequence_parallel, weight, x, dy)
+    results = {1: one, 2: two}[ranks].call(megatron_models.accumulated, sequence_parallel, weight, x, dy)
     for result in results:
         assert result["once"].shape == (N // ranks, K)
         assert torch.allclose(result["added"], result["once"], rtol=1e-5, atol=1e-5 * float(result["once"].abs().max()))
@@ -47,7 +48,7 @@ def test_an_experts_layer_leaves_communication_to_the_dispatcher(two, kind, toke
     weight = values(N, K, seed=4)
     n, k = (N // 2, K) if kind == "column" else (N, K // 2)
     x, dy = values(tokens, k, seed=5), values(tokens, n, seed=6)
-    for rank, (y, dx, dw) in enumerate(two.call("support.megatron_models:experts", kind, weight, x, dy)):
+    for rank, (y, dx, dw) in enumerate(two.call(megatron_models.experts, kind, weight, x, dy)):
         part = dequantize_weight(quantize_weight(weight.chunk(2, dim=0 if kind == "column" else 1)[rank], "pow2"))
         expected = fp8_products.fprop(x, part, "pow2"), fp8_products.dgrad(dy, part, "pow2"), fp8_products.wgrad(dy, x, "pow2")
         for got, wanted in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads

@@ -8,6 +8,7 @@ import signal
 
 import psutil
 import pytest
+from support import training_runs
 from support.models import FP8
 from support.processes import World, alive_after, until
 
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.slow
 def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):
     run = tmp_path / "run"
     with World(2, tmp_path / "world") as world:
-        world.send("support.training_runs:train_with_watchdog", checkpoint, run, FP8, 8.0)
+        world.send(training_runs.train_with_watchdog, checkpoint, run, FP8, 8.0)
         until(lambda: (stand := read_rank_status(run / "ranks", 1)) is not None and stand.step >= 2, 240, "rank 1 trains")
         os.kill(world.pid(1), signal.SIGSTOP)
         assert alive_after([psutil.Process(world.pid(0))], 120) == []
@@ -32,5 +33,5 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
 
 
 def test_a_signal_to_one_rank_is_the_stop_of_all(two):
-    found = two.call("support.training_runs:break_after_a_signal", 1, seconds=300)
+    found = two.call(training_runs.break_after_a_signal, 1, seconds=300)
     assert [(str(error), error.exit_code) for error in found] == [("stopped by SIGUSR1", 143)] * 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import fp8_checkpoints
 from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
 from support.golden import slow_fp8
 from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
@@ -70,9 +71,7 @@ def dequantised(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("widths", WIDTHS)
 def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world, layout, widths, scales):
     folder = fp8(widths, scales)
-    found = request.getfixturevalue(world).call(
-        "support.fp8_checkpoints:import_and_export", folder, unified(scales), tmp_path / "out", layout
-    )
+    found = request.getfixturevalue(world).call(fp8_checkpoints.import_and_export, folder, unified(scales), tmp_path / "out", layout)
     assert all(adopted == layers > 0 for adopted, layers in found)
     assert different(folder, tmp_path / "out") == []
     assert len(read_weights(folder)) == 3 + 2 * (4 + 2 * 7) - (widths == "tied")
@@ -82,7 +81,7 @@ def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_p
     """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
     folder, again = fp8("plain"), tmp_path / "again"
     write_checkpoint(tmp_path, {**read_config(folder), "quantization_config": None}, dequantised(folder), folder)
-    one.call("support.fp8_checkpoints:import_and_export", tmp_path, unified(), again)
+    one.call(fp8_checkpoints.import_and_export, tmp_path, unified(), again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)
     assert len(wrong) == 2 * 2 * 7
@@ -93,14 +92,14 @@ def test_a_bf16_checkpoint_comes_out_as_it_went_in(request, tmp_path, world, lay
     folder = make_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
     save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
     request.getfixturevalue(world).call(
-        "support.fp8_checkpoints:import_and_export", folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout
+        fp8_checkpoints.import_and_export, folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout
     )
     assert different(folder, tmp_path / "out") == []
 
 
 def test_several_files_with_an_index_are_the_same_checkpoint(fp8, two, tmp_path):
     whole, parts = fp8("plain"), make_fp8_checkpoint(tmp_path / "parts", num_hidden_layers=2)
-    two.call("support.fp8_checkpoints:import_and_export", split(parts, 3), unified(), tmp_path / "out")
+    two.call(fp8_checkpoints.import_and_export, split(parts, 3), unified(), tmp_path / "out")
     assert different(whole, tmp_path / "out") == []
 
 
@@ -109,7 +108,7 @@ def test_several_files_with_an_index_are_the_same_checkpoint(fp8, two, tmp_path)
 @pytest.mark.parametrize("precision", [unified(), {"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
 def test_masters_are_the_dequantised_values(request, fp8, world, layout, widths, precision):
     folder = fp8(widths)
-    found = request.getfixturevalue(world).call("support.fp8_checkpoints:masters", folder, precision, layout)[0]
+    found = request.getfixturevalue(world).call(fp8_checkpoints.masters, folder, precision, layout)[0]
     expected = dequantised(folder)
     assert found.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
@@ -118,7 +117,7 @@ def test_masters_are_the_dequantised_values(request, fp8, world, layout, widths,
 def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(fp8, one, tmp_path):
     """`fp8_rollout` quantises what the trainer holds: with pow2 scales other bytes where a block was not filled, but the same values."""
     folder = fp8("plain")
-    one.call("support.fp8_checkpoints:import_and_export", folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
+    one.call(fp8_checkpoints.import_and_export, folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
     served, expected = read_weights(tmp_path / "out"), dequantised(folder)
     assert different(folder, tmp_path / "out") != []
     for name, values in expected.items():
@@ -129,9 +128,7 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(fp8, one
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("widths", ["plain", "narrow"])
 def test_the_first_optimizer_step_quantises_anew(request, fp8, world, widths):
-    for found in request.getfixturevalue(world).call(
-        "support.fp8_checkpoints:step", fp8(widths), unified(), random_sequences(4, seed=2), 1e-3
-    ):
+    for found in request.getfixturevalue(world).call(fp8_checkpoints.step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):
         assert sorted(found["all"]) == NAMES == sorted(found["quantised"])
         assert found["kept"] == []
 
@@ -142,19 +139,19 @@ def test_a_broken_value_on_one_rank_stops_every_rank(two, tmp_path):
     weights["model.layers.0.mlp.gate_proj.weight"].view(torch.uint8)[300, 3] = 0xFF  # rank 1 holds rows 256 to 511
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"tensor model\.layers\.0\.mlp\.gate_proj\.weight holds inf or NaN"):
-        two.call("support.fp8_checkpoints:masters", folder, unified())
+        two.call(fp8_checkpoints.masters, folder, unified())
 
 
 def test_scales_that_are_no_powers_of_two_need_another_scale_format(fp8, one):
     with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are no powers of two.*scale_format = .fp32"):
-        one.call("support.fp8_checkpoints:masters", fp8("plain", "fp32"), unified("pow2"))
+        one.call(fp8_checkpoints.masters, fp8("plain", "fp32"), unified("pow2"))
 
 
 def test_scales_in_bfloat16_are_those_in_float32(fp8, one, tmp_path):
     folder, expected = make_fp8_checkpoint(tmp_path / "bf16", num_hidden_layers=2), fp8("plain")
     weights = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in read_weights(folder).items()}
     save_file(weights, folder / "model.safetensors")
-    one.call("support.fp8_checkpoints:import_and_export", folder, unified(), tmp_path / "out")
+    one.call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out")
     assert different(expected, tmp_path / "out") == []
 
 
@@ -169,6 +166,6 @@ ANY_MODEL = [
 @pytest.mark.parametrize("architecture, world, layout", ANY_MODEL)
 def test_every_architecture_comes_out_as_it_went_in(request, tmp_path, architecture, world, layout):
     folder = with_random_blocks(make_model(tmp_path / "model", ARCHITECTURES[architecture]), "pow2", seed=3)
-    found = request.getfixturevalue(world).call("support.fp8_checkpoints:import_and_export", folder, unified(), tmp_path / "out", layout)
+    found = request.getfixturevalue(world).call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out", layout)
     assert all(adopted == layers > 0 for adopted, layers in found)
     assert different(folder, tmp_path / "out") == []

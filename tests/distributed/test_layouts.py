@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import trainer
 from support.models import ARCHITECTURES, FP8, FP32, make_checkpoint, make_model, random_sequences, read_weights
 from support.processes import World
 
@@ -100,7 +101,7 @@ def alone(one):
     def find(folder, precision):
         key = folder, precision["mode"]
         if key not in known:
-            known[key] = one.call("support.trainer:train_grpo", folder, precision, TRAIN, batches())[0]
+            known[key] = one.call(trainer.train_grpo, folder, precision, TRAIN, batches())[0]
         return known[key]
 
     return find
@@ -133,7 +134,7 @@ def test_training_equals_that_of_one_process(request, alone, layout, model, prec
     how = {"fp32": FP32, "fp8": FP8}[precision]
     expected = alone(folder, how)
     world = request.getfixturevalue({2: "two", 4: "four", 8: "eight"}[LAYOUTS[layout].world_size])
-    found, *others = world.call("support.trainer:train_grpo", folder, how, TRAIN, batches(), LAYOUTS[layout])
+    found, *others = world.call(trainer.train_grpo, folder, how, TRAIN, batches(), LAYOUTS[layout])
     for other in others:
         assert torch.equal(other["before"], found["before"]) and other["steps"] == found["steps"]  # every rank is told the same
     if precision == "fp8" and LAYOUTS[layout].tp == LAYOUTS[layout].ep == 1:
@@ -144,7 +145,7 @@ def test_training_equals_that_of_one_process(request, alone, layout, model, prec
 def test_without_what_is_on_unless_turned_off(four, alone, untied):
     """No sequence parallelism, no distributed optimizer, no activation kept."""
     how = {"layout": {"sequence_parallel": False}, "distributed_optimizer": False, "recompute": "full"}
-    found = four.call("support.trainer:train_grpo", untied, FP32, {**TRAIN, **how}, batches(), LAYOUTS["tp2_dp2"])[0]
+    found = four.call(trainer.train_grpo, untied, FP32, {**TRAIN, **how}, batches(), LAYOUTS["tp2_dp2"])[0]
     assert_same_training(untied, alone(untied, FP32), found, TOLERANCE["fp32"])
 
 
@@ -169,8 +170,8 @@ def assert_same_training(folder, expected: dict, found: dict, tolerance: float) 
 @pytest.mark.parametrize("layout, model", [("dp2", "untied"), ("ep2", "qwen3_moe")])
 def test_one_sequence_for_two_replicas(request, one, two, layout, model):
     folder, batch = request.getfixturevalue(model), [random_sequences(1, seed=4)]
-    expected = one.call("support.trainer:train_grpo", folder, FP32, TRAIN, batch)[0]
-    found = two.call("support.trainer:train_grpo", folder, FP32, TRAIN, batch, LAYOUTS[layout])[1]
+    expected = one.call(trainer.train_grpo, folder, FP32, TRAIN, batch)[0]
+    found = two.call(trainer.train_grpo, folder, FP32, TRAIN, batch, LAYOUTS[layout])[1]
     assert learnt(found)[0] == pytest.approx(learnt(expected)[0], rel=1e-5)
     assert found["steps"][0]["tokens/padding"] > expected["steps"][0]["tokens/padding"] == 0
     assert torch.allclose(found["after"], expected["after"], atol=1e-5)
@@ -180,7 +181,7 @@ def test_one_sequence_for_two_replicas(request, one, two, layout, model):
 def test_broken_numbers_are_told_on_every_rank_and_change_no_byte(two, checkpoint, layout):
     for how, line in (("loss", "the loss of optimizer step 2 is nan"), ("gradient", "holds inf or NaN in optimizer step 2")):
         args = checkpoint, FP8, random_sequences(4, seed=3), how, LAYOUTS[layout]
-        for raised, changed in two.call("support.trainer:poison_loss", *args):
+        for raised, changed in two.call(trainer.poison_loss, *args):
             assert line in raised
             assert changed == []
 
@@ -188,15 +189,15 @@ def test_broken_numbers_are_told_on_every_rank_and_change_no_byte(two, checkpoin
 def test_a_nan_in_a_weight_of_one_stage_is_named_on_every_rank(two, checkpoint):
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     with pytest.raises(RunError, match=f"{name}: weight holds inf or NaN"):
-        two.call("support.trainer:poison_weight", checkpoint, FP8, name, LAYOUTS["pp2"])
+        two.call(trainer.poison_weight, checkpoint, FP8, name, LAYOUTS["pp2"])
 
 
 @pytest.mark.parametrize("layout, model", [("pp2_dp2", "untied"), ("pp2_dp2", "tied"), ("ep2_pp2", "qwen3_moe")])
 def test_a_checkpoint_of_stages_and_replicas_is_the_same_model_in_one_process(request, one, four, tmp_path, layout, model):
     folder = tmp_path / "step_00001"
     args = request.getfixturevalue(model), FP8, random_sequences(4, seed=1), folder, LAYOUTS[layout]
-    held = four.call("support.trainer:save_checkpoint", *args)[0]
-    loaded = one.call("support.trainer:load_checkpoint_alone", folder)[0]
+    held = four.call(trainer.save_checkpoint, *args)[0]
+    loaded = one.call(trainer.load_checkpoint_alone, folder)[0]
     for part, tensors in held.items():
         assert loaded[part].keys() == tensors.keys()
         assert [name for name in tensors if not torch.equal(loaded[part][name], tensors[name])] == [], part

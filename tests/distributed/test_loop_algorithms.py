@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from support import training_runs
 from support.models import FP8
 
 from megatron_rl.config.algorithm import PRESETS
@@ -15,7 +16,7 @@ STEPS = 3
 
 
 def run(world, checkpoint, noise: float = 0.02, **algorithm: object) -> dict:
-    found = world.call("support.training_runs:run_loop", checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
+    found = world.call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
     assert len(found["rows"]) == STEPS + 1 and all(math.isfinite(value) for row in found["rows"] for value in row.values())
     return found
 

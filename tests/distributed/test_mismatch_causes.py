@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support import training_runs
 from support.models import FP8, FP32, random_sequences
 
 from megatron_rl.training.mismatch_attribution import CAUSES
@@ -15,7 +16,7 @@ ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int
 
 def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
     """|d| by cause. Every rank is told the same, and the causes add up to the total: float64 sums of a few hundred tokens."""
-    found, *others = world.call("support.training_runs:run_attribution", checkpoint, precision, random_sequences(8, 3), fault)
+    found, *others = world.call(training_runs.measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == found for other in others)
     for what in SUMMED:
         total = found[f"mismatch/cause/total/{what}"]
@@ -55,7 +56,7 @@ def test_a_changed_weight_and_a_version_are_found_beside_the_quantisation(one, c
 
 def test_the_loop_attributes_every_so_many_steps(one, checkpoint):
     noise = 0.02
-    found = one.call("support.training_runs:run_loop", checkpoint, FP8, {"updates_per_step": 2, "correction": "tis"}, 3, noise, 2)[0]
+    found = one.call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, "correction": "tis"}, 3, noise, 2)[0]
     rows = found["rows"]
     assert ["mismatch/cause/total/mean" in row for row in rows] == [False, False, True, False]
     causes = {cause: rows[2][f"mismatch/cause/{cause}/abs_mean"] for cause in CAUSES}

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from support import trainer
 from support.models import FP8, random_sequences
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,7 @@ BATCHES = [random_sequences(4, seed=seed) for seed in (41, 42, 43)]
 @pytest.mark.parametrize("precision", [FP8, {**FP8, "high": "bf16"}], ids=["fp32", "bf16 with masters of their own"])
 def test_training_and_checkpoints_are_the_same_with_the_state_away(one, two, checkpoint, tmp_path, precision, dp):
     stay, go = (
-        (one, two)[dp - 1].call("support.trainer:train", checkpoint, tmp_path / str(offload), precision, BATCHES, offload, dp)
+        (one, two)[dp - 1].call(trainer.train, checkpoint, tmp_path / str(offload), precision, BATCHES, offload, dp)
         for offload in (False, True)
     )
     for stays, away in zip(stay, go, strict=True):

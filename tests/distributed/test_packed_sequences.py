@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import trainer
 from support.models import ARCHITECTURES, FP8, FP32, make_model, random_sequences
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ def model(request, tmp_path_factory):
 def test_packed_equals_alone(model, one, precision):
     """In unified FP8 log-probs have the same bits, in every architecture. So have the gradients between operators, or else single values
     would move to the next E4M3 number, and weights' gradients by percents: what is left is the order of sums."""
-    alone, found = one.call("support.trainer:packed_and_alone", model, precision, random_sequences(7, seed=1), BOUNDS)[0]
+    alone, found = one.call(trainer.packed_and_alone, model, precision, random_sequences(7, seed=1), BOUNDS)[0]
     assert alone.std() > 0.1
     expected = found[0][1]
     for logprobs, gradients in found:

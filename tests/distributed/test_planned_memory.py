@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from support import megatron_models
 from support.models import ARCHITECTURES, make_model
 
 from megatron_rl.config import Config
@@ -34,7 +35,7 @@ def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Workl
 @pytest.mark.parametrize("name, layout, precision, sharded", HELD, ids=[f"{name}-{layout}-{sharded}" for name, layout, _, sharded in HELD])
 def test_what_every_rank_holds(four, tmp_path, name, layout, precision, sharded):
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    found = four.call("support.megatron_models:held", folder, precision, layout, sharded, seconds=300)
+    found = four.call(megatron_models.held, folder, precision, layout, sharded, seconds=300)
     job, candidate = job_of(name, precision, sharded), Candidate(layout)
     for rank, measured in enumerate(found):
         expected = memory.count_trainer_memory(job, candidate, layout.coordinates(rank).pp)._asdict()
@@ -63,7 +64,7 @@ SAVED = [
 def test_what_a_layer_keeps_for_the_backward_pass(two, tmp_path, name, layout, precision, tolerance):
     lengths = [96, 64, 96]
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    ranks = two.call("support.megatron_models:saved", folder, precision, layout, lengths, seconds=300)
+    ranks = two.call(megatron_models.saved, folder, precision, layout, lengths, seconds=300)
     job = job_of(name, precision)
     inputs = activation_memory.FormulaInputs(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):

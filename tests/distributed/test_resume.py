@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import trainer, training_runs
 from support.fp8_checkpoints import make_fp8_checkpoint
 from support.models import ARCHITECTURES, FP8, make_model, random_sequences
 
@@ -38,9 +39,9 @@ def without_times(rows: list[dict]) -> list[dict]:
 
 
 def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
-    straight = world.call("support.training_runs:train_to", checkpoint, tmp_path / "straight", STEPS, precision, False, layout)
-    first = world.call("support.training_runs:train_to", checkpoint, tmp_path / "run", 2, precision, False, layout)
-    second = world.call("support.training_runs:train_to", checkpoint, tmp_path / "run", STEPS, precision, True, layout)
+    straight = world.call(training_runs.train_to, checkpoint, tmp_path / "straight", STEPS, precision, False, layout)
+    first = world.call(training_runs.train_to, checkpoint, tmp_path / "run", 2, precision, False, layout)
+    second = world.call(training_runs.train_to, checkpoint, tmp_path / "run", STEPS, precision, True, layout)
     rows = without_times(first[0]["rows"]) + without_times(second[0]["rows"])
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4] and rows[-1]["grad_norm"] > 0
     assert 0.7 < rows[2]["clip/bound_low"] < rows[3]["clip/bound_low"] < 0.8, "calibrated bounds move in both parts"
@@ -67,9 +68,9 @@ def test_a_run_of_one_rank_goes_on_bit_for_bit(one, checkpoint, tmp_path, precis
 def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(one, two, checkpoint, tmp_path):
     assert_goes_on(two, checkpoint, tmp_path, FP8)
     run = tmp_path / "run"
-    held = two.call("support.training_runs:load_in", checkpoint, run, FP8, Layout(tp=2))[0]
+    held = two.call(training_runs.load_in, checkpoint, run, FP8, Layout(tp=2))[0]
     for world, layout in ((one, Layout()), (two, Layout(pp=2)), (two, Layout(dp=2))):
-        found = world.call("support.training_runs:load_in", checkpoint, run, FP8, layout)[0]
+        found = world.call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
         assert_same_state(held, found)
         assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
     assert not [line for line in held["remarks"] if line.startswith("another")]
@@ -79,9 +80,9 @@ def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_load
     layout = Layout(dp=2)
     assert_goes_on(two, checkpoint, tmp_path, FP8, layout)
     run = tmp_path / "run"
-    held = two.call("support.training_runs:load_in", checkpoint, run, FP8, layout)[0]
+    held = two.call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
     for world, other, how in ((one, Layout(), {}), (two, Layout(tp=2), {}), (two, layout, {"distributed_optimizer": False})):
-        found = world.call("support.training_runs:load_in", checkpoint, run, FP8, other, how)[0]
+        found = world.call(training_runs.load_in, checkpoint, run, FP8, other, how)[0]
         assert_same_state(held, found)
         assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
 
@@ -89,7 +90,7 @@ def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_load
 @pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
 def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(two, checkpoint, precision):
     """BF16: 16-bit weights with FP32 masters, and FP8 layers that are their own, in one optimizer."""
-    ranks = two.call("support.training_runs:shared_and_whole_state", checkpoint, precision, random_sequences(4, seed=5))
+    ranks = two.call(training_runs.shared_and_whole_state, checkpoint, precision, random_sequences(4, seed=5))
     (first, loaded, whole), (second, loaded_too, _) = ranks
     assert first and second and not first.keys() & second.keys(), "each rank has its turns"
     shared, loaded = first | second, loaded | loaded_too
@@ -103,48 +104,48 @@ def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(two, check
 def test_virtual_stages_go_on_bit_for_bit_and_one_process_loads_them(one, four, deep, tmp_path):
     layout = Layout(pp=2, vpp=2, dp=2)
     assert_goes_on(four, deep, tmp_path, FP8, layout)
-    held = four.call("support.training_runs:load_in", deep, tmp_path / "run", FP8, layout)[0]
-    assert_same_state(held, one.call("support.training_runs:load_in", deep, tmp_path / "run", FP8, Layout())[0])
+    held = four.call(training_runs.load_in, deep, tmp_path / "run", FP8, layout)[0]
+    assert_same_state(held, one.call(training_runs.load_in, deep, tmp_path / "run", FP8, Layout())[0])
 
 
 def test_context_ranks_load_into_one_process(one, four, deep, tmp_path):
     layout = Layout(tp=2, cp=2)
-    four.call("support.training_runs:train_to", deep, tmp_path, 1, FP8, False, layout)
-    held = four.call("support.training_runs:load_in", deep, tmp_path, FP8, layout)[0]
-    assert_same_state(held, one.call("support.training_runs:load_in", deep, tmp_path, FP8, Layout())[0])
+    four.call(training_runs.train_to, deep, tmp_path, 1, FP8, False, layout)
+    held = four.call(training_runs.load_in, deep, tmp_path, FP8, layout)[0]
+    assert_same_state(held, one.call(training_runs.load_in, deep, tmp_path, FP8, Layout())[0])
 
 
 def test_experts_load_into_another_layout(two, four, qwen3_moe, tmp_path):
-    four.call("support.training_runs:train_to", qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))
-    held = four.call("support.training_runs:load_in", qwen3_moe, tmp_path, FP8, Layout(ep=2, dp=2, pp=2))[0]
-    found = two.call("support.training_runs:load_in", qwen3_moe, tmp_path, FP8, Layout(dp=2))[0]
+    four.call(training_runs.train_to, qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))
+    held = four.call(training_runs.load_in, qwen3_moe, tmp_path, FP8, Layout(ep=2, dp=2, pp=2))[0]
+    found = two.call(training_runs.load_in, qwen3_moe, tmp_path, FP8, Layout(dp=2))[0]
     assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
 
 
 def test_a_torn_checkpoint_is_refused_and_the_one_before_used(one, checkpoint, tmp_path):
-    straight = one.call("support.training_runs:train_to", checkpoint, tmp_path, 3, FP8)[0]
+    straight = one.call(training_runs.train_to, checkpoint, tmp_path, 3, FP8)[0]
     torn = list_newest_first(tmp_path)[0]
     data = max((torn / "mcore").glob("*.distcp"), key=lambda file: file.stat().st_size)
     with data.open("rb+") as file:
         file.truncate(data.stat().st_size // 2)
-    again = one.call("support.training_runs:train_to", checkpoint, tmp_path, 3, FP8, True)[0]
+    again = one.call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, True)[0]
     assert [line for line in again["said"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
     assert again["rows"][-1]["step"] == 3 and again["bytes"] == straight["bytes"]
     assert find_newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
 
 
 def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(one, checkpoint, tmp_path):
-    straight = one.call("support.training_runs:train_to", checkpoint, tmp_path / "straight", 3, FP8)[0]
-    first = one.call("support.training_runs:train_to", checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
+    straight = one.call(training_runs.train_to, checkpoint, tmp_path / "straight", 3, FP8)[0]
+    first = one.call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
     assert first["said"] == ["the engine is gone", f"checkpoint {tmp_path}/run/checkpoints/step_00002"]
     assert [row["step"] for row in first["rows"]] == [0, 1]
-    second = one.call("support.training_runs:train_to", checkpoint, tmp_path / "run", 3, FP8, True)[0]
+    second = one.call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, True)[0]
     rows = without_times(first["rows"] + second["rows"])
     assert rows == without_times(straight["rows"]) and second["bytes"] == straight["bytes"]
 
 
 def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_path):
-    found = one.call("support.training_runs:train_to", checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
+    found = one.call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
     assert "stopped in an optimizer step" in found["said"]
     assert found["said"][-1] == "the weights are between policy versions 1 and 2"
     newest, torn = find_newest_whole(tmp_path)
@@ -152,15 +153,15 @@ def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_p
 
 
 def test_a_disk_that_is_full_costs_the_new_checkpoint_only(one, checkpoint, tmp_path):
-    one.call("support.training_runs:train_to", checkpoint, tmp_path, 1, FP8)
-    (line,) = one.call("support.training_runs:save_without_room", checkpoint, tmp_path, FP8, 2)[0]
+    one.call(training_runs.train_to, checkpoint, tmp_path, 1, FP8)
+    (line,) = one.call(training_runs.save_without_room, checkpoint, tmp_path, FP8, 2)[0]
     assert line.startswith("no checkpoint step_00002: rank 0: ") and "File too large" in line and line.endswith("; the run goes on")
     assert find_newest_whole(tmp_path) == (tmp_path / "checkpoints" / "step_00001", {})
 
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_an_imported_fp8_checkpoints_blocks_stay_until_they_are_trained(one, fp8_checkpoint, tmp_path, trained):
-    found = one.call("support.training_runs:adopted_after_loading", fp8_checkpoint, tmp_path, FP8, trained)[0]
+    found = one.call(training_runs.adopted_after_loading, fp8_checkpoint, tmp_path, FP8, trained)[0]
     assert found["adopted"][0] == found["adopted"][1] == [not trained] * 8
     assert found["different"] == []
 
@@ -168,6 +169,6 @@ def test_an_imported_fp8_checkpoints_blocks_stay_until_they_are_trained(one, fp8
 def test_a_checkpoint_of_weights_alone_is_exported_but_no_run_goes_on_from_it(one, checkpoint, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00001"
     folder.parent.mkdir()
-    one.call("support.trainer:save_checkpoint", checkpoint, FP8, random_sequences(4, seed=1), folder)
+    one.call(trainer.save_checkpoint, checkpoint, FP8, random_sequences(4, seed=1), folder)
     with pytest.raises(UserError, match="step_00001 holds weights alone"):
         choose_checkpoint(tmp_path, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import trainer
 from support.models import make_checkpoint, read_weights
 
 from megatron_rl.errors import RunError
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.slow
 def test_one_rank_and_two_give_the_checkpoints_own_bytes(one, two, checkpoint, mode, high):
     """o_proj and down_proj are cut by columns on two ranks: an INT8 channel's scale is that of the whole row all the same."""
     for world in (one, two):
-        tensors = world.call("support.trainer:loaded", checkpoint, {"mode": mode, "high": high})[0]
+        tensors = world.call(trainer.loaded, checkpoint, {"mode": mode, "high": high})[0]
         assert_the_checkpoints_own_bytes(tensors, read_weights(checkpoint), mode, high, 2 * 7)  # q k v o gate up down of two layers
 
 
@@ -42,7 +43,7 @@ def test_int8_experts_are_the_checkpoints_own_bytes(two, tmp_path, layout):
     """Ranks that hold other experts make maxima without each other; those that cut one share them."""
     folder = make_checkpoint(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     how = {"mode": "int8_rollout", "high": "bf16"}
-    tensors = two.call("support.trainer:loaded", folder, how, layout)[0]
+    tensors = two.call(trainer.loaded, folder, how, layout)[0]
     assert_the_checkpoints_own_bytes(tensors, read_weights(folder), **how, count=4 + 4 * 3)
 
 
@@ -53,4 +54,4 @@ def test_a_broken_weight_is_named_on_every_rank(two, checkpoint, mode, layer):
     """It is broken on rank 0 alone; linear_fc2 is the one whose ranks share their maxima."""
     name = f"decoder.layers.1.{layer}.weight"
     with pytest.raises(RunError, match=f"{name}: weight holds inf or NaN"):
-        two.call("support.trainer:poison_rollout_weight", checkpoint, {"mode": mode, "high": "fp32"}, name)
+        two.call(trainer.poison_rollout_weight, checkpoint, {"mode": mode, "high": "fp32"}, name)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import routing
 from support.models import ARCHITECTURES, make_model, random_sequences, read_weights
 
 from parallel.layout import Layout
@@ -50,7 +51,7 @@ TOLD = {"qwen3_moe": told(4, 2), "deepseek_v3": told(8, 4)}
 
 @pytest.fixture(scope="module")
 def alone(one, folders):
-    return {name: one.call("support.routing:scores", folder, TOLD[name], None)[0] for name, folder in folders.items()}
+    return {name: one.call(routing.scores, folder, TOLD[name], None)[0] for name, folder in folders.items()}
 
 
 @pytest.mark.parametrize("name", TOLD)
@@ -60,7 +61,7 @@ def test_replay_takes_the_recorded_experts_and_nothing_else_changes(one, folders
         assert torch.equal(record[:, layers], sequence.routed_experts[:, layers])
     assert (found["logprobs"] - found["free"]).abs().mean() > 1e-2
     assert 0.5 < found["free_metrics"]["router/differs"] <= 1
-    both = one.call("support.routing:own_routing", folders[name], BATCH)[0]
+    both = one.call(routing.own_routing, folders[name], BATCH)[0]
     for record, freely in zip(both["plain"]["records"], found["free_records"], strict=True):
         assert torch.equal(record, freely)
     assert torch.equal(both["plain"]["logprobs"], found["free"]) and torch.equal(both["told"]["logprobs"], found["free"])
@@ -74,7 +75,7 @@ def test_replay_takes_the_recorded_experts_and_nothing_else_changes(one, folders
 )
 def test_replay_in_any_layout_equals_that_of_one_process(two, four, folders, alone, name, layout):
     world, expected = {2: two, 4: four}[LAYOUTS[layout].world_size], alone[name]
-    ranks = world.call("support.routing:scores", folders[name], TOLD[name], LAYOUTS[layout])
+    ranks = world.call(routing.scores, folders[name], TOLD[name], LAYOUTS[layout])
     for found in ranks:
         for kind in ("metrics", "free_metrics"):
             assert found[kind] == pytest.approx(expected[kind], rel=1e-5)
@@ -97,7 +98,7 @@ def test_activations_computed_anew_are_those_of_the_same_experts(one, four, fold
     """Also where several micro-batches wait for their backward pass, in a pipeline."""
     world, sizes = (four, LAYOUTS[layout]) if layout else (one, None)
     args = folders["qwen3_moe"], TOLD["qwen3_moe"], sizes, {"router_aux_loss": 0.5}
-    kept, anew = (world.call("support.routing:scores", *args, how)[0] for how in (None, options))
+    kept, anew = (world.call(routing.scores, *args, how)[0] for how in (None, options))
     assert anew["step"]["grad_norm"] == pytest.approx(kept["step"]["grad_norm"], rel=1e-6)
     for weight, value in kept["masters"].items():
         torch.testing.assert_close(anew["masters"][weight], value, rtol=0, atol=1e-6)
@@ -113,11 +114,11 @@ BALANCED = {
     "name, layouts", [("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]), ("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"])]
 )
 def test_balancing_in_any_layout_equals_that_of_one_process(one, two, four, folders, alone, name, layouts):
-    expected = one.call("support.routing:scores", folders[name], BATCH, None, BALANCED[name])[0]
+    expected = one.call(routing.scores, folders[name], BATCH, None, BALANCED[name])[0]
     start = read_weights(folders[name])
     for layout in layouts:
         world = {2: two, 4: four}[LAYOUTS[layout].world_size]
-        found = world.call("support.routing:scores", folders[name], BATCH, LAYOUTS[layout], BALANCED[name])[0]
+        found = world.call(routing.scores, folders[name], BATCH, LAYOUTS[layout], BALANCED[name])[0]
         assert found["step"]["grad_norm"] == pytest.approx(expected["step"]["grad_norm"], rel=1e-5)
         for weight, value in expected["masters"].items():
             assert (value - found["masters"][weight]).norm() <= 1e-3 * (value - start[weight]).norm(), (layout, weight)
@@ -127,26 +128,26 @@ def test_balancing_in_any_layout_equals_that_of_one_process(one, two, four, fold
 
 
 def test_the_load_balancing_loss_is_its_formula(one, folders):
-    found = one.call("support.routing:balance_gradient", folders["qwen3_moe"], BATCH, 0.3)[0]
+    found = one.call(routing.balance_gradient, folders["qwen3_moe"], BATCH, 0.3)[0]
     torch.testing.assert_close(found["found"], found["formula"], rtol=1e-4, atol=1e-8)
     assert found["formula"].norm() > 1e-4
 
 
 def test_the_bias_evens_the_load(one, folders):
     train = {"router_bias_rate": 0.05, "learning_rate": 1e-9}
-    found = one.call("support.routing:balance", folders["deepseek_v3"], BATCH, train, 15)[0]
+    found = one.call(routing.balance, folders["deepseek_v3"], BATCH, train, 15)[0]
     assert found[-1]["router/load_mean"] - 1 < 0.6 * (found[0]["router/load_mean"] - 1)
 
 
 def test_a_broken_step_leaves_the_biases_as_they_were(one, folders):
-    raised, moved = one.call("support.routing:break_a_step", folders["deepseek_v3"], BATCH)[0]
+    raised, moved = one.call(routing.break_a_step, folders["deepseek_v3"], BATCH)[0]
     assert "the loss of optimizer step 1 is nan" in raised and moved == 0
 
 
 @pytest.mark.parametrize("replay", ["none", "trainer", "engine"])
 def test_the_loop_replays_what_it_is_told_to(one, folders, replay):
     """The scripted engine's log-probs are those of the trainer's own choice, so its other choice for one token shows as a mismatch."""
-    first, second = one.call("support.routing:loop", folders["qwen3_moe"], replay)[0][1:]
+    first, second = one.call(routing.loop, folders["qwen3_moe"], replay)[0][1:]
     for row in (first, second):
         assert row["router/dropped"] == 0 and 1 <= row["router/load_mean"] <= row["router/load_max"]
         assert 0 < row["router/entropy_min"] <= row["router/entropy"] < 1.4  # ln 4

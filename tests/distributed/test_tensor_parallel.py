@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support import trainer, transformers_reference
 from support.golden import slow_fp8
 from support.models import FP8, FP32, random_sequences, read_weights
 
@@ -27,7 +28,7 @@ def trained(request, one, two, checkpoint):
     """(tolerance, results of one process, results of rank 0 of two) for the same checkpoint and the same recorded batches."""
     precision = {"fp32": FP32, "fp8": FP8}[request.param]
     batches = [random_sequences(8, seed) for seed in range(4)]
-    alone, together = (world.call("support.trainer:train_grpo", checkpoint, precision, SMOOTH, batches)[0] for world in (one, two))
+    alone, together = (world.call(trainer.train_grpo, checkpoint, precision, SMOOTH, batches)[0] for world in (one, two))
     return TOLERANCE[request.param], alone, together
 
 
@@ -64,7 +65,7 @@ def test_masters_and_logprobs_after_training(trained, checkpoint):
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 def test_blocks_after_loading_are_those_of_the_checkpoints_own_grid(one, two, checkpoint, scale_format):
     weights = read_weights(checkpoint)
-    found = [world.call("support.trainer:loaded", checkpoint, {**FP8, "scale_format": scale_format})[0] for world in (one, two)]
+    found = [world.call(trainer.loaded, checkpoint, {**FP8, "scale_format": scale_format})[0] for world in (one, two)]
     quantised = [name for name in weights if scale_name(name) in found[0]]
     assert len(quantised) == 2 * 7  # q k v o gate up down of two layers
     for name in quantised:
@@ -80,9 +81,9 @@ def test_blocks_after_loading_are_those_of_the_checkpoints_own_grid(one, two, ch
 def test_logits_equal_transformers(request, one, two, plain, which):
     folder = request.getfixturevalue(which)
     ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(5)).tolist()
-    expected = plain.call("support.transformers_reference:logits", folder, ids)[0]
+    expected = plain.call(transformers_reference.logits, folder, ids)[0]
     assert expected.std() > 0.1
     for world in (one, two):
-        parts = world.call("support.trainer:logits", folder, FP32, ids)
+        parts = world.call(trainer.logits, folder, FP32, ids)
         difference = (torch.cat(parts, dim=-1) - expected).abs().max()
         assert difference < 1e-5 * expected.abs().max(), f"{len(parts)} ranks: {difference}"

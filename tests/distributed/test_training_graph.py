@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support import trainer_engine
 from support.models import FP8, FP32
 
 from megatron_rl.errors import RunError
@@ -23,7 +24,7 @@ def formats(graph, phase: str, tensor: str) -> dict[str, TensorFormat]:
 
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 def test_unified_fp8_as_the_contract_says(one, checkpoint, scale):
-    graph = one.call("support.trainer_engine:read_trainer_graph", checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
+    graph = one.call(trainer_engine.read_trainer_graph, checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
     high, x, weight = TensorFormat("bf16"), TensorFormat("e4m3", "1x128", scale), TensorFormat("e4m3", "128x128", scale)
     norms = {"input_norm", "post_attention_norm", "attention.q_norm", "attention.k_norm"}
     assert formats(graph, "forward", "weight") == dict.fromkeys(LINEARS, weight) | dict.fromkeys(norms, high)
@@ -46,19 +47,19 @@ def test_unified_fp8_as_the_contract_says(one, checkpoint, scale):
 
 
 def test_in_bf16_no_tensor_is_quantised(one, checkpoint):
-    graph = one.call("support.trainer_engine:read_trainer_graph", checkpoint, BF16)[0]
+    graph = one.call(trainer_engine.read_trainer_graph, checkpoint, BF16)[0]
     assert {edge.format for edge in graph.select_forward().edges} == {TensorFormat("bf16")}
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorFormat("fp32")}
 
 
 def test_two_ranks_tell_the_graph_of_one(one, two, checkpoint):
-    alone = one.call("support.trainer_engine:read_trainer_graph", checkpoint, FP8)[0]
-    assert two.call("support.trainer_engine:read_trainer_graph", checkpoint, FP8) == [alone, None]
+    alone = one.call(trainer_engine.read_trainer_graph, checkpoint, FP8)[0]
+    assert two.call(trainer_engine.read_trainer_graph, checkpoint, FP8) == [alone, None]
 
 
 def test_tied_embeddings_have_the_same_operators(one, checkpoint, tied_checkpoint):
     tied, untied = (
-        one.call("support.trainer_engine:read_trainer_graph", folder, FP32)[0].select_forward() for folder in (tied_checkpoint, checkpoint)
+        one.call(trainer_engine.read_trainer_graph, folder, FP32)[0].select_forward() for folder in (tied_checkpoint, checkpoint)
     )
     names = {node.name for node in untied.nodes if not node.name.startswith("layers.1.")}
     assert {node.name for node in tied.nodes} == names
@@ -82,16 +83,16 @@ def test_tied_embeddings_have_the_same_operators(one, checkpoint, tied_checkpoin
     ],
 )
 def test_what_is_planted_in_a_live_model_shows_in_its_graph(one, checkpoint, plant, line):
-    clean, other = (one.call("support.trainer_engine:read_trainer_graph", checkpoint, FP8, how)[0] for how in ("", plant))
+    clean, other = (one.call(trainer_engine.read_trainer_graph, checkpoint, FP8, how)[0] for how in ("", plant))
     assert describe_differences(clean.select_forward(), clean) == []
     assert line in describe_differences(clean.select_forward(), other)
 
 
 def test_ranks_that_differ_are_an_error_on_all_of_them(two, checkpoint):
     with pytest.raises(RunError, match=r"ranks disagree about layers.1.input_norm.weight -> layers.1.input_norm \(weight\): fp32 and fp16"):
-        two.call("support.trainer_engine:read_trainer_graph", checkpoint, FP8, "dtype", 1)
+        two.call(trainer_engine.read_trainer_graph, checkpoint, FP8, "dtype", 1)
 
 
 def test_a_parameter_that_no_known_operator_uses_is_refused(one, checkpoint):
     with pytest.raises(RunError, match="knows no operator of the trainer that uses decoder.layers.1.mlp.extra"):
-        one.call("support.trainer_engine:read_trainer_graph", checkpoint, FP8, "unknown parameter")
+        one.call(trainer_engine.read_trainer_graph, checkpoint, FP8, "unknown parameter")

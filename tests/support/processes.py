@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.connection
+import multiprocessing.forkserver
 import os
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 
@@ -142,25 +144,32 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-_SILENT = "no answer: still busy, or its process ended"
+_NO_ANSWER = "no answer: still busy, or its process ended"
+_GRACE = 60.0
+"""Seconds that ranks have to answer once another rank has failed: they may wait for it for ever."""
 
 
 class World:
-    """`size` ranks, as torchrun would start them; a world of one has no torchrun around it. Close it, or use `with`."""
+    """`size` ranks, as torchrun would start them; a world of one has no torchrun around it. Close it, or use `with`.
+
+    Ranks are forked from a server that has imported torch, Megatron and the support modules once, so that a rank starts in
+    milliseconds and shares their memory.
+    """
 
     def __init__(self, size: int, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        context = multiprocessing.get_context("spawn")
+        _start_fork_server()
+        context = multiprocessing.get_context("forkserver")
         self._logs = [folder / f"rank{rank}.log" for rank in range(size)]
         port = free_port()
         self._pipes: list[Connection] = []
         self._ranks = []
         for rank, log in enumerate(self._logs):
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there, log, _environment(rank, size, port)))
+            pipe, rank_pipe = context.Pipe()
+            process = context.Process(target=_serve, args=(rank_pipe, log, _rank_environment(rank, size, port)))
             process.start()
-            there.close()
-            self._pipes.append(here)
+            rank_pipe.close()
+            self._pipes.append(pipe)
             self._ranks.append(process)
 
     def __enter__(self) -> World:
@@ -176,8 +185,11 @@ class World:
         """All ranks and everything below them."""
         return [process for rank in range(len(self._ranks)) for process in family(self.pid(rank))]
 
-    def call(self, function: str, *args: Any, seconds: float = 240) -> list[Any]:
-        """Runs a function on every rank; returns the ranks' results.
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._ranks)
+
+    def call(self, function: Callable[..., Any], *args: Any, seconds: float = 900) -> list[Any]:
+        """Run a module's function on every rank; return the ranks' results.
 
         An expected error (MegatronRLError) that every rank raised is raised here. Anything else that goes wrong, a wait of more than
         `seconds` included, is an AssertionError that shows what the ranks raised and printed. A world whose ranks may wait for each
@@ -186,67 +198,101 @@ class World:
         self.send(function, *args)
         return self.receive(seconds)
 
-    def send(self, function: str, *args: Any) -> None:
+    def send(self, function: Callable[..., Any], *args: Any) -> None:
         """The first half of `call`, for worlds that work at the same time."""
         for pipe in self._pipes:
-            with contextlib.suppress(ConnectionError):  # a rank that ended: told below
+            with suppress(ConnectionError):  # a rank that ended: `receive` reports it
                 pipe.send((function, args))
 
     def receive(self, seconds: float) -> list[Any]:
         """The second half of `call`."""
-        answers = [self._answer(pipe, seconds) for pipe in self._pipes]
-        if all(isinstance(error, MegatronRLError) for _, error in answers):
-            raise answers[0][1]
-        failed = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error is not None]
+        answers = self._collect_answers(seconds)
+        errors = [error for _, error in answers]
+        if all(isinstance(error, MegatronRLError) for error in errors):
+            raise errors[0]
+        failed = [f"rank {rank}: {error}" for rank, error in enumerate(errors) if error is not None]
         if failed:
-            if any(error == _SILENT for _, error in answers) or 0 < len(failed) < len(answers):
+            if _NO_ANSWER in errors or len(failed) < len(answers):
                 self.close()
-            self._fail(failed, seconds)
+            printed = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in self._logs]
+            raise AssertionError("\n".join([f"within {seconds} s:", *failed, *printed]))
         return [result for result, _ in answers]
 
     def close(self) -> None:
-        """Ends the ranks and everything below them."""
-        end(self.family())
-        for process in self._ranks:
-            process.join(10)
+        """End the ranks and everything below them."""
+        processes = self.family()
+        end(processes)
+        alive_after(processes, 30)
+        for pipe in self._pipes:
+            pipe.close()
 
-    def _answer(self, pipe: Connection, seconds: float) -> tuple[Any, Any]:
-        try:
-            if pipe.poll(seconds):
-                return pipe.recv()
-        except (EOFError, ConnectionError):
-            pass
-        return None, _SILENT
+    def _collect_answers(self, seconds: float) -> list[tuple[Any, Any]]:
+        """Every rank's (result, error), waited for until `seconds` are over, or `_GRACE` after the first error."""
+        answers: list[tuple[Any, Any]] = [(None, _NO_ANSWER)] * len(self._pipes)
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if not pipe.closed}
+        deadline = time.monotonic() + seconds
+        while waiting and (ready := multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                with suppress(EOFError, ConnectionError):
+                    answers[rank] = pipe.recv()
+                if answers[rank][1] is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE)
+        return answers
 
-    def _fail(self, failed: list[str], seconds: float) -> None:
-        printed = [f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in self._logs]
-        raise AssertionError("\n".join([f"within {seconds} s:", *failed, *printed]))
+
+class WorldPool:
+    """Hands out one world of each size, made when it is first asked for, and made anew when a failure has ended it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._worlds: dict[int, World] = {}
+
+    def __call__(self, size: int) -> World:
+        if size not in self._worlds or not self._worlds[size].is_alive():
+            self._worlds[size] = World(size, self._folder / f"world{size}")
+        return self._worlds[size]
+
+    def __enter__(self) -> WorldPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for world in self._worlds.values():
+            world.close()
 
 
-def _environment(rank: int, size: int, port: int) -> dict[str, str]:
-    threads = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+_PRELOADED = ["support.training_runs", "support.megatron_models", "support.transformers_reference"]
+
+
+def _start_fork_server() -> None:
+    """The server reads its environment once: what it imports must be found, and may start one thread."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")])
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    with mock.patch.dict(os.environ, one_thread_environment() | {"PYTHONPATH": path}):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     if size == 1:
-        return threads
+        return one_thread_environment()
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    return threads | {name: str(value) for name, value in place.items()}
+    return one_thread_environment() | {name: str(value) for name, value in place.items()}
 
 
 def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
     """A rank's life: run what is asked, answer (result, error), until the pipe closes."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
+    os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     while True:
         try:
-            name, args = pipe.recv()
+            function, args = pipe.recv()
         except EOFError:
             os._exit(0)
-        module, _, function = name.partition(":")
         try:
-            answer = (getattr(importlib.import_module(module), function)(*args), None)
+            answer = (_find(function)(*args), None)
         except MegatronRLError as error:
             answer = (None, error)
         except BaseException:
@@ -256,7 +302,15 @@ def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
         _give_memory_back()
 
 
+def _find(function: Any) -> Any:
+    """For callers that still name a function "module:function"."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def _give_memory_back() -> None:
-    """A dozen ranks wait for their next test at a time; what glibc keeps of their last one's models adds up to gigabytes."""
+    """What glibc keeps of the models of a dozen waiting ranks adds up to gigabytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -102,7 +102,7 @@ class NullSync:
     def run(self, version: int) -> NullSync:
         return self
 
-    def serving(self, version: int, work: Callable[[], T]) -> T:
+    def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
         return run_on_rank0(work)
 
     def metrics(self) -> dict[str, float]:
