@@ -1,8 +1,8 @@
-"""The command `eval`: checks, checkpoints, engine, completions, statistics, results. One engine at a time, and no trainer.
+"""The command `eval`: samples and scores completions of one or two checkpoints, with one engine at a time and no trainer.
 
 DIR/eval.json          everything counted and computed (docs/guides/evaluation.md)
-DIR/completions.jsonl  every completion, written as it comes
-DIR/eval.html          the tables, to read
+DIR/completions.jsonl  every completion, written as it is scored
+DIR/eval.html          the tables as a page
 DIR/checkpoint/, baseline/    the engines' logs
 """
 
@@ -29,12 +29,11 @@ from megatron_rl.evaluation.sampling import CompletionsFile, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.observability.console import ProgressDisplay
-from megatron_rl.observability.files import make_unique_folder
+from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
-from megatron_rl.reporting.report import write_text
 from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.rollout.engine_pool import start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
@@ -57,7 +56,7 @@ class EvalRequest:
     output: Path | None = None
 
     def list_ks(self) -> list[int]:
-        """The k to report, ascending. Raises UserError for what is asked wrongly, `samples` included."""
+        """Return the k to report, ascending. Raises UserError for options that are wrong or do not fit, `samples` included."""
         if not 1 <= self.samples <= MOST_SAMPLES:
             raise UserError("--samples", self.samples, f"must be from 1 to {MOST_SAMPLES}", "give the completions per problem")
         if self.greedy and self.samples > 1:
@@ -74,37 +73,31 @@ class EvalRequest:
 
 
 def evaluate(config: Config, request: EvalRequest) -> Path:
-    """Evaluates and returns the folder of the results. Raises UserError before an engine starts, RunError where one fails; completions
-    that were scored by then stay in completions.jsonl."""
-    request.list_ks()  # refuses what is asked wrongly
+    """Evaluate and return the folder of the results.
+
+    Raises UserError before an engine starts, RunError if one fails; completions that were scored by then stay in completions.jsonl.
+    """
+    request.list_ks()  # raises UserError
     if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
     _check_output(request.output)
     check_rewards(config.reward)
     check_environment(config)
-    sides = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
+    checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
-        sides["baseline"] = check_checkpoint(request.baseline, "--baseline", config)
-    problems = load_problems(config, load_tokenizer(sides["checkpoint"].tokenizer))[1]
+        checkpoints["baseline"] = check_checkpoint(request.baseline, "--baseline", config)
+    problems = load_problems(config, load_tokenizer(checkpoints["checkpoint"].tokenizer))[1]
     if not problems:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
-    folder = choose_output_folder(config, request, sides["checkpoint"])
+    folder = choose_output_folder(config, request, checkpoints["checkpoint"])
     started = datetime.now().astimezone().isoformat(timespec="seconds")
-    found = _sample(config, request, sides, problems, folder)
+    tallies, seconds = _sample(config, request, checkpoints, problems, folder)
     ended = datetime.now().astimezone().isoformat(timespec="seconds")
-    results = {"schema": SCHEMA, "started": started, "ended": ended, **_results(config, request, sides, found)}
-    write_text(folder / "eval.json", json.dumps(results, indent=1) + "\n")
-    write_page(folder)
-    print_results(results)
-    return folder
-
-
-def _results(
-    config: Config, request: EvalRequest, sides: dict[str, EvalCheckpoint], found: dict[str, tuple[list[Tally], float]]
-) -> dict[str, Any]:
-    """eval.json, but for its times."""
-    ks, sampling = request.list_ks(), _sampling(config, request)
-    return {
+    ks, sampling = request.list_ks(), _sampling_params(config, request)
+    results = {
+        "schema": SCHEMA,
+        "started": started,
+        "ended": ended,
         "argv": sys.argv,
         "versions": collect_versions(),
         "config": config.model_dump(mode="json"),
@@ -118,19 +111,23 @@ def _results(
         "confidence": CONFIDENCE,
         "sides": {
             name: {
-                "path": str(sides[name].folder),
-                "step": sides[name].step,
-                "seconds": seconds,
-                "problems": [asdict(tally) for tally in tallies],
-                "table": build_table(tallies, ks),
+                "path": str(checkpoint.folder),
+                "step": checkpoint.step,
+                "seconds": seconds[name],
+                "problems": [asdict(tally) for tally in tallies[name]],
+                "table": build_table(tallies[name], ks),
             }
-            for name, (tallies, seconds) in found.items()
+            for name, checkpoint in checkpoints.items()
         },
-        "comparison": compare_tallies(found["checkpoint"][0], found["baseline"][0], ks) if "baseline" in found else [],
+        "comparison": compare_tallies(tallies["checkpoint"], tallies["baseline"], ks) if "baseline" in tallies else [],
     }
+    replace_file(folder / "eval.json", json.dumps(results, indent=1) + "\n")
+    write_page(folder)
+    print_results(results)
+    return folder
 
 
-def _sampling(config: Config, request: EvalRequest) -> SamplingParams:
+def _sampling_params(config: Config, request: EvalRequest) -> SamplingParams:
     return SamplingParams(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
 
 
@@ -139,54 +136,57 @@ def _check_output(output: Path | None) -> None:
         raise UserError("--output", str(output), "exists already and is no empty folder", "name a new folder")
 
 
-def choose_output_folder(config: Config, request: EvalRequest, side: EvalCheckpoint) -> Path:
-    """Made anew: --output; else RUN_DIR/eval/step_N for a run's checkpoint, LOG.DIR/eval/NAME for any other."""
+def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalCheckpoint) -> Path:
+    """Make and return the folder of the results: --output; else RUN_DIR/eval/step_N for a run's checkpoint; LOG.DIR/eval/NAME."""
     try:
         if request.output is not None:
             request.output.mkdir(parents=True, exist_ok=True)
             return request.output
-        return make_unique_folder((side.run_dir or config.log.dir) / "eval", side.folder.resolve().name)
+        return make_unique_folder((checkpoint.run_dir or config.log.dir) / "eval", checkpoint.folder.resolve().name)
     except OSError as error:
         raise UserError("--output", None, f"the folder cannot be made ({error})", "name a folder you can write to") from None
 
 
 def _sample(
-    config: Config, request: EvalRequest, sides: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
-) -> dict[str, tuple[list[Tally], float]]:
-    """By side: the tallies of all problems, and the seconds it took to sample and score."""
+    config: Config, request: EvalRequest, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
+) -> tuple[dict[str, list[Tally]], dict[str, float]]:
+    """Return, for each checkpoint, the tallies of all problems and the seconds that sampling and scoring took."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
+    total = len(problems) * request.samples
     with ExitStack() as resources:
-        screen = ProgressDisplay(len(sides) * len(problems) * request.samples)
-        resources.callback(screen.close)
-        screen.print_line(f"results: {folder}")
+        display = ProgressDisplay(len(checkpoints) * total)
+        resources.callback(display.close)
+        display.print_line(f"results: {folder}")
         temporary = Path(tempfile.mkdtemp(prefix=".models-", dir=folder))  # as large as the checkpoints
         resources.callback(shutil.rmtree, temporary, ignore_errors=True)
-        models = {name: side.prepare(config, temporary / name) for name, side in sides.items()}
-        scorer = resources.enter_context(Scorer(config.reward, screen.print_line))
+        models = {name: checkpoint.prepare(config, temporary / name) for name, checkpoint in checkpoints.items()}
+        scorer = resources.enter_context(Scorer(config.reward, display.print_line))
         environments = None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
         file = CompletionsFile(folder / "completions.jsonl")
         resources.callback(file.close)
-        found: dict[str, tuple[list[Tally], float]] = {}
+        sampling, chunk = _sampling_params(config, request), config.rollout.max_running_requests * config.rollout.engines
+        tallies: dict[str, list[Tally]] = {}
+        seconds: dict[str, float] = {}
         done = 0
 
         def record(name: str, scored: Any) -> None:
             nonlocal done
             file.append(name, scored)
             done += len(scored)
-            screen.set_step(done)
+            display.set_step(done)
 
-        for name, side in sides.items():
-            screen.set_phase(f"{name}: engine")
+        for name, checkpoint in checkpoints.items():
+            display.set_phase(f"{name}: engine")
             (folder / name).mkdir()
-            engine = start_engines(config, models[name], folder / name, screen.print_line)
+            engine = start_engines(config, models[name], folder / name, display.print_line)
             try:
-                check_live_engine(side.plan, engine)
-                screen.set_phase(name)
-                start, turns = time.perf_counter(), MultiTurnSampler(engine, load_tokenizer(side.tokenizer), environments)
-                sampling, chunk = _sampling(config, request), config.rollout.max_running_requests * config.rollout.engines
-                tallies = sample(turns, scorer, problems, request.samples, sampling, config.train.seed, chunk, partial(record, name))
-                found[name] = tallies, time.perf_counter() - start
-                screen.print_line(f"{name}: {len(problems) * request.samples} completions in {found[name][1]:.1f} s")
+                check_live_engine(checkpoint.plan, engine)
+                display.set_phase(name)
+                start, sampler = time.perf_counter(), MultiTurnSampler(engine, load_tokenizer(checkpoint.tokenizer), environments)
+                record_chunk = partial(record, name)
+                tallies[name] = sample(sampler, scorer, problems, request.samples, sampling, config.train.seed, chunk, record_chunk)
+                seconds[name] = time.perf_counter() - start
+                display.print_line(f"{name}: {total} completions in {seconds[name]:.1f} s")
             finally:
                 engine.stop()
-        return found
+        return tallies, seconds

@@ -1,7 +1,7 @@
-"""What the engine is to load: a run's checkpoint or a Hugging Face one, in the precision that the config gives the engine.
+"""The checkpoint that the engine loads: a run's or a Hugging Face one, in the precision that the config gives the engine.
 
-A folder that the engine can load as it is, is loaded as it is. Anything else is written to a temporary folder first, by the code that
-`export` uses: a run's FP8 blocks are those that its sync sent.
+A folder that the engine can load is loaded as it is. Anything else is converted into a temporary folder first, by the code that `export`
+uses: a run's FP8 blocks are those that its sync sent.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class EvalCheckpoint:
 
     @property
     def tokenizer(self) -> Path:
-        """The folder that holds its tokenizer."""
+        """The folder with its tokenizer."""
         return self.folder if self.step is None else self.folder / "hf"
 
     @property
     def run_dir(self) -> Path | None:
-        """The folder of the run that wrote it, where it still lies there."""
+        """The folder of the run that wrote it; None if it is not in one."""
         parents = self.folder.resolve().parents
         return parents[1] if self.step is not None and parents[0].name == "checkpoints" and (parents[1] / "run.json").is_file() else None
 
     def prepare(self, config: Config, temporary: Path) -> Path:
-        """The folder for the engine: the checkpoint itself, or `temporary`, which is made. Starts and ends Megatron for a run's."""
+        """Return the folder for the engine: the checkpoint's own, or `temporary`, made from it (by Megatron for a run's)."""
         contract = self.plan.contract
         if self.loads_directly:
             return self.folder
@@ -67,8 +67,11 @@ class EvalCheckpoint:
 
 
 def check_checkpoint(folder: Path, option: str, config: Config) -> EvalCheckpoint:
-    """Looks at a checkpoint without loading it. Raises UserError, naming `option`, for one that is missing or damaged, that does not fit
-    the config's lengths or engine layout, or whose quantised weights the config's precision would have to quantise again."""
+    """Check a checkpoint without loading it.
+
+    Raises UserError, naming `option`, if it is missing or damaged, does not fit the config's lengths or engine layout, or has quantized
+    weights that the config's precision would quantize again.
+    """
     try:
         return _check(folder, option, config)
     except GeometryError as error:
@@ -105,25 +108,25 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
 
 
 def _loads_directly(folder: Path, option: str, hf_config: dict[str, Any], contract: PrecisionContract) -> bool:
-    """Whether the engine loads this Hugging Face folder itself; False where it has to be converted first."""
-    told, wanted = hf_config.get("quantization_config"), contract.hf_quantization_config()
-    if told is None:
+    """Return whether the engine loads this Hugging Face folder as it is; False if it must be converted first."""
+    stored, wanted = hf_config.get("quantization_config"), contract.hf_quantization_config()
+    if stored is None:
         return wanted is None
-    held = "int8" if _is_int8(hf_config) else "fp8" if is_fp8_checkpoint(hf_config) else ""
-    if wanted is None and held == "fp8":
+    fp8 = not _is_int8(hf_config) and is_fp8_checkpoint(hf_config)  # raises UserError for any other method
+    if wanted is None and fp8:
         return False
-    if (wanted or {}).get("quant_method") != told.get("quant_method"):
-        what = contract.engine_quantization or contract.high
-        fix = f"choose a precision.mode whose engine is {held.upper()}, or evaluate the checkpoint that it was made from"
-        raise UserError(
-            option, str(folder), f"is {held.upper()}, the config's engine is {what}; quantised weights are not quantised twice", fix
-        )
-    if held == "fp8" and (wanted or {}).get("scale_fmt") != told.get("scale_fmt"):
-        found = "pow2" if told.get("scale_fmt") == "ue8m0" else "fp32"
-        raise UserError("precision.scale_format", contract.scale_format, f"{folder} is FP8 with {found} scales", f'set it to "{found}"')
+    if (wanted or {}).get("quant_method") != stored.get("quant_method"):
+        name, engine = "FP8" if fp8 else "INT8", contract.engine_quantization or contract.high
+        rule = f"is {name}, the config's engine is {engine}; quantised weights are not quantised twice"
+        fix = f"choose a precision.mode whose engine is {name}, or evaluate the checkpoint that it was made from"
+        raise UserError(option, str(folder), rule, fix)
+    if fp8 and (wanted or {}).get("scale_fmt") != stored.get("scale_fmt"):
+        scale_format = "pow2" if stored.get("scale_fmt") == "ue8m0" else "fp32"
+        rule = f"{folder} is FP8 with {scale_format} scales"
+        raise UserError("precision.scale_format", contract.scale_format, rule, f'set it to "{scale_format}"')
     return True
 
 
 def _is_int8(hf_config: dict[str, Any]) -> bool:
-    told = hf_config.get("quantization_config")
-    return isinstance(told, dict) and told.get("quant_method") == "w8a8_int8"
+    stored = hf_config.get("quantization_config")
+    return isinstance(stored, dict) and stored.get("quant_method") == "w8a8_int8"

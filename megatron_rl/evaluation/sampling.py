@@ -1,4 +1,4 @@
-"""Completions from a live engine: sampled in chunks, scored, and on the disk before the next chunk is looked at."""
+"""Samples completions from a live engine in chunks, scores each chunk and writes it to the disk before it looks at the next."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
@@ -16,11 +17,12 @@ from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import assign_rewards, derive_seed
 from megatron_rl.types import Completion, Problem, SamplingParams
 
-_AHEAD = 2
-"""Chunks that the engine has at a time: one that it decodes, one for the places that become free."""
-
+_CHUNKS_IN_ENGINE = 2
+"""One that the engine decodes, and one for the places that become free."""
 _VERSION = 0
-"""The engine's first weights."""
+"""Of the engine's weights, which never change."""
+_Job = tuple[int, int]
+"""(index of the problem, number of the completion among the problem's)."""
 
 
 class CompletionsFile:
@@ -66,43 +68,44 @@ def sample(
     chunk: int,
     record: Callable[[Sequence[tuple[Problem, int, Outcome]]], None],
 ) -> list[Tally]:
-    """`samples` completions of every problem: one tally per problem, in order. `record` is given each chunk as soon as it is scored.
+    """Sample `samples` completions of every problem, `chunk` completions at a time, and return one tally per problem, in order.
 
-    A problem's completions are asked for side by side, `chunk` completions at a time. Raises RunError where engine or reward workers fail.
+    `record` is called with each chunk as soon as it is scored. Raises RunError if engine or reward workers fail.
     """
-    jobs = [(place, number) for place in range(len(problems)) for number in range(samples)]
+    jobs = [(index, number) for index in range(len(problems)) for number in range(samples)]
     chunks = [jobs[start : start + chunk] for start in range(0, len(jobs), chunk)]
     outcomes: list[list[Outcome]] = [[] for _ in problems]
 
-    def generate(part: list[tuple[int, int]]) -> list[Completion]:
-        seeds = [derive_seed(seed, _VERSION, "eval", place * samples + number) for place, number in part]
-        return sampler.sample([problems[place] for place, _ in part], [replace(sampling, seed=one) for one in seeds], _VERSION)
+    def generate(jobs: list[_Job]) -> list[Completion]:
+        seeds = [derive_seed(seed, _VERSION, "eval", index * samples + number) for index, number in jobs]
+        params = [replace(sampling, seed=completion_seed) for completion_seed in seeds]
+        return sampler.sample([problems[index] for index, _ in jobs], params, _VERSION)
 
-    for part, completions in _ahead(generate, chunks):
+    for chunk_jobs, completions in _generate_ahead(generate, chunks):
         assign_rewards(completions, rewards)
         scored = []
-        for (place, number), found in zip(part, completions, strict=True):
-            outcome = Outcome(found.text, found.reward, found.sampled_count, found.finish_reason)
-            outcomes[place].append(outcome)
-            scored.append((problems[place], number, outcome))
+        for (index, number), completion in zip(chunk_jobs, completions, strict=True):
+            outcome = Outcome(completion.text, completion.reward, completion.sampled_count, completion.finish_reason)
+            outcomes[index].append(outcome)
+            scored.append((problems[index], number, outcome))
         record(scored)
-    return [Tally.of(problem, found) for problem, found in zip(problems, outcomes, strict=True)]
+    return [Tally.of(problem, problem_outcomes) for problem, problem_outcomes in zip(problems, outcomes, strict=True)]
 
 
-def _ahead(
-    generate: Callable[[list[tuple[int, int]]], list[Completion]], chunks: Sequence[list[tuple[int, int]]]
-) -> Iterator[tuple[list[tuple[int, int]], list[Completion]]]:
-    """(chunk, its answers) in order, while the engine works on the next ones."""
-    threads = ThreadPoolExecutor(_AHEAD)
-    waiting: deque[tuple[list[tuple[int, int]], Future[list[Completion]]]] = deque()
+def _generate_ahead(
+    generate: Callable[[list[_Job]], list[Completion]], chunks: Sequence[list[_Job]]
+) -> Iterator[tuple[list[_Job], list[Completion]]]:
+    """Yield (chunk, its completions) in order, while the engine works on the next ones."""
+    threads = ThreadPoolExecutor(_CHUNKS_IN_ENGINE)
+    remaining = iter(chunks)
+    pending: deque[tuple[list[_Job], Future[list[Completion]]]] = deque()
     try:
-        for part in chunks:
-            waiting.append((part, threads.submit(generate, part)))
-            if len(waiting) == _AHEAD:
-                done, future = waiting.popleft()
-                yield done, future.result()
-        while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
+        while True:
+            next_chunks = islice(remaining, _CHUNKS_IN_ENGINE - len(pending))
+            pending.extend((jobs, threads.submit(generate, jobs)) for jobs in next_chunks)
+            if not pending:
+                return
+            jobs, future = pending.popleft()
+            yield jobs, future.result()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)  # after an error the engine is ended, and with it what still runs

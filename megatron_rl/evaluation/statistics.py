@@ -1,7 +1,7 @@
-"""Estimators of an evaluation, and how sure they are. Pure: counts in, numbers out.
+"""Estimators of an evaluation with their confidence intervals. Pure: counts in, numbers out.
 
-A problem is one draw from all problems of its kind, and its K completions share it: intervals are clustered by problem, that is, they
-come from the spread *between* problems (E. Miller, "Adding Error Bars to Evals", arXiv 2411.00640), never from counting all completions
+A problem is one draw from all problems of its kind, and its K completions share it. So intervals are clustered by problem: they come
+from the spread *between* problems (E. Miller, "Adding Error Bars to Evals", arXiv 2411.00640), never from counting all completions
 as if they were independent.
 """
 
@@ -23,7 +23,7 @@ _FEWEST_PAIRS = 4
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval at `CONFIDENCE`; `low` and `high` are None where the data allow none."""
+    """A value and its interval at `CONFIDENCE`; `low` and `high` are None if the data allow none."""
 
     value: float
     low: float | None
@@ -31,55 +31,55 @@ class Estimate:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`, and `most` itself."""
+    """Return 1, 2, 4, ... up to `most`, and `most` itself."""
     return sorted({2**power for power in range(most.bit_length())} | {most})
 
 
 def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Unbiased estimate that one of k completions is correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
+    """Return the unbiased estimate that one of k completions is correct: 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374)."""
     return 1 - comb(samples - correct, k) / comb(samples, k)
 
 
 def majority_at_k(votes: Sequence[tuple[int, int]], samples: int, ks: Sequence[int]) -> list[float]:
-    """Expected maj@k of one problem for each k: the share of all C(samples, k) sub-samples whose most frequent answer is correct.
+    """Return the expected maj@k of one problem for each k: the share of all C(samples, k) sub-samples that vote for a correct one.
 
     `votes` holds one (completions, correct ones among them) per answer. Completions without an answer (the rest of `samples`) have no
-    vote; a sub-sample without any vote is wrong. Among answers that tie, each wins alike often. An answer whose completions were not all
-    judged alike counts by their share.
+    vote; a sub-sample without any vote is wrong. Answers that tie win equally often. An answer whose completions were not all judged
+    alike counts by their share.
 
     Exact, by generating functions: let the answer in question get j votes. The others' factor is sum_i C(n, i) x^i over i <= j, with y for
     i = j; the coefficient of x^(k-j) y^t counts sub-samples in which t others tie, of which 1 / (t+1) are won.
     """
-    found = np.zeros(len(ks))
-    silent = samples - sum(count for count, _ in votes)
+    shares = np.zeros(len(ks))
+    without_vote = samples - sum(count for count, _ in votes)
     for index, (count, correct) in enumerate(votes):
         if correct:
-            others = [other for place, (other, _) in enumerate(votes) if place != index]
-            found += correct / count * _wins(count, others, silent, samples, ks)
-    return found.tolist()
+            others = [other for other_index, (other, _) in enumerate(votes) if other_index != index]
+            shares += correct / count * _win_share(count, others, without_vote, samples, ks)
+    return shares.tolist()
 
 
-def _wins(count: int, others: Sequence[int], silent: int, samples: int, ks: Sequence[int]) -> np.ndarray:
-    """Share of the sub-samples of each size k that an answer with `count` votes wins: float64 [len(ks)]."""
+def _win_share(count: int, others: Sequence[int], without_vote: int, samples: int, ks: Sequence[int]) -> np.ndarray:
+    """Return the share of the sub-samples of each size k that an answer with `count` votes wins: float64 [len(ks)]."""
     ways = np.zeros(len(ks))
-    for mine in range(1, count + 1):
-        rest = samples - mine
-        harmless = silent + sum(other for other in others if other < mine)  # too few to win or to tie, however many are drawn
-        table = np.zeros((rest // mine + 1, rest + 1))  # [others that tie, what all others draw]
-        table[0] = [comb(harmless, drawn) for drawn in range(rest + 1)]
-        for other in (other for other in others if other >= mine):
-            grown = np.zeros_like(table)
-            for theirs in range(mine):
-                grown[:, theirs:] += comb(other, theirs) * table[:, : rest + 1 - theirs]
-            grown[1:, mine:] += comb(other, mine) * table[:-1, : rest + 1 - mine]
-            table = grown
-        won = (table / np.arange(1, len(table) + 1)[:, None]).sum(0) * comb(count, mine)
-        ways += [won[k - mine] if k >= mine else 0.0 for k in ks]
+    for drawn in range(1, count + 1):  # votes of the answer in the sub-sample
+        rest = samples - drawn
+        harmless = without_vote + sum(other for other in others if other < drawn)  # too few to win or to tie, however many are drawn
+        table = np.zeros((rest // drawn + 1, rest + 1))  # [others that tie, votes of all others]
+        table[0] = [comb(harmless, votes) for votes in range(rest + 1)]
+        for other in (other for other in others if other >= drawn):
+            next_table = np.zeros_like(table)
+            for votes in range(drawn):
+                next_table[:, votes:] += comb(other, votes) * table[:, : rest + 1 - votes]
+            next_table[1:, drawn:] += comb(other, drawn) * table[:-1, : rest + 1 - drawn]
+            table = next_table
+        won = (table / np.arange(1, len(table) + 1)[:, None]).sum(0) * comb(count, drawn)
+        ways += [won[k - drawn] if k >= drawn else 0.0 for k in ks]
     return ways / np.array([float(comb(samples, k)) for k in ks])
 
 
 def estimate_mean(values: Sequence[float], samples: int) -> Estimate:
-    """Mean over problems of values in 0..1, each from `samples` completions, with Wilson's interval for n_eff independent draws.
+    """Return the mean over problems of values in 0..1, each from `samples` completions, with Wilson's interval for n_eff independent draws.
 
     SE^2 = s^2 / n from the spread between problems; n_eff = m (1 - m) / SE^2 is the number of coin tosses that are as uncertain (Kish's
     effective sample size; with Wilson's interval: Franco et al. 2019, J. Survey Stat. Methodol. 7). It is kept between n and n * samples,
@@ -98,38 +98,38 @@ def estimate_mean(values: Sequence[float], samples: int) -> Estimate:
 
 
 def estimate_difference(differences: Sequence[float]) -> Estimate:
-    """Mean of paired differences, one per problem, with Student's interval (arXiv 2411.00640, section 4).
+    """Return the mean of paired differences, one per problem, with Student's interval (arXiv 2411.00640, section 4).
 
-    No interval for fewer than four problems, nor where all differ alike.
+    There is no interval for fewer than four problems, nor if all differ alike.
     """
     count, mean = len(differences), fmean(differences)
     spread = variance(differences) if count >= _FEWEST_PAIRS else 0.0
     if not spread:
         return Estimate(mean, None, None)
-    half = _student(count - 1) * sqrt(spread / count)
+    half = _student_quantile(count - 1) * sqrt(spread / count)
     return Estimate(mean, mean - half, mean + half)
 
 
-def _student(freedom: int) -> float:
-    """Student's quantile at `CONFIDENCE`, two-sided: Abramowitz and Stegun 26.7.5, within 1 % from three degrees of freedom on."""
+def _student_quantile(freedom: int) -> float:
+    """Return Student's quantile at `CONFIDENCE`, two-sided: Abramowitz and Stegun 26.7.5, within 1 % from three degrees of freedom on."""
     z = _Z
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / freedom**power for power, term in enumerate(terms, 1))
 
 
 def sign_flip_p_value(differences: Sequence[int]) -> float:
-    """Two-sided p-value of Fisher's randomisation test of paired differences: the share of all 2^n choices of signs whose sum is at
-    least as far from 0 as the sum seen.
+    """Return the two-sided p-value of Fisher's randomisation test of paired differences: the share of all 2^n choices of signs whose sum is
+    at least as far from 0 as the observed sum.
 
     `differences` are whole numbers (correct completions of one checkpoint less those of the other, per problem), so all choices are counted
     exactly, by adding one problem after the other to the distribution of the sum. 1.0 where nothing differs. With one completion
     per problem it is McNemar's exact test.
     """
     sizes = [abs(difference) for difference in differences if difference]
-    seen, most = abs(sum(differences)), sum(sizes)
-    chance = np.zeros(2 * most + 1)  # of each sum, -most..most
-    chance[most] = 1.0
+    observed, largest = abs(sum(differences)), sum(sizes)
+    probability = np.zeros(2 * largest + 1)  # of each sum, -largest..largest
+    probability[largest] = 1.0
     for size in sizes:
-        chance = (np.roll(chance, size) + np.roll(chance, -size)) / 2  # nothing wraps around: sums so far are small enough
-    sums = np.abs(np.arange(-most, most + 1))
-    return min(1.0, float(chance[sums >= seen].sum()))
+        probability = (np.roll(probability, size) + np.roll(probability, -size)) / 2  # nothing wraps around: sums so far are small enough
+    sums = np.abs(np.arange(-largest, largest + 1))
+    return min(1.0, float(probability[sums >= observed].sum()))

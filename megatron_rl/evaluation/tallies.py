@@ -1,6 +1,6 @@
-"""From completions to one record per problem, and from records to tables by data set and level.
+"""Turns completions into one tally per problem, and tallies into tables by data set and level.
 
-A record holds counts, so every figure of a table can be computed from `eval.json` again; nothing here touches an engine.
+A tally holds counts, so every figure of a table can be computed from `eval.json` again; nothing here touches an engine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Outcome:
     finish_reason: str
 
     def answer(self, problem: Problem) -> str | None:
-        """What the completion votes for; None where it has no vote.
+        """Return the answer that the completion votes for; None if it has no vote.
 
-        All that the reward calls correct state the same answer, however they spell it: the gold. Others are told apart by what the reward
-        functions read: the integer after the last `#`, and except in generated problems whatever `rewards.math.final_answer` finds.
+        All that the reward calls correct state the same answer, however they spell it: the gold. Others are told apart by what the
+        reward functions read: the integer after the last `#`, and except in generated problems whatever `rewards.math.final_answer` finds.
         """
         if self.reward.correct:
             return problem.answer
@@ -59,15 +59,15 @@ class Tally:
     @classmethod
     def of(cls, problem: Problem, outcomes: Sequence[Outcome]) -> Tally:
         answers = [outcome.answer(problem) for outcome in outcomes]
-        right = Counter(answer for answer, outcome in zip(answers, outcomes, strict=True) if outcome.reward.correct)
-        ordered = Counter(answer for answer in answers if answer is not None).most_common()
+        correct = Counter(answer for answer, outcome in zip(answers, outcomes, strict=True) if outcome.reward.correct)
+        most_common = Counter(answer for answer in answers if answer is not None).most_common()
         return cls(
             id=problem.id,
             source=problem.source,
             level=problem.level,
             samples=len(outcomes),
             correct=sum(outcome.reward.correct for outcome in outcomes),
-            votes=tuple((count, right[answer]) for answer, count in ordered),
+            votes=tuple((count, correct[answer]) for answer, count in most_common),
             reward=sum(outcome.reward.value for outcome in outcomes),
             tokens=tuple(outcome.tokens for outcome in outcomes),
             truncated=sum(outcome.finish_reason == "length" for outcome in outcomes),
@@ -76,81 +76,81 @@ class Tally:
 
 
 TableGroup = tuple[str | None, int | None]
-"""(data set, level) of a line; None stands for all of them."""
+"""(data set, level) of a table row; None stands for all of them."""
 _Values = dict[str, list[float]]
 
 
 def group_tallies(tallies: Sequence[Tally]) -> dict[TableGroup, list[int]]:
-    """The lines of a table, each with the places of its problems: all; each data set where there are several; each level within a data set
-    that has several."""
-    found: dict[TableGroup, list[int]] = {(None, None): list(range(len(tallies)))}
+    """Return the groups of a table, each with the indices of its problems: all; each data set if there are several; each level of a data
+    set that has several."""
+    groups: dict[TableGroup, list[int]] = {(None, None): list(range(len(tallies)))}
     sources = sorted({tally.source for tally in tallies})
     for source in sources:
-        places = [place for place, tally in enumerate(tallies) if tally.source == source]
-        levels = sorted({tallies[place].level for place in places})
+        members = [index for index, tally in enumerate(tallies) if tally.source == source]
+        levels = sorted({tallies[index].level for index in members})
         if len(sources) > 1:
-            found[source, None] = places
+            groups[source, None] = members
         if len(levels) > 1:
-            found |= {(source, level): [place for place in places if tallies[place].level == level] for level in levels}
-    return found
+            groups |= {(source, level): [index for index in members if tallies[index].level == level] for level in levels}
+    return groups
 
 
 def build_table(tallies: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
-    """A line per group: `mean` (mean@K), `pass` and `maj` by k as text, each {value, low, high}; and what the completions were like."""
-    values, samples = _per_problem(tallies, ks), tallies[0].samples
-
-    def estimate(found: list[float]) -> Estimate:
-        return estimate_mean(found, samples)
-
+    """Return a row per group: `mean` (mean@K), `pass` and `maj` by k as text, each {value, low, high}; and figures of the completions."""
+    values, samples = _compute_scores(tallies, ks), tallies[0].samples
     return [
-        {**_head(group, places), **_estimates(values, places, estimate), **_manner([tallies[place] for place in places])}
-        for group, places in group_tallies(tallies).items()
+        {
+            **_describe_group(group, members),
+            **_estimate_row(values, members, lambda scores: estimate_mean(scores, samples)),
+            **_summarize_completions([tallies[index] for index in members]),
+        }
+        for group, members in group_tallies(tallies).items()
     ]
 
 
 def compare_tallies(tallies: Sequence[Tally], baseline: Sequence[Tally], ks: Sequence[int]) -> list[dict[str, Any]]:
-    """A line per group: differences, checkpoint less baseline, with their intervals, as in `table`; `p` of the mean; and on how many
-    problems the checkpoint was `better` and `worse`. Both must hold the same problems in the same order."""
+    """Return a row per group: differences, checkpoint less baseline, with their intervals, as in `build_table`; `p` of the mean; on how
+    many problems the checkpoint was `better` and `worse`. Both must hold the same problems in the same order."""
     if [tally.id for tally in tallies] != [tally.id for tally in baseline]:
         raise AssertionError("the two sides were asked different problems")
-    mine, theirs = _per_problem(tallies, ks), _per_problem(baseline, ks)
-    differences = {name: [one - other for one, other in zip(mine[name], theirs[name], strict=True)] for name in mine}
-    gains = [one.correct - other.correct for one, other in zip(tallies, baseline, strict=True)]
+    scores, baseline_scores = _compute_scores(tallies, ks), _compute_scores(baseline, ks)
+    differences = {name: [a - b for a, b in zip(scores[name], baseline_scores[name], strict=True)] for name in scores}
+    gains = [tally.correct - other.correct for tally, other in zip(tallies, baseline, strict=True)]
     return [
         {
-            **_head(group, places),
-            **_estimates(differences, places, estimate_difference),
-            "p": sign_flip_p_value([gains[place] for place in places]),
-            "better": sum(gains[place] > 0 for place in places),
-            "worse": sum(gains[place] < 0 for place in places),
+            **_describe_group(group, members),
+            **_estimate_row(differences, members, estimate_difference),
+            "p": sign_flip_p_value([gains[index] for index in members]),
+            "better": sum(gains[index] > 0 for index in members),
+            "worse": sum(gains[index] < 0 for index in members),
         }
-        for group, places in group_tallies(tallies).items()
+        for group, members in group_tallies(tallies).items()
     ]
 
 
-def _per_problem(tallies: Sequence[Tally], ks: Sequence[int]) -> _Values:
-    """`mean`, `pass:k` and `maj:k` of every problem."""
+def _compute_scores(tallies: Sequence[Tally], ks: Sequence[int]) -> _Values:
+    """Return `mean`, `pass:k` and `maj:k` of every problem."""
     majorities = [majority_at_k(tally.votes, tally.samples, ks) for tally in tallies]
-    found = {"mean": [tally.correct / tally.samples for tally in tallies]}
-    found |= {f"pass:{k}": [pass_at_k(tally.correct, tally.samples, k) for tally in tallies] for k in ks}
-    return found | {f"maj:{k}": [shares[place] for shares in majorities] for place, k in enumerate(ks)}
+    scores = {"mean": [tally.correct / tally.samples for tally in tallies]}
+    scores |= {f"pass:{k}": [pass_at_k(tally.correct, tally.samples, k) for tally in tallies] for k in ks}
+    return scores | {f"maj:{k}": [shares[index] for shares in majorities] for index, k in enumerate(ks)}
 
 
-def _estimates(values: _Values, places: list[int], estimate: Callable[[list[float]], Estimate]) -> dict[str, Any]:
-    """`values` of the problems at `places`, estimated, in the shape of a table's line."""
-    line: dict[str, Any] = {"mean": {}, "pass": {}, "maj": {}}
-    for name, found in values.items():
+def _estimate_row(values: _Values, members: list[int], estimate: Callable[[list[float]], Estimate]) -> dict[str, Any]:
+    """Return the estimates over the problems `members`, in the form of a table row."""
+    row: dict[str, Any] = {"mean": {}, "pass": {}, "maj": {}}
+    for name, scores in values.items():
         kind, _, k = name.partition(":")
-        estimated = asdict(estimate([found[place] for place in places]))
-        line[kind] |= {k: estimated} if k else estimated
-    return line
+        estimated = asdict(estimate([scores[index] for index in members]))
+        row[kind] |= {k: estimated} if k else estimated
+    return row
 
 
-def _head(group: TableGroup, places: list[int]) -> dict[str, Any]:
-    return {"source": group[0], "level": group[1], "problems": len(places)}
+def _describe_group(group: TableGroup, members: list[int]) -> dict[str, Any]:
+    return {"source": group[0], "level": group[1], "problems": len(members)}
 
 
-def _manner(tallies: Sequence[Tally]) -> dict[str, Any]:
+def _summarize_completions(tallies: Sequence[Tally]) -> dict[str, Any]:
     lengths = [length for tally in tallies for length in tally.tokens]
     count = len(lengths)
     return {
