@@ -18,14 +18,14 @@ FUNCTIONS = {
     "exact": "megatron_rl.rewards.match:match_answer",
     "format": "megatron_rl.rewards.match:match_format",
 }
-"""The built-in functions that run in the workers, and where they live. Any other is named as `module:attribute`."""
+"""The built-in functions that run in the workers. Any other is named as `module:attribute`."""
 
 
 def load_function(name: str, settings: Mapping[str, str] | None = None) -> RewardFunction:
     """Import the reward function `name`: a key of FUNCTIONS or `module:attribute`, with `settings` as keyword arguments.
 
-    Loads what a built-in function needs, so that no sample's time is spent on it. Raises what the import raises, and TypeError
-    for what cannot be called with a text and a problem.
+    Load what a built-in function needs, so that no sample's time is spent on it. Raise what the import raises, and TypeError for what
+    cannot be called with a text and a problem.
     """
     module_name, _, attribute = FUNCTIONS.get(name, name).partition(":")
     module = importlib.import_module(module_name)

@@ -3,7 +3,7 @@
     POST url   {"texts": [...], "problems": [{"id", "prompt", "answer", "level", "source"}, ...]}
     200        {"rewards": [number or null, ...], "correct": [true, ...]}       `correct` may be left out: a reward above 0
 
-A request has a deadline for all of it, so a server that sends a byte now and then holds nobody up.
+A request as a whole has a deadline, so a server that sends a byte now and then delays nobody.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from megatron_rl.config.reward import RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem, Reward
 
-_AT_ONCE = 8
-"""Requests under way at a time."""
-_TRY_AGAIN = {429, 502, 503, 504}
+_MOST_REQUESTS = 8
+"""Concurrent requests."""
+_RETRYABLE_STATUS = {429, 502, 503, 504}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0
 """Seconds before the first retry; each further pause is twice as long."""
 
@@ -37,7 +37,7 @@ class _Answer(BaseModel):
 
 
 class HttpRewardClient:
-    """One server. Raises UserError where its token is missing."""
+    """The client of one server. Raises UserError where its token is missing."""
 
     def __init__(self, part: RewardFunctionConfig) -> None:
         self._part, self._tls = part, httpx.create_ssl_context()  # loading certificates takes 0.1 s
@@ -50,7 +50,7 @@ class HttpRewardClient:
             self._headers["Authorization"] = f"Bearer {token}"
 
     def check(self) -> None:
-        """Posts an empty batch once. Raises UserError where the server does not answer it as it should."""
+        """Post an empty batch once. Raise UserError where the server does not answer it as it should."""
         try:
             asyncio.run(self._attempt_alone())
         except _RequestError as error:
@@ -58,26 +58,26 @@ class HttpRewardClient:
             raise UserError("reward.functions.url", self._part.url, f"the reward server fails on an empty batch: {error}", fix) from None
 
     def score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
-        """One reward per completion, in their order; with an error where the server gave none. Call it outside any event loop."""
+        """Return one reward per completion, in their order; with an error where the server gave none. Call it outside any event loop."""
         return asyncio.run(self._score(texts_B, problems_B))
 
     async def _score(self, texts_B: Sequence[str], problems_B: Sequence[Problem]) -> list[Reward]:
-        size, turns = self._part.batch_size, asyncio.Semaphore(_AT_ONCE)
+        size, slots = self._part.batch_size, asyncio.Semaphore(_MOST_REQUESTS)
         async with self._client() as client:
             starts = range(0, len(texts_B), size)
-            batches = [self._batch(client, turns, texts_B[at : at + size], problems_B[at : at + size]) for at in starts]
+            batches = [self._batch(client, slots, texts_B[at : at + size], problems_B[at : at + size]) for at in starts]
             return [reward for rewards in await asyncio.gather(*batches) for reward in rewards]
 
     async def _batch(
-        self, client: httpx.AsyncClient, turns: asyncio.Semaphore, texts: Sequence[str], problems: Sequence[Problem]
+        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, texts: Sequence[str], problems: Sequence[Problem]
     ) -> list[Reward]:
         pause = _FIRST_PAUSE
-        for left in range(self._part.retries, -1, -1):
+        for retries_left in range(self._part.retries, -1, -1):
             try:
-                async with turns:
+                async with slots:
                     return await self._attempt(client, texts, problems)
             except _RequestError as error:
-                if not left or not error.again:
+                if not retries_left or not error.retryable:
                     return [Reward(0.0, False, error=str(error))] * len(texts)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -88,47 +88,47 @@ class HttpRewardClient:
             await self._attempt(client, [], [])
 
     async def _attempt(self, client: httpx.AsyncClient, texts: Sequence[str], problems: Sequence[Problem]) -> list[Reward]:
-        """One request. Raises _RequestError."""
+        """Send one request. Raise _RequestError."""
         body = json.dumps({"texts": list(texts), "problems": [asdict(problem) for problem in problems]})  # ASCII: takes lone surrogates
         try:
             async with asyncio.timeout(self._part.timeout):
                 response = await client.post(self._part.url, content=body)
         except TimeoutError:
-            raise _RequestError(f"timeout after {self._part.timeout:g} s", again=True) from None
+            raise _RequestError(f"timeout after {self._part.timeout:g} s", retryable=True) from None
         except httpx.HTTPError as error:
-            raise _RequestError(f"{type(error).__name__}: {error}", again=True) from None
+            raise _RequestError(f"{type(error).__name__}: {error}", retryable=True) from None
         if response.status_code != httpx.codes.OK:
-            said = " ".join(response.text.split())[:200]
-            raise _RequestError(f"HTTP status {response.status_code}: {said}", again=response.status_code in _TRY_AGAIN)
-        return _read(response.content, len(texts))
+            body = " ".join(response.text.split())[:200]
+            raise _RequestError(f"HTTP status {response.status_code}: {body}", retryable=response.status_code in _RETRYABLE_STATUS)
+        return _parse_rewards(response.content, len(texts))
 
     def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(headers=self._headers, verify=self._tls, timeout=None)  # `_attempt` holds the time
+        return httpx.AsyncClient(headers=self._headers, verify=self._tls, timeout=None)  # `_attempt` has the deadline
 
 
 class _RequestError(Exception):
-    """Why a request has no usable answer; `again`: whether another attempt may help."""
+    """Why a request has no usable answer; `retryable`: whether another attempt may help."""
 
-    def __init__(self, reason: str, again: bool) -> None:
+    def __init__(self, reason: str, retryable: bool) -> None:
         super().__init__(reason)
-        self.again = again
+        self.retryable = retryable
 
 
-def _read(content: bytes, count: int) -> list[Reward]:
+def _parse_rewards(content: bytes, count: int) -> list[Reward]:
     try:
         answer = _Answer.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "answer"
-        raise _RequestError(f"unusable answer: {place}: {first['msg']}", again=False) from None
+        location = ".".join(map(str, first["loc"])) or "answer"
+        raise _RequestError(f"unusable answer: {location}: {first['msg']}", retryable=False) from None
     correct = answer.correct if answer.correct is not None else [value is not None and value > 0 for value in answer.rewards]
     for name, values in (("rewards", answer.rewards), ("correct", correct)):
         if len(values) != count:
-            raise _RequestError(f"unusable answer: {len(values)} {name} for {count} completions", again=False)
-    return [_reward(value, right) for value, right in zip(answer.rewards, correct, strict=True)]
+            raise _RequestError(f"unusable answer: {len(values)} {name} for {count} completions", retryable=False)
+    return [_to_reward(value, is_correct) for value, is_correct in zip(answer.rewards, correct, strict=True)]
 
 
-def _reward(value: float | None, correct: bool) -> Reward:
+def _to_reward(value: float | None, correct: bool) -> Reward:
     if value is None or not math.isfinite(value):
         return Reward(0.0, False, error=f"the server gave the reward {'null' if value is None else value}")
     return Reward(value, correct)

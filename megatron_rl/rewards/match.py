@@ -8,7 +8,7 @@ from megatron_rl.types import Problem, Reward
 
 
 def match_answer(text: str, problem: Problem, *, pattern: str = "") -> Reward:
-    """1.0 when the answer in `text` equals `problem.answer`, white space at the ends aside, else 0.0.
+    """Return 1.0 when the answer in `text` equals `problem.answer`, white space at the ends aside, else 0.0.
 
     The answer is the whole text, or with `pattern` its last match: the first group where there is one. Without a match: 0.0.
     """
@@ -23,6 +23,6 @@ def match_answer(text: str, problem: Problem, *, pattern: str = "") -> Reward:
 
 
 def match_format(text: str, problem: Problem, *, pattern: str) -> Reward:
-    """1.0 when `pattern` matches all of `text`, white space at the ends aside, else 0.0."""
+    """Return 1.0 when `pattern` matches all of `text`, white space at the ends aside, else 0.0."""
     matches = re.fullmatch(pattern, text.strip(), re.DOTALL) is not None
     return Reward(float(matches), matches)

@@ -1,9 +1,9 @@
 r"""The reward of mathematical word problems: exact comparison of integers first, math-verify for the rest.
 
-Most golds of GSM8K and many of MATH are integers, and most completions state theirs in one of a few ways; comparing those as
+Most gold answers of GSM8K and many of MATH are integers, and most completions state theirs in one of a few ways; comparing those as
 text costs microseconds. Fractions, expressions, sets, units go to math-verify, which parses both sides with SymPy.
 
-Nothing here bounds the time that SymPy takes: `RewardPool` does, by ending the worker.
+Nothing here bounds the time that SymPy takes: `RewardPool` does, by killing the worker.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _TAIL_CHARACTERS = 200
 
 
 def reward(text: str, problem: Problem) -> Reward:
-    """1.0 when the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0.
+    """Return 1.0 when the final answer of `text` equals `problem.answer` (a number or LaTeX), else 0.0.
 
-    Must run in its process's main thread or under a pool: a hostile expression can take for ever.
+    Run it in a pool with a timeout: a hostile expression can take for ever.
     """
     verdict = compare_integers(text, problem.answer)
     if verdict is None:
@@ -42,24 +42,24 @@ def reward(text: str, problem: Problem) -> Reward:
 
 
 def compare_integers(text: str, gold: str) -> bool | None:
-    r"""The fast path: True or False when `gold` is an integer and `text` states its answer plainly; None for math-verify to decide.
+    r"""Return True or False when `gold` is an integer and `text` states its answer plainly; None where math-verify has to decide.
 
-    An answer stands in the last `\boxed{}`, else after the last `####`, else after the last "answer is"; any of them decides when
-    it holds one integer and nothing more. Else the text's last number decides when it is right and no part of an expression.
+    The answer is in the last `\boxed{}`, else after the last `####`, else after the last "answer is"; it decides when it is one integer
+    and nothing more. Else the text's last number decides when it is right and no part of an expression.
     """
     expected = _only_integer(gold)
     if expected is None:
         return None
     stated = _stated_answer(text)
     if stated is not None:
-        found = _only_integer(stated)
-        return None if found is None else found == expected
+        answer = _only_integer(stated)
+        return None if answer is None else answer == expected
     return True if _last_number(text) == expected else None
 
 
 def final_answer(text: str) -> str | None:
-    """The answer that `text` states, as `compare_integers` looks for it: an integer in one spelling, anything else as it is written but
-    for blanks; where none is stated, the text's last integer that stands for itself. None where there is neither."""
+    """Return the answer that `text` states, as `compare_integers` looks for it: an integer in canonical spelling, anything else as written
+    without blanks; where none is stated, the text's last integer that stands for itself. None where there is neither."""
     stated = _stated_answer(text)
     if stated is None:
         return _last_number(text)
@@ -68,19 +68,19 @@ def final_answer(text: str) -> str | None:
 
 
 def _stated_answer(text: str) -> str | None:
-    r"""The text in the last complete `\boxed{}`, after the last `####` or after the last "answer is", in this order."""
+    r"""Return the text in the last complete `\boxed{}`, after the last `####` or after the last "answer is", in this order."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
-    _, found, rest = text.rpartition("####")
-    if found:
+    _, marker, rest = text.rpartition("####")
+    if marker:
         return rest.split("\n", 1)[0]
-    places = list(_ANSWER_IS.finditer(text))
-    return _END_OF_SENTENCE.split(text[places[-1].end() :], maxsplit=1)[0] if places else None
+    matches = list(_ANSWER_IS.finditer(text))
+    return _END_OF_SENTENCE.split(text[matches[-1].end() :], maxsplit=1)[0] if matches else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}` of `text`; None where there is none, or its brace never closes."""
+    r"""Return the content of the last `\boxed{}` of `text`; None where there is none, or its brace never closes."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -94,7 +94,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def _only_integer(text: str) -> str | None:
-    """The integer that `text` consists of, in one spelling: no separators, plus sign or leading zeros."""
+    """Return the integer that `text` consists of in canonical spelling: no separators, plus sign or leading zeros."""
     match = _ONLY_AN_INTEGER.fullmatch(text)
     return _canonical(match[1]) if match else None
 
@@ -105,7 +105,7 @@ def _canonical(integer: str) -> str:
 
 
 def _last_number(text: str) -> str | None:
-    """The last number of the text's end when it is an integer that stands for itself, in `_canonical` spelling."""
+    """Return the last number of the text's last 200 characters when it is an integer that stands for itself, in canonical spelling."""
     tail = text[-_TAIL_CHARACTERS:]
     matches = list(_NUMBER.finditer(tail))
     if not matches:
@@ -119,10 +119,9 @@ def _last_number(text: str) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
-    r"""math-verify's reading of the gold answer. Bare LaTeX would go unseen, so it is wrapped in `\boxed{}`."""
-    math_verify = _math_verify()
+    r"""Parse the gold answer with math-verify, which would overlook bare LaTeX: it is wrapped in `\boxed{}`."""
     wrapped = gold if r"\boxed" in gold else rf"\boxed{{{gold}}}"
-    parsed: list[Any] = math_verify.parse(wrapped, parsing_timeout=None)
+    parsed: list[Any] = _math_verify().parse(wrapped, parsing_timeout=None)
     return parsed
 
 
@@ -132,13 +131,13 @@ def _verify(gold: list[Any], text: str) -> bool:
 
 
 def prepare() -> None:
-    """Loads math-verify and its grammar, which takes seconds: a worker calls this before its first sample."""
+    """Load math-verify and its grammar, which takes seconds: a worker calls this before its first sample."""
     _verify(_parsed_gold("1"), "$1$")
 
 
 @functools.cache
 def _math_verify() -> Any:
-    """The library, imported when first needed. Its own timeouts are off (the pool's cover more), and so is its warning about that."""
+    """Import the library when first needed. Its own timeouts are off (the pool's cover more), and so is its warning about that."""
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -1,10 +1,10 @@
 """The reward of a completion: a weighted sum of functions, each computed where it is safe or cheap.
 
-    in worker processes   whatever runs code on a completion: math, patterns, your own functions   (pool.py)
-    on a server           functions named `http`                                                    (server.py)
-    here                  length
+    in worker processes   whatever runs code on a completion: math, patterns, your own functions   (worker_pool.py)
+    on a server           functions named `http`                                                    (http.py)
+    in this process       length
 
-A completion that any of them fails on has no verdict at all: a sum with a term missing would be a reward for nothing.
+A completion on which any of them fails has no verdict at all: a sum without one of its terms would be a wrong reward.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import RunError, UserError
@@ -21,11 +20,11 @@ from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.worker_pool import RewardFunctionSpec, RewardPool
 from megatron_rl.types import Problem, Reward
 
-_REASONS_TOLD = 3
+_MOST_REASONS = 3
 
 
 class Scorer:
-    """Scores completions as `config` says; use it as a context manager, which holds the worker processes.
+    """Scores completions as configured; use it as a context manager, which owns the worker processes.
 
     `notify` is told how many completions of a call got no verdict, and why. Entering starts the workers without waiting for them.
     """
@@ -34,7 +33,7 @@ class Scorer:
         self._config, self._notify, self._parts, self._correctness_label = config, notify, config.parts, config.correctness_label
         self._local = [label for label, part in self._parts.items() if part.name not in ("http", "length")]
         self._pool = RewardPool([_function(self._parts[label]) for label in self._local], config.workers, config.timeout, config.memory_mb)
-        self._one_at_a_time = threading.Lock()
+        self._lock = threading.Lock()
         self._servers = {label: HttpRewardClient(part) for label, part in self._parts.items() if part.name == "http"}
 
     def __enter__(self) -> Scorer:
@@ -42,40 +41,36 @@ class Scorer:
             self._pool.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.close()
 
     def score(
         self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], broken_B: Sequence[str] | None = None
     ) -> list[Reward]:
-        """The rewards of the completions `texts_B` of `lengths_B` tokens, in their order; with `parts` where functions are several.
+        """Return the rewards of the completions `texts_B` of `lengths_B` tokens, in their order; with `parts` where functions are several.
 
-        A completion without a verdict has an `error`, and what `reward.on_error` gives it; `broken_B` says of each completion why there
-        can be none, "" where there can. Raises RunError where that is `stop`,
-        and when workers cannot be started. Threads take turns.
+        A completion without a verdict has an `error` and gets what `reward.on_error` says; `broken_B` holds for each completion why there
+        can be no verdict, "" where there can. Raise RunError where `reward.on_error` is `stop`, and when workers cannot be started. May be
+        called by several threads.
         """
-        with self._one_at_a_time:
-            return self._score(texts_B, problems_B, lengths_B, broken_B)
-
-    def _score(
-        self, texts_B: Sequence[str], problems_B: Sequence[Problem], lengths_B: Sequence[int], broken_B: Sequence[str] | None
-    ) -> list[Reward]:
         verdicts_B: list[dict[str, Reward]] = [{} for _ in texts_B]
-        if self._local:
-            for verdicts, judged in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
-                verdicts.update(zip(self._local, judged, strict=True))
-        for label, server in self._servers.items():
-            for verdicts, answer in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
-                verdicts[label] = answer
-        rewards = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
-        for number, broken in enumerate(broken_B or ()):
-            rewards[number] = Reward(0.0, False, error=broken) if broken else rewards[number]
-        return self._without_verdict(rewards, problems_B)
+        with self._lock:
+            if self._local:
+                for verdicts, rewards in zip(verdicts_B, self._pool.score(texts_B, problems_B), strict=True):
+                    verdicts.update(zip(self._local, rewards, strict=True))
+            for label, server in self._servers.items():
+                for verdicts, reward in zip(verdicts_B, server.score(texts_B, problems_B), strict=True):
+                    verdicts[label] = reward
+            rewards_B = [self._sum(verdicts, length) for verdicts, length in zip(verdicts_B, lengths_B, strict=True)]
+            for number, error in enumerate(broken_B or ()):
+                if error:
+                    rewards_B[number] = Reward(0.0, False, error=error)
+            return self._apply_on_error(rewards_B, problems_B)
 
     def _sum(self, verdicts: Mapping[str, Reward], tokens: int) -> Reward:
-        if failed := {label: verdict.error for label, verdict in verdicts.items() if verdict.error}:
-            error = next(iter(failed.values()))
-            labels = [label for label, told in failed.items() if told == error]
+        if errors := {label: verdict.error for label, verdict in verdicts.items() if verdict.error}:
+            error = next(iter(errors.values()))
+            labels = [label for label in errors if errors[label] == error]
             return Reward(0.0, False, error=error if len(self._parts) == 1 else f"{', '.join(labels)}: {error}")
         correct = verdicts[self._correctness_label].correct
         values = {
@@ -87,15 +82,15 @@ class Scorer:
         total = sum(part.weight * values[label] for label, part in self._parts.items())
         return Reward(total, correct, parts=values if len(values) > 1 else {})
 
-    def _without_verdict(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
-        """Tells of the completions that have none, and does with them what the configuration says."""
+    def _apply_on_error(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
+        """Report the completions without a verdict, and treat them as `reward.on_error` says."""
         failed = [number for number, reward in enumerate(rewards) if reward.error]
         if not failed:
             return rewards
         reasons = Counter(rewards[number].error for number in failed).most_common()
-        told = "; ".join(f"{error} ({count})" for error, count in reasons[:_REASONS_TOLD])
-        more = f"; and {len(reasons) - _REASONS_TOLD} other reasons" if len(reasons) > _REASONS_TOLD else ""
-        self._notify(f"{len(failed)} of {len(rewards)} completions got no verdict: {told}{more}")
+        listed = "; ".join(f"{error} ({count})" for error, count in reasons[:_MOST_REASONS])
+        more = f"; and {len(reasons) - _MOST_REASONS} other reasons" if len(reasons) > _MOST_REASONS else ""
+        self._notify(f"{len(failed)} of {len(rewards)} completions got no verdict: {listed}{more}")
         if self._config.on_error == "stop":
             problem, error = problems_B[failed[0]], rewards[failed[0]].error
             raise RunError(f"a completion of problem {problem.id} got no verdict ({error}), and reward.on_error is stop")
@@ -104,7 +99,7 @@ class Scorer:
 
 
 def compute_length_reward(tokens: int, full: int, zero: int) -> float:
-    """1 at `full` tokens, 0 at `zero` tokens, linear in between and constant outside: clip((zero - n) / (zero - full), 0, 1).
+    """Return 1 at `full` tokens, 0 at `zero` tokens, linear in between and constant outside: clip((zero - n) / (zero - full), 0, 1).
 
     LCPO-Max (arXiv 2503.04697) gives this to correct answers, with full, zero = target -+ 0.5 / alpha.
     """
@@ -112,9 +107,9 @@ def compute_length_reward(tokens: int, full: int, zero: int) -> float:
 
 
 def check_rewards(config: RewardConfig) -> None:
-    """What can be known before a run: that the user's own functions load in a worker, within its limits, and that servers answer.
+    """Check before a run that the user's own functions load in a worker, within its limits, and that servers answer.
 
-    Raises UserError. Built-in functions need no check.
+    Raise UserError where not. Built-in functions need no check.
     """
     for part in config.parts.values():
         if part.name == "http":

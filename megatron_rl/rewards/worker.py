@@ -1,12 +1,13 @@
-"""One reward worker: `python -m megatron_rl.rewards.worker FD FUNCTIONS MEMORY_MB PARENT_PID`, started by `RewardPool` only.
+"""One worker process of a pool: `python -m MODULE FD ARGUMENT MEMORY_MB PARENT_PID`, started by `worker_pool.WorkerPool` only.
 
-FUNCTIONS is JSON: a list of (name, settings). It loads them, says ("ready", "") or ("failed", why), then reads lists of (text, Problem)
-and answers each sample, as soon as it is judged, with a list of one Reward per function. It ends with its pipe and with its parent,
-whatever it is busy with.
+It loads what ARGUMENT names (here JSON: a list of reward functions' (name, settings)), sends ("ready", "") or ("failed", reason), then
+reads lists of (text, Problem) and answers each sample as soon as it is judged: here with a list of one Reward per function. It ends with
+its pipe and with its parent, even in the middle of a computation.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -23,36 +24,30 @@ from megatron_rl.types import Problem, Reward, RewardFunction
 
 _PR_SET_PDEATHSIG = 1
 
-
 SampleHandler = Callable[[str, Any], object]
 
 
-def main(fd: int, functions_json: str, memory_mb: int, parent_pid: int) -> None:
-    serve(lambda: _load(functions_json), fd, memory_mb, parent_pid)
-
-
-def serve(load: Callable[[], SampleHandler], fd: int, memory_mb: int, parent_pid: int) -> None:
-    """Answers each (text, problem) of the pool at the other end of the pipe `fd` by what `load` returns, until it closes."""
-    _die_with(parent_pid)
-    for name in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a cluster's warning are the parent's business
+def serve(load: Callable[[str], SampleHandler]) -> None:
+    """Run this process as a worker until its pipe closes: answer each (text, problem) by the handler that `load` makes of ARGUMENT."""
+    fd, argument, memory_mb, parent_pid = sys.argv[1:]
+    _die_with(int(parent_pid))
+    for name in (signal.SIGINT, signal.SIGUSR1):  # Ctrl-C and a cluster's warning are for the parent
         signal.signal(name, signal.SIG_IGN)
-    _limit_memory(memory_mb)
-    channel = Connection(fd)
+    _limit_memory(int(memory_mb))
+    channel = Connection(int(fd))
     try:
-        function = load()
+        handle = load(argument)
     except BaseException as error:
         channel.send(("failed", describe_error(error)))
         return
     channel.send(("ready", ""))
-    try:
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             for text, problem in channel.recv():
-                channel.send(function(text, problem))
-    except (EOFError, ConnectionError):
-        return
+                channel.send(handle(text, problem))
 
 
-def _load(functions_json: str) -> SampleHandler:
+def _load_functions(functions_json: str) -> SampleHandler:
     functions = [load_function(name, settings) for name, settings in json.loads(functions_json)]
     return lambda text, problem: [call_reward_function(function, text, problem) for function in functions]
 
@@ -78,7 +73,7 @@ def _die_with(parent_pid: int) -> None:
     """Ask Linux to kill this process when its parent ends, even in the middle of a computation."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent_pid:  # it ended before we asked
+        if os.getppid() != parent_pid:  # it ended before the call
             sys.exit(1)
 
 
@@ -89,4 +84,4 @@ def _limit_memory(memory_mb: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    serve(_load_functions)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import pickle
-import sys
 
 from megatron_rl.rewards.worker import describe_error, serve
 from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Message, StepResult, load_environment
@@ -29,5 +28,4 @@ def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> Step
 
 
 if __name__ == "__main__":
-    name = sys.argv[2]
-    serve(lambda: functools.partial(run_step, load_environment(name)), int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4]))
+    serve(lambda name: functools.partial(run_step, load_environment(name)))

@@ -19,7 +19,7 @@ from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.scorer import Scorer, check_rewards
 from megatron_rl.types import Problem, Reward
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "rewards.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "guides" / "rewards.md"
 PROBLEMS = [Problem("p", "1+1=", "2", level=3, source="s")] * 5
 TEXTS = ["so 2", "so 3", "2", "\ud800 2", "5"]
 

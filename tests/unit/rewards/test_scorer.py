@@ -14,7 +14,7 @@ from megatron_rl.errors import RunError, UserError
 from megatron_rl.rewards.scorer import Scorer, check_rewards, compute_length_reward
 from megatron_rl.types import Problem, Reward
 
-DOCS = Path(__file__).resolve().parents[3] / "docs" / "rewards.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "guides" / "rewards.md"
 MATH, FORMAT = {"name": "math"}, {"name": "format", "pattern": ".*####.*", "weight": 0.25}
 LENGTH = {"name": "length", "full_tokens": 10, "zero_tokens": 20, "weight": 0.5}
 
