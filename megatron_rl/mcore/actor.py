@@ -1,4 +1,4 @@
-"""The policy in training and the frozen reference: forward passes, optimizer steps, and the blocks they leave for the engine."""
+"""The policy in training and the frozen reference: forward passes, optimizer steps, and the FP8 blocks that every step produces."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from megatron_rl.mcore.packed_sequences import make_packed_params
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
-_PADDING, _PLACES = "tokens/padding", "tokens/places"
+_PADDING, _POSITIONS = "tokens/padding", "tokens/places"
 
 
 class Policy:
-    """A Megatron model that can be asked for log-probs. The reference is one of these; the actor is one that learns."""
+    """A Megatron model that computes log-probs. The reference is a plain `Policy`; the policy in training is an `Actor`."""
 
     def __init__(self, model: ModelChunks, temperature: float, micro_batch_tokens: int) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
@@ -42,33 +42,33 @@ class Policy:
         self._device = next(self.chunks[0].parameters()).device
         quantize_model(model)
 
-    def compute_logprobs(self, sequences: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
-        """(log-probs of each sequence's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
+    def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
+        """Return (log-probs of each sample's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
 
-        Collective: every rank gives all sequences, computes its replica's share and is told all results.
+        Collective: every rank passes all samples, computes its replica's share and gets all results.
         """
-        lengths = [sequence.sampled_count for sequence in sequences]
-        flat = torch.zeros(sum(lengths), device=self._device)
-        found = flat.split(lengths)
+        lengths = [sample.sampled_count for sample in samples]
+        logprobs = torch.zeros(sum(lengths), device=self._device)
+        logprobs_by_sample = logprobs.split(lengths)
         entropy = 0.0
 
         def collect(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
             nonlocal entropy
-            for index, answer in batch.split_by_sample(self._token_logprobs(logits, batch, shard), sequences):
-                found[index].copy_(answer)
+            for index, answer_logprobs in batch.split_by_sample(self._token_logprobs(logits, batch, shard), samples):
+                logprobs_by_sample[index].copy_(answer_logprobs)
             entropy += float((shard.gather_row(token_entropy(logits, self.temperature)) * batch.mask).sum())
             return logits.new_zeros(())
 
         with torch.no_grad():
-            self._run(sequences, collect, forward_only=True)
-        reduce.sum_values(flat)
-        return list(flat.cpu().split(lengths)), reduce.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
+            self._run(samples, collect, forward_only=True)
+        reduce.sum_values(logprobs)
+        return list(logprobs.cpu().split(lengths)), reduce.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
 
-    def make_micro_batches(self, sequences: list[TrainingSample]) -> list[MicroBatch]:
-        """This replica's share of the sequences, packed."""
+    def make_micro_batches(self, samples: list[TrainingSample]) -> list[MicroBatch]:
+        """Pack this replica's share of the samples."""
         config = self.chunks[0].config
         return make_micro_batches(
-            sequences,
+            samples,
             self.micro_batch_tokens,
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
@@ -78,38 +78,38 @@ class Policy:
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
-        """What this rank gives for a micro-batch without a schedule: logits [1, t, vocab / tp]. One pipeline stage."""
+        """Return this rank's logits [1, t, vocab / tp] of a micro-batch, without a pipeline schedule (pp = 1)."""
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths, self._device))
 
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
-        """What a stage gives for this rank's places of a micro-batch: the last one logits [1, t / cp, vocab / tp]."""
-        description = make_packed_params(batch.lengths, shard)
+        """Return a stage's output for this rank's positions of a micro-batch; logits [1, t / cp, vocab / tp] on the last stage."""
+        packed_params = make_packed_params(batch.lengths, shard)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
         with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts):
-            return chunk(shard.select(batch.tokens), shard.select(batch.positions), None, packed_seq_params=description)
+            return chunk(shard.select(batch.tokens), shard.select(batch.positions), None, packed_seq_params=packed_params)
 
     def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
-        """Log-probs of a micro-batch's targets [1, t], with gradient, the same on all ranks that share its places."""
+        """Return log-probs [1, t] of a micro-batch's targets, with gradient; the same on all context-parallel ranks."""
         return shard.gather_row(token_logprobs(logits, shard.select(batch.targets), self.temperature))
 
     def _run(
-        self, sequences: list[TrainingSample], loss: Callable[[torch.Tensor, MicroBatch, ContextShard], torch.Tensor], forward_only: bool
+        self, samples: list[TrainingSample], loss: Callable[[torch.Tensor, MicroBatch, ContextShard], torch.Tensor], forward_only: bool
     ) -> None:
-        """One pass of Megatron's schedule over this replica's micro-batches; `loss` maps logits [1, t / cp, vocab / tp], the micro-batch
-        and this rank's share of it to a sum over its tokens.
+        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps logits [1, t / cp, vocab / tp], the micro-batch
+        and this rank's shard of it to a sum over its tokens.
 
-        It is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
+        `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
-        batches = self.make_micro_batches(sequences)
+        batches = self.make_micro_batches(samples)
 
-        def step(iterator: Any, chunk: Any) -> Any:
+        def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator).to(self._device)
             shard = ContextShard.for_this_rank(batch.lengths, self._device)
-            tokens = shard.select(batch.mask).sum().int()  # Megatron adds those of all ranks
+            tokens = shard.select(batch.mask).sum().int()  # Megatron sums them over all ranks
             return self._forward(chunk, batch, shard), lambda output: (loss(output, batch, shard), tokens, {})
 
         get_forward_backward_func()(
-            forward_step_func=step,
+            forward_step_func=forward_step,
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self._forward_chunks,
             num_microbatches=len(batches),
@@ -120,7 +120,7 @@ class Policy:
 
 
 class Actor(Policy):
-    """The policy in training: Adam on FP32 masters through Megatron's optimizer, blocks quantised once after every step."""
+    """The policy in training: Adam on FP32 masters through Megatron's optimizer; FP8 blocks are quantized once after every step."""
 
     def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
@@ -131,8 +131,8 @@ class Actor(Policy):
         config.moe_router_bias_update_rate = train.router_bias_rate
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         sharded = train.distributed_optimizer and replicas > 1
-        how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-        self._forward_chunks = [DistributedDataParallel(config, how, chunk) for chunk in self.chunks]
+        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+        self._forward_chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
         config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -153,68 +153,73 @@ class Actor(Policy):
         self._offload = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
-        """Frees device memory that only `update` needs; nothing to do on a CPU. See `mcore.offload`."""
+        """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
         if self._device.type != "cpu":
             self._offload.offload()
 
     def reload_optimizer(self) -> None:
-        """Undoes `offload_optimizer`."""
+        """Undo `offload_optimizer`."""
         self._offload.reload()
 
-    def update(self, sequences: list[TrainingSample], loss: Loss) -> dict[str, float]:
-        """One optimizer step on all sequences. Returns `grad_norm`, `learning_rate`, `tokens/padding` (the share of places in micro-batches
-        that hold no token) and the loss's metrics, means over answer tokens.
+    def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
+        """Take one optimizer step on all samples. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of micro-batch positions
+        without a token) and the loss's metrics as means over answer tokens.
 
-        Collective: every rank gives all sequences and gets the same result. Raises RunError when the loss or the gradient is not
-        finite; the weights are then as they were.
+        Collective: every rank passes all samples and gets the same result. Raise RunError where the loss or the gradient is not finite;
+        the weights are then unchanged.
         """
-        own: dict[str, float] = {}
-
-        def with_metrics(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
-            total, metrics = loss(self._token_logprobs(logits, batch, shard), batch)
-            found: dict[str, Any] = {"loss/total": total.detach(), **metrics, _PLACES: batch.tokens.numel(), _PADDING: batch.padding}
-            for name, value in found.items():
-                own[name] = own.get(name, 0.0) + float(value)
-            return total
-
-        tokens = max(sum(sequence.sampled_count for sequence in sequences), 1)
+        tokens = max(sum(sample.sampled_count for sample in samples), 1)
         # every router weighs its loss by all tokens, and Megatron divides the gradient by the sampled ones
-        every_token = sum(sequence.length - 1 for sequence in sequences)
-        self.chunks[0].config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / every_token
+        all_tokens = sum(sample.length - 1 for sample in samples)
+        self.chunks[0].config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / all_tokens
         for chunk in self._forward_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with self.routing.restore_biases_on_error():
-            self._run(sequences, with_metrics, forward_only=False)
-            sums = reduce.sum_by_name(own)
-            padding = sums.pop(_PADDING) / sums.pop(_PLACES)
+            sums = self._accumulate_gradients(samples, loss)
+            padding = sums.pop(_PADDING) / sums.pop(_POSITIONS)
             means = {name: value / tokens for name, value in sums.items()}
             if not math.isfinite(means["loss/total"]):
-                where = self._find_nonfinite_activation(sequences)
-                raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{where}")
+                cause = self._find_nonfinite_activation(samples)
+                raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{cause}")
             self._check_gradients_finite()
         learning_rate = self._set_learning_rate()
-        self.steps_done += 1  # before it begins: a step that breaks off leaves a policy that is nobody's
+        self.steps_done += 1  # before the step begins: one that breaks off leaves weights of no known version
         _, grad_norm, _ = self.optimizer.step()
         quantize_model(self.model)
         return {**means, _PADDING: padding, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
 
-    def _find_nonfinite_activation(self, sequences: list[TrainingSample]) -> str:
-        """Who gives inf or NaN in a forward pass, for an error's line; "" where nobody does. Collective; one more forward pass."""
-        with torch.no_grad(), nan_finder.record_nonfinite_modules(self.model) as found:
-            self._run(sequences, lambda logits, *_: logits.new_zeros(()), forward_only=True)
-        name = nan_finder.first_across_ranks(found)
+    def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
+        """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
+        sums: dict[str, float] = {}
+
+        def compute_loss(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
+            total, metrics = loss(self._token_logprobs(logits, batch, shard), batch)
+            counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
+            for name, value in {"loss/total": total.detach(), **metrics, **counts}.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+            return total
+
+        self._run(samples, compute_loss, forward_only=False)
+        return reduce.sum_by_name(sums)
+
+    def _find_nonfinite_activation(self, samples: list[TrainingSample]) -> str:
+        """Return the part of an error message that names the first module whose output holds inf or NaN, "" for none. Collective; one more
+        forward pass."""
+        with torch.no_grad(), nan_finder.record_nonfinite_modules(self.model) as names:
+            self._run(samples, lambda logits, *_: logits.new_zeros(()), forward_only=True)
+        name = nan_finder.first_across_ranks(names)
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _check_gradients_finite(self) -> None:
-        """Raises RunError on every rank when a gradient anywhere holds inf or NaN, naming it where it is held."""
+        """Raise RunError on every rank where any gradient holds inf or NaN, naming it on the rank that holds it."""
         parameters = ((chunk, name, parameter) for chunk in self.chunks for name, parameter in chunk.named_parameters())
         bad = next((global_name(chunk, name) for chunk, name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_on_all_ranks(error)
 
     def _set_learning_rate(self) -> float:
-        """Linear warm-up, then constant."""
+        """Set and return the learning rate: linear warm-up, then constant."""
         rate = self._train.learning_rate * min(1.0, (self.steps_done + 1) / max(self._train.warmup_steps, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = rate

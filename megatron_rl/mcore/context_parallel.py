@@ -1,9 +1,8 @@
-"""Context parallelism: ranks share the places of every packed sequence, and exchange places for heads around the attention.
+"""Context parallelism: ranks share the positions of every packed sequence, and exchange positions for heads around the attention.
 
-Which places are a rank's is `packing.context_parallel_positions`. What works token by token never notices. For the attention, an
-all-to-all gives
-each rank all places of h / cp heads (DeepSpeed-Ulysses, arXiv 2309.14509), so that it is computed by the same operator, with the same
-bits, as without.
+`batch.packing.context_parallel_positions` assigns the positions. Operators that work token by token need no change. For the attention
+an all-to-all gives each rank all positions of h / cp heads (DeepSpeed-Ulysses, arXiv 2309.14509), so the same operator computes it, with
+the same bits, as without context parallelism.
 """
 
 from __future__ import annotations
@@ -21,50 +20,50 @@ from megatron_rl.batch.packing import context_parallel_positions
 
 @dataclass(frozen=True)
 class ContextShard:
-    """A rank's places of a row of t, and how the ranks' parts become the row again. Alone, a rank has them all."""
+    """The positions of a row of t that one context-parallel rank computes, and how to restore the row. With cp = 1 it is the whole row."""
 
     group: Any
     own_positions: torch.Tensor
-    """int64 [t / cp]: this rank's places."""
+    """int64 [t / cp]: this rank's positions."""
     gathered_positions: torch.Tensor
-    """int64 [t]: all ranks' places, rank after rank."""
+    """int64 [t]: all ranks' positions, rank after rank."""
     restore_index: torch.Tensor
-    """int64 [t]: where in `gathered_positions` each place is."""
+    """int64 [t]: index of each position in `gathered_positions`."""
 
     @classmethod
     def for_this_rank(cls, lengths: list[int], device: torch.device) -> ContextShard:
-        """Of sequences of `lengths` places."""
+        """Return the shard of a row of sequences of `lengths` positions each."""
         group = parallel_state.get_context_parallel_group()
         size = group.size()
         if size == 1:
-            parts = torch.arange(sum(lengths), device=device).unsqueeze(0)
+            positions = torch.arange(sum(lengths), device=device).unsqueeze(0)
         else:
-            parts = torch.tensor([context_parallel_positions(lengths, rank, size) for rank in range(size)], device=device)
-        gathered_positions = parts.flatten()
-        return cls(group, parts[group.rank()], gathered_positions, gathered_positions.argsort())
+            positions = torch.tensor([context_parallel_positions(lengths, rank, size) for rank in range(size)], device=device)
+        gathered_positions = positions.flatten()
+        return cls(group, positions[group.rank()], gathered_positions, gathered_positions.argsort())
 
     @property
     def size(self) -> int:
         return self.group.size()
 
     def select(self, row: torch.Tensor) -> torch.Tensor:
-        """This rank's part [1, t / cp] of a row [1, t]."""
+        """Return this rank's part [1, t / cp] of a row [1, t]."""
         return row if self.size == 1 else row[:, self.own_positions]
 
     def gather_row(self, part: torch.Tensor) -> torch.Tensor:
-        """The row [1, t] of all ranks' parts [1, t / cp], with gradient: all ranks must go on with it alike."""
+        """Gather all ranks' parts [1, t / cp] into the row [1, t], with gradient: all ranks must compute the same loss from it."""
         return part if self.size == 1 else _GatherRow.apply(part, self)
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[t / cp, h, d] of this rank's places -> [t, h / cp, d] of this rank's heads, with gradient."""
-        return _ToHeads.apply(x, self)
+        """[t / cp, h, d] of this rank's positions -> [t, h / cp, d] of this rank's heads, with gradient."""
+        return _Exchange.apply(x, self, True)
 
     def to_positions(self, x: torch.Tensor) -> torch.Tensor:
-        """The way back."""
-        return _ToPositions.apply(x, self)
+        """Undo `to_heads`."""
+        return _Exchange.apply(x, self, False)
 
     def repeat_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values [t, g, d] with every head as often as it takes for cp to divide them: queries share them in the same order."""
+        """Repeat every head of keys or values [t, g, d] until cp divides their number; the queries' sharing order is kept."""
         return x.repeat_interleave(self.size // math.gcd(self.size, x.shape[1]), dim=1)
 
 
@@ -81,26 +80,17 @@ class _GatherRow(torch.autograd.Function):
         return ctx.shard.select(gradient), None  # every rank computes the same loss of the same row: nothing to add up
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-        ctx.shard = shard
-        return _to_heads(x, shard)
+class _Exchange(torch.autograd.Function):
+    """One of the two exchanges below; its gradient takes the other."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_positions(gradient, ctx.shard), None
-
-
-class _ToPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-        ctx.shard = shard
-        return _to_positions(x, shard)
+    def forward(ctx: Any, x: torch.Tensor, shard: ContextShard, to_heads: bool) -> torch.Tensor:
+        ctx.shard, ctx.to_heads = shard, to_heads
+        return _to_heads(x, shard) if to_heads else _to_positions(x, shard)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_heads(gradient, ctx.shard), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return (_to_positions if ctx.to_heads else _to_heads)(gradient, ctx.shard), None, None
 
 
 def _to_heads(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
@@ -114,7 +104,7 @@ def _to_positions(x: torch.Tensor, shard: ContextShard) -> torch.Tensor:
 
 
 def _all_to_all(parts: torch.Tensor, shard: ContextShard) -> torch.Tensor:
-    """[cp, ...]: part r goes to rank r, and what rank r had for this one takes its place."""
+    """[cp, ...]: send part r to rank r; part r of the result is what rank r sent to this one."""
     sent = parts.contiguous()
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=shard.group)

@@ -1,7 +1,7 @@
-"""The trainer's model computing as its engine does: with the weights that the engine was given, their inputs quantised as there.
+"""Makes the trainer's model compute like its engine: with the engine's quantized weights, and inputs quantized as there.
 
-Everything else (attention, norms, kernels, order of sums) stays the trainer's, so log-probs that differ from the trainer's own differ
-by quantisation alone, and what still differs from the engine's is the engine's way of computing.
+Everything else (attention, norms, kernels, order of sums) stays the trainer's. So the difference to the trainer's own log-probs is due to
+quantization alone, and the remaining difference to the engine's is due to how the engine computes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ MatmulFn = Callable[[torch.Tensor], torch.Tensor]
 
 @contextmanager
 def emulate_engine(model: ModelChunks, named_tensors: Mapping[str, torch.Tensor], activations: str | None) -> Iterator[int]:
-    """Forward passes within multiply with the quantised weights of `named_tensors`, which is what `mcore.weights.collect_named_tensors`
-    gives to the engine.
+    """Within the context, forward passes multiply with the quantized weights of `named_tensors`
+    (`mcore.load_weights.collect_named_tensors`, as given to the engine).
 
-    `activations` (`PrecisionContract.activation_format`): the layers' inputs are quantised as the engine does, `pow2` or `fp32` for FP8,
-    `int8`; None: as the trainer does. Yields the number of layers on this rank that are changed: none where the engine is not
-    quantised. No gradient. Under tensor parallelism inputs are quantised as a rank of the trainer holds them.
+    `activations` (`PrecisionContract.activation_format`): how the layers' inputs are quantized, `pow2` or `fp32` for FP8, `int8`, or
+    None for the trainer's way. Yields the number of changed layers on this rank, 0 where the engine is not quantized. No gradient.
+    Under tensor parallelism inputs are quantized as a rank of the trainer holds them.
     """
     modules = [
         (chunk, name, layer) for chunk in get_model_chunks(model) for name, layer in chunk.named_modules() if hasattr(layer, "weight")
     ]
-    with ExitStack() as undo, torch.no_grad():
+    with ExitStack() as restore, torch.no_grad():
         changed = 0
         for chunk, name, layer in modules:
             multiply = _make_matmul(layer, named_tensors, global_name(chunk, f"{name}.weight"), activations)
             if multiply is not None:
                 layer._forward_impl = partial(_forward, multiply)
-                undo.callback(delattr, layer, "_forward_impl")
+                restore.callback(delattr, layer, "_forward_impl")
                 changed += 1
         yield changed
 
@@ -52,13 +52,13 @@ def emulate_engine(model: ModelChunks, named_tensors: Mapping[str, torch.Tensor]
 def _forward(
     multiply: MatmulFn, input: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool, tp_group: Any, bias: Any = None, **_: Any
 ) -> torch.Tensor:
-    """Stands in for a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
+    """Replacement of a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
     y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input)
     return y if bias is None else y + bias
 
 
 def _make_matmul(layer: Any, named_tensors: Mapping[str, torch.Tensor], weight: str, activations: str | None) -> MatmulFn | None:
-    """What a layer multiplies with; None for one that the engine does not quantise."""
+    """Return the product of a layer; None for a layer that the engine does not quantize."""
     if (scale := named_tensors.get(scale_name(weight, "int8"))) is not None:
         return _make_int8_matmul(Int8Weight(named_tensors[weight], scale), activations)
     if (scale := named_tensors.get(scale_name(weight, "fp8"))) is not None:
@@ -90,5 +90,5 @@ def _make_fp8_matmul(backend_name: str, scale_format: str, blocks: Fp8Weight, ro
 
 
 def _fp32_matmul(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """In FP32, as the values need not be numbers of bf16."""
+    """Multiply in FP32: the values may not be representable in bf16."""
     return (x.float() @ values.t()).to(x.dtype)

@@ -40,12 +40,12 @@ from parallel.transport import gloo_backend
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _DEFAULT_TRAIN = TrainConfig()
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
-"""For the ranks to come, at the start."""
+"""How long the ranks wait for each other at the start."""
 
 
 @dataclass
 class FP8TransformerConfig(TransformerConfig):
-    """Megatron's configuration plus what the FP8 linear layers read: the contract's scale format, and who computes."""
+    """Megatron's configuration plus the fields of the FP8 linear layers: the contract's scale format and backend."""
 
     fp8_scale_format: str = "pow2"
     fp8_backend: str = "emulated"
@@ -57,10 +57,10 @@ class FP8MLATransformerConfig(FP8TransformerConfig, MLATransformerConfig):
 
 
 def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None:
-    """Joins the process group (gloo on a CPU, NCCL on a GPU) and makes Megatron's groups for `layout`.
+    """Join the process group (gloo on a CPU, NCCL on a GPU) and create Megatron's groups for `layout`.
 
-    Rank and world size come from torchrun's environment; without it, this is a world of one process. A collective breaks off after
-    `timeout_minutes`: what ranks other than 0 wait while the engine generates must fit in.
+    Rank and world size come from torchrun's environment; without it the world is one process. A collective fails after
+    `timeout_minutes`, which must cover the time that ranks other than 0 wait while the engine generates.
     """
     cpu.install()
     adam.install()
@@ -80,7 +80,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
         distributed_timeout_minutes=timeout_minutes,
-        create_gloo_process_groups=False,  # Megatron's own checkpoints of a distributed optimizer want them
+        create_gloo_process_groups=False,  # only Megatron's own checkpoints of a distributed optimizer need them
     )
     assert dist.group.WORLD is not None
     dist.group.WORLD.set_timeout(datetime.timedelta(minutes=timeout_minutes))
@@ -89,7 +89,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
 
 
 def stop_megatron() -> None:
-    """Leaves the process groups."""
+    """Leave the process groups."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
@@ -98,11 +98,11 @@ def stop_megatron() -> None:
 def build_model(
     hf_config: Mapping[str, Any], layout: Layout, contract: PrecisionContract, train: TrainConfig = _DEFAULT_TRAIN
 ) -> ModelChunks:
-    """This rank's part of the model of a Hugging Face config.json, with uninitialised weights (see `weights.load_checkpoint`): a GPTModel,
-    or with vpp the list of its virtual pipeline stages.
+    """Build this rank's part of the model of a Hugging Face config.json, with uninitialized weights (see `load_weights`): a GPTModel, or
+    with vpp the list of its virtual pipeline stages.
 
-    Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype. Of `train` counts
-    how it computes: sequence parallelism and recomputation. Raises UserError for a model that the trainer does not compute.
+    Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype. `train` sets
+    sequence parallelism and recomputation. Raise UserError for a model that the trainer does not support.
     """
     geometry = ModelGeometry.from_hf_config(hf_config)
     config = _megatron_config(hf_config, geometry, layout, contract, train)
@@ -112,7 +112,7 @@ def build_model(
 
 
 def freeze(model: ModelChunks) -> ModelChunks:
-    """The same model, which learns no more."""
+    """Turn off the gradients of all parameters; return the model."""
     for chunk in get_model_chunks(model):
         chunk.requires_grad_(False)
     return model
@@ -176,16 +176,16 @@ def _build_chunk(
     )
     _tag_shards(model)
     if torch.cuda.is_available():
-        return model.cuda(torch.cuda.current_device())  # Megatron puts only its own layers there
+        return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers
     for module in (model, *model.decoder.layers):  # a layer by itself where the backward pass recomputes it
         cpu.run_forward_single_threaded(module)
     return model
 
 
 def _tag_shards(model: GPTModel) -> None:
-    """Marks the weights that tensor-parallel ranks share out, as Megatron's own initialisation would: the gradient norm counts an
-    untagged one on the first rank only. Experts' gradients are always summed over the ranks that hold the same expert: Megatron's own
-    tag forgets those that are replicas because an expert is cut less than the rest (ep = 1, etp < tp)."""
+    """Tag the weights that tensor-parallel ranks split, as Megatron's own initialization would: the gradient norm counts an untagged one
+    on the first rank only. Also make experts' gradients always be summed over the ranks that hold the same expert: Megatron's own tag
+    misses replicas of an expert that is cut less than the rest (ep = 1, etp < tp)."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding) and module.weight is not None:
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)

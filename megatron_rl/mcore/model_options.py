@@ -1,4 +1,4 @@
-"""What the layout, recomputation, a model's experts and its latent attention become among the options of Megatron's TransformerConfig."""
+"""Options of Megatron's TransformerConfig for the layout, recomputation, a model's experts and its attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.model_geometry import ModelGeometry
 
 
 def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
-    """Sizes of the parallel dimensions, and what they need of the pipeline's messages."""
+    """Return the sizes of the parallel dimensions, and how pipeline stages communicate."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "sequence_parallel": layout.tp > 1 and train.layout.sequence_parallel,
@@ -27,7 +27,7 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
 
 
 def recompute_options(train: TrainConfig, geometry: ModelGeometry) -> dict[str, Any]:
-    """Which activations are not kept for the backward pass."""
+    """Return which activations are recomputed in the backward pass."""
     if train.recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if train.recompute == "selective":
@@ -36,17 +36,17 @@ def recompute_options(train: TrainConfig, geometry: ModelGeometry) -> dict[str, 
 
 
 def attention_options(geometry: ModelGeometry, rope: RopeConfig) -> dict[str, Any]:
-    """Heads of plain attention, or the ranks and head parts of latent attention, which has rotary positions of its own."""
-    a, yarn = geometry.latent, rope.yarn
-    if a is None:
+    """Return heads of plain attention, or ranks and head dimensions of latent attention with its own rotary embedding."""
+    latent, yarn = geometry.latent, rope.yarn
+    if latent is None:
         return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim}
     options: dict[str, Any] = {
         "multi_latent_attention": True,
-        "q_lora_rank": a.q_rank or None,
-        "kv_lora_rank": a.kv_rank,
-        "qk_head_dim": a.nope_dim,
-        "qk_pos_emb_head_dim": a.rope_dim,
-        "v_head_dim": a.v_dim,
+        "q_lora_rank": latent.q_rank or None,
+        "kv_lora_rank": latent.kv_rank,
+        "qk_head_dim": latent.nope_dim,
+        "qk_pos_emb_head_dim": latent.rope_dim,
+        "v_head_dim": latent.v_dim,
         "rotary_base": rope.theta,
     }
     if yarn is None:  # Megatron applies the scaling factor's correction of the softmax scale to plain rotary positions as well
@@ -64,7 +64,7 @@ def attention_options(geometry: ModelGeometry, rope: RopeConfig) -> dict[str, An
 
 
 def expert_options(geometry: ModelGeometry, routing: RoutingConfig | None) -> dict[str, Any]:
-    """Experts and their router. What balances their load is off; an actor may turn it on."""
+    """Return the options of the experts and their router. Load balancing is off; an actor may turn it on."""
     experts = geometry.experts
     if experts is None or routing is None:
         return {}

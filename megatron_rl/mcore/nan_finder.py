@@ -1,9 +1,9 @@
-"""Where inf or NaN comes from: the first module of a forward pass whose output holds one."""
+"""Finds the source of inf or NaN: the first module of a forward pass whose output holds one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,30 +14,25 @@ from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 
 @contextmanager
 def record_nonfinite_modules(model: ModelChunks) -> Iterator[list[str]]:
-    """A list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
-    found: list[str] = []
+    """Yield a list that forward passes within fill with the names of modules that gave inf or NaN, in the order of computation."""
+    names: list[str] = []
 
-    def watch(name: str) -> Any:
-        def look(_: Any, __: Any, output: Any) -> None:
-            parts = output if isinstance(output, tuple) else (output,)
-            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in parts):
-                found.append(name)
+    def make_hook(name: str) -> Any:
+        def check_output(_: Any, __: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            if any(isinstance(x, torch.Tensor) and x.is_floating_point() and not bool(torch.isfinite(x).all()) for x in tensors):
+                names.append(name)
 
-        return look
+        return check_output
 
-    hooks = [
-        module.register_forward_hook(watch(global_name(chunk, name)))
-        for chunk in get_model_chunks(model)
-        for name, module in chunk.named_modules()
-        if name and not isinstance(module, torch.nn.ModuleList)
-    ]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for chunk in get_model_chunks(model):
+            for name, module in chunk.named_modules():
+                if name and not isinstance(module, torch.nn.ModuleList):
+                    hooks.enter_context(module.register_forward_hook(make_hook(global_name(chunk, name))))
+        yield names
 
 
-def first_across_ranks(found: list[str]) -> str:
-    """The first name that the lowest rank with any has, "" where no rank has one; collective. Earlier pipeline stages have lower ranks."""
-    return next(filter(None, gather_from_ranks(found[0] if found else "")), "")
+def first_across_ranks(names: list[str]) -> str:
+    """Return the first name of the lowest rank that has one, "" without any; collective. Earlier pipeline stages have lower ranks."""
+    return next(filter(None, gather_from_ranks(names[0] if names else "")), "")

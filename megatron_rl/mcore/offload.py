@@ -1,9 +1,9 @@
-"""What only an optimizer step needs, out of the device's way until the next one: Adam's moments, separate FP32 masters, gradients.
+"""Offloads what only an optimizer step needs from the device until the next step: Adam's moments, separate FP32 masters, gradients.
 
-Moments and masters wait in host memory, in buffers that are made once; gradients are zeroed before a step anyway, so their memory is
-given back without a copy. Ranks of a distributed optimizer send away their places of them. FP32 weights that are their own masters, as
-those of the FP8 layers are, are part of the model and stay. Megatron's own `offload_to_cpu` would take them too, and with them norms
-and embeddings that the sync reads.
+Moments and masters go to host memory, into buffers that are allocated once; gradients are zeroed before a step anyway, so their memory
+is freed without a copy. Ranks of a distributed optimizer offload their shards. FP32 weights that are their own masters, as in the FP8
+layers, are part of the model and stay. Megatron's own `offload_to_cpu` would move them too, and with them norms and embeddings that the
+sync reads.
 
 A checkpoint can be written meanwhile: Megatron copies what it saves to the host, where the tensors are already.
 """
@@ -18,29 +18,29 @@ from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, ite
 
 
 class OptimizerOffloader:
-    """For one actor. Both methods may be called again and again; only the first call in a row does something."""
+    """Offloads and reloads one actor's optimizer. Repeated calls of the same method do nothing."""
 
     def __init__(self, wrapped_chunks: list[Any], optimizer: Any, device: torch.device) -> None:
-        """`wrapped_chunks` are Megatron's DistributedDataParallel of each of the model's chunks, which own the gradients."""
+        """`wrapped_chunks`: Megatron's DistributedDataParallel of each of the model's chunks, which own the gradients."""
         self._buffers = [buffer for chunk in wrapped_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._optimizers, self._device = flatten_chained(optimizer), device
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._offloaded = False
 
     def offload(self) -> None:
-        """After this no optimizer step is possible until `reload`."""
+        """Free the device memory; no optimizer step is possible until `reload`."""
         if self._offloaded:
             return
         self._move(self._host_copy)
         for buffer in self._buffers:
             buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the copies are whole before what they were made from is given back
+            torch.cuda.synchronize(self._device)  # the copies must be complete before their sources are freed
             torch.cuda.empty_cache()
         self._offloaded = True
 
     def reload(self) -> None:
-        """All is where it was, gradients are 0."""
+        """Undo `offload`; gradients are 0."""
         if not self._offloaded:
             return
         self._move(lambda _, tensor: tensor.to(self._device, non_blocking=True, copy=True))
@@ -48,15 +48,15 @@ class OptimizerOffloader:
             buffer.reload_from_cpu(move_params=False, move_grads=True)
         self._offloaded = False
 
-    def _move(self, moved: Any) -> None:
-        """Puts `moved(key, tensor)` in the place of every tensor."""
+    def _move(self, copy: Any) -> None:
+        """Replace every tensor by `copy(key, tensor)`."""
         for part in self._optimizers:
             for state in part.optimizer.state.values():
                 for kind in MOMENTS:
                     if kind in state:
-                        state[kind] = moved((id(state), kind), state[kind])
+                        state[kind] = copy((id(state), kind), state[kind])
             for _, master in iter_fp32_masters(part):
-                master.data = moved((id(master), "master"), master.data)
+                master.data = copy((id(master), "master"), master.data)
 
     def _host_copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:
         if key not in self._host:

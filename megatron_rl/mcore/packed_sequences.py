@@ -1,7 +1,7 @@
-"""What Megatron is told of sequences packed into one row, [1, t]: its `thd` format.
+"""Megatron's parameters for sequences packed into one row [1, t]: its `thd` format.
 
-Queries, keys and values are [t, heads, d] then, rotary positions start anew with every sequence, and the core attention gets this
-description; Transformer Engine's takes the same.
+Queries, keys and values are then [t, heads, d], rotary positions restart with every sequence, and the core attention gets these
+parameters; Transformer Engine's attention takes the same.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from megatron_rl.precision.ops import packed_attention
 
 @dataclass
 class PackedRowParams(PackedSeqParams):
-    """Megatron's description, and what attention without `cu_seqlens` takes in its place."""
+    """Megatron's parameters, and those of attention without `cu_seqlens`."""
 
     lengths: list[int] = field(default_factory=list)
-    """Places of each sequence."""
+    """Positions of each sequence."""
     groups: list[packed_attention.LengthGroup] = field(default_factory=list)
-    """On a CPU: which sequences attend in one batch."""
+    """On a CPU: the sequences that attend in one batch."""
     shard: ContextShard | None = None
-    """This context parallel rank's places of the row."""
+    """This context-parallel rank's positions of the row."""
 
 
 def make_packed_params(lengths: list[int], shard: ContextShard) -> PackedRowParams:
-    """Sequences of `lengths` places, one after the other; they fill the row."""
+    """Describe a row filled by sequences of `lengths` positions each."""
     device = shard.own_positions.device
     starts = torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
     groups = packed_attention.group_by_length(lengths) if device.type == "cpu" else []
-    longest = max(lengths)  # exactly: a table of t rotary positions Megatron takes for one that does not start anew
+    longest = max(lengths)  # exactly: Megatron does not restart rotary positions where the table has t of them
     return PackedRowParams("thd", starts, starts, max_seqlen_q=longest, max_seqlen_kv=longest, lengths=lengths, groups=groups, shard=shard)
 
 
 def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
-    """`packed_attention` of the whole row, of which a context parallel rank has and gets its own places."""
+    """Return `packed_attention` of the whole row; a context-parallel rank passes and gets its own positions."""
     shard = row.shard
     if shard is None or shard.size == 1:
         return _attend(query, key, value, row, scale)
@@ -47,7 +47,7 @@ def attend_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: PackedRowParams, scale: float | None) -> torch.Tensor:
-    """With what the device has: on a CPU the engine's own operator, on a GPU FlashAttention, which knows no FP32."""
+    """Use the engine's own operator on a CPU, FlashAttention on a GPU, and torch's fused attention for FP32, which FlashAttention lacks."""
     if not query.is_cuda:
         return packed_attention.grouped_attention(query, key, value, row.groups, scale)
     if query.dtype is torch.float32:

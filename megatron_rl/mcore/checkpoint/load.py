@@ -1,13 +1,13 @@
 """A run's checkpoints: Megatron's distributed checkpoint, with the model's config and tokenizer beside it.
 
 step_00030/
-  mcore/      torch_dist, loads into any layout: weights, FP32 masters, both moments of Adam, each rank's random numbers
+  mcore/      torch_dist, loads into any layout: weights, FP32 masters, both moments of Adam, each rank's random number generators
   hf/         config.json and tokenizer
-  state.json  step, policy version, precision, layout, where data and algorithm stand, and sizes and hashes of all other files;
+  state.json  step, policy version, precision, layout, state of data and algorithm, and sizes and hashes of all other files;
               written last, so a folder without it is no checkpoint
 
-FP8 blocks are no part of it: they are made from the masters. Blocks that a layer adopted from an imported FP8 checkpoint are adopted from
-there again, and stay for as long as the loaded master is exactly their values.
+It holds no FP8 blocks: they are made from the masters. Blocks adopted from an imported FP8 checkpoint are adopted from there again, and
+kept while the loaded master equals their values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallel.shards import Shard
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
-    """(state.json, its precision section) of a checkpoint. Raises UserError where the folder is no whole checkpoint."""
+    """Return (state.json, its precision section) of a checkpoint. Raise UserError where they are missing or cannot be read."""
     path = folder / "state.json"
     if not path.is_file():
         raise UserError("--checkpoint", str(folder), "holds no state.json", "give a folder like RUN_DIR/checkpoints/step_00030")
@@ -39,7 +39,7 @@ def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
 
 
 def load_in_one_process(folder: Path) -> tuple[Any, list[Shard], PrecisionConfig, dict[str, Any]]:
-    """(model, its shards, precision, HF config) of a checkpoint, loaded whole into this one process. Raises UserError for a torn one."""
+    """Return (model, its shards, precision, HF config) of a checkpoint, loaded into this one process. Raise UserError for a damaged one."""
     _, precision = read_state(folder)
     if reason := checkpoints.find_damage(folder):
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")

@@ -11,13 +11,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def seed_python_and_numpy(seed: int) -> None:
-    """Python's and numpy's generators, which Megatron leaves to chance; with them all that a run keeps is a function of its seed."""
+    """Seed Python's and numpy's generators, which Megatron does not; with them a run is a function of its seed."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def capture_rng_state() -> dict[str, Any]:
-    """A copy, to be pickled."""
+    """Return a copy that can be pickled."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -28,7 +28,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Continues where `capture_rng_state` was taken."""
+    """Restore what `capture_rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])

@@ -1,4 +1,4 @@
-"""Writes the checkpoints of a run, and loads them into the ranks of a run that goes on. What lies in them: `mcore/checkpoint.py`."""
+"""Writes the checkpoints of a run, and loads them into the ranks of a resumed run. `load.py` describes their content."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 
 
 class CheckpointWriter:
-    """A checkpoint that is being written. Making one returns when the tensors are copied; `finish` gives it its name. Collective.
+    """Writes one checkpoint. The constructor returns when the tensors are copied; `finish` gives the folder its name. Collective.
 
-    `state` must hold `precision` (the config's section) and may hold any JSON beside it; what other ranks than 0 give is not looked at.
-    `optimizer` and `random` (see `capture_rng_state`) may be left out: then no run goes on from it. `keep`: how many the newest stay, 0
-    for all.
-    Both raise RunError on every rank where the disk refuses; checkpoints that were there before stay as they are.
+    `state` must hold `precision` (the config's section) and may hold any other JSON; only rank 0's is written. `optimizer` and `random`
+    (`capture_rng_state`) may be omitted; then no run can resume from it. `keep`: number of newest checkpoints to keep, 0 for all.
+    Constructor and `finish` raise RunError on every rank where writing fails; earlier checkpoints stay as they are.
     """
 
     def __init__(
@@ -45,69 +44,69 @@ class CheckpointWriter:
         keep: int = 0,
     ) -> None:
         self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
-        self._hidden = checkpoints.unfinished_folder(folder)
+        self._temporary = checkpoints.unfinished_folder(folder)
         sharded = _weights(model)
         if optimizer is not None:
-            kept = OptimizerState(optimizer, list(sharded.values()))
-            sharded["optimizer"] = kept.sharded_for_save()
-            self._state = {**state, "adam_step": kept.step}
+            optimizer_state = OptimizerState(optimizer, list(sharded.values()))
+            sharded["optimizer"] = optimizer_state.sharded_for_save()
+            self._state = {**state, "adam_step": optimizer_state.step}
         if random is not None:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
             _run_disk_work(self._prepare)
-            self._async_save = AsyncSave(self._hidden, sharded)
+            self._async_save = AsyncSave(self._temporary, sharded)
 
     def is_written(self) -> bool:
-        """Whether `finish` will not have to wait; collective."""
+        """Return whether `finish` will not have to wait; collective."""
         return self._async_save.is_written()
 
     def finish(self) -> None:
-        """Waits until all is on the disk and gives the folder its name; collective."""
+        """Wait until all is on the disk and give the folder its name; collective."""
         with self._discarded_on_failure():
             self._async_save.finish()
             files = gather_from_ranks(self._async_save.files)
-            _run_disk_work(lambda: self._complete({name: told for part in files for name, told in part.items()}))
+            _run_disk_work(lambda: self._complete({name: checksum for part in files for name, checksum in part.items()}))
 
     @contextmanager
     def _discarded_on_failure(self) -> Iterator[None]:
-        """What is half written gives its room back."""
+        """Remove the unfinished folder where RunError is raised."""
         try:
             yield
         except RunError:
             if is_rank0():
-                shutil.rmtree(self._hidden, ignore_errors=True)
+                shutil.rmtree(self._temporary, ignore_errors=True)
             raise
 
     def _prepare(self) -> None:
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         checkpoints.clear_unfinished(self.folder.parent)
-        (self._hidden / "mcore").mkdir(parents=True)
-        (self._hidden / "hf").mkdir()
-        (self._hidden / "hf" / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
+        (self._temporary / "mcore").mkdir(parents=True)
+        (self._temporary / "hf").mkdir()
+        (self._temporary / "hf" / "config.json").write_text(json.dumps(self._hf_config, indent=2) + "\n")
         for file in list_tokenizer_files(self._tokenizer):
-            shutil.copy(file, self._hidden / "hf" / file.name)
+            shutil.copy(file, self._temporary / "hf" / file.name)
 
     def _complete(self, files: dict[str, dict[str, Any]]) -> None:
-        rest = [name for name in checkpoints.list_files(self._hidden) if name not in files]
-        files |= checkpoints.checksum_files(self._hidden, rest)
-        checkpoints.write_state(self._hidden, {**self._state, "files": dict(sorted(files.items()))})
-        checkpoints.publish(self._hidden, self.folder, self._keep)
+        others = [name for name in checkpoints.list_files(self._temporary) if name not in files]
+        files |= checkpoints.checksum_files(self._temporary, others)
+        checkpoints.write_state(self._temporary, {**self._state, "files": dict(sorted(files.items()))})
+        checkpoints.publish(self._temporary, self.folder, self._keep)
 
 
 def _run_disk_work(work: Callable[[], None]) -> None:
-    """Rank 0's work on files; what the disk refuses is a RunError on every rank."""
+    """Run `work` on rank 0; raise RunError on every rank for its OSError."""
 
-    def told() -> None:
+    def translate_error() -> None:
         try:
             work()
         except OSError as error:
             raise RunError(f"{error.strerror or error} ({error.filename})") from None
 
-    run_on_rank0(told)
+    run_on_rank0(translate_error)
 
 
 def _weights(model: ModelChunks) -> dict[str, Any]:
-    """The sharded state of each virtual pipeline stage. Nothing of its key is written: layers count over the whole model."""
+    """Return the sharded state of each virtual pipeline stage. The keys are not written: layers are numbered over the whole model."""
     return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(get_model_chunks(model))}
 
 
@@ -116,20 +115,20 @@ def _rng_shard(random: dict[str, Any] | None) -> ShardedObject:
 
 
 def load_run_checkpoint(folder: Path, model: ModelChunks, optimizer: Any, state: dict[str, Any], same_layout: bool) -> None:
-    """Loads weights, masters and moments into this rank's part of the model, whatever layout wrote them; collective.
+    """Load weights, masters and moments into this rank's part of the model, whatever layout wrote them; collective.
 
-    With `same_layout`, random numbers continue where they stood. Layers that adopted an FP8 checkpoint's blocks keep them where the
-    loaded master is exactly their values.
+    With `same_layout`, random number generators are restored too. Layers that adopted an FP8 checkpoint's blocks keep them where the
+    loaded master equals their values.
     """
     sharded = _weights(model)
-    kept = OptimizerState(optimizer, list(sharded.values()))
-    sharded["optimizer"] = kept.sharded_for_load()
+    optimizer_state = OptimizerState(optimizer, list(sharded.values()))
+    sharded["optimizer"] = optimizer_state.sharded_for_load()
     if same_layout:
         sharded["random"] = _rng_shard(None)
     loaded = dist_checkpointing.load(sharded, str(folder / "mcore"))
     for number, chunk in enumerate(get_model_chunks(model)):
         chunk.load_state_dict(loaded[f"model{number}"])
-    kept.load(loaded["optimizer"], int(state["adam_step"]))
+    optimizer_state.load(loaded["optimizer"], int(state["adam_step"]))
     quantize_model(model)
     if same_layout:
         restore_rng_state(loaded["random"])

@@ -1,12 +1,13 @@
 """Megatron's column- and row-parallel linear layers computing in unified FP8.
 
-A layer keeps three things: `weight`, the FP32 master that the optimizer steps; `blocks`, the E4M3 bytes and scales made from it
-once per optimizer step by `quantize()`; and `operand`, the blocks as the backend multiplies with them. Forward and backward never
-look at the values of `weight`, so what the engine is given is what the trainer computes with.
+A layer holds three tensors: `weight`, the FP32 master that the optimizer steps; `blocks`, the E4M3 bytes and scales that `quantize()`
+makes from it once per optimizer step; and `operand`, the blocks in the form of the backend. Forward and backward never read the values
+of `weight`, so the engine gets what the trainer computes with.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,7 @@ from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_wei
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-gathers the sequence dimension: [s / tp, b, h] -> [s, b, h]. Groups of 128 lie along h, so blocks are unaffected."""
+    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]. Groups of 128 lie along h, so blocks are unaffected."""
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
@@ -41,8 +42,8 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
 class FP8Matmul(torch.autograd.Function):
     """The three products with Megatron's tensor- and sequence-parallel communication around them.
 
-    Saved for the backward pass is what WGrad takes of x, which is smaller than x where the backend quantised it; under sequence
-    parallelism it is this rank's part of x, gathered anew as Megatron does.
+    For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it; under sequence
+    parallelism this rank's part of x is saved and gathered again, as Megatron does.
     """
 
     @staticmethod
@@ -81,7 +82,7 @@ class FP8Matmul(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Any, backend: Fp8Backend, dy: Operand, x: Operand) -> torch.Tensor:
-    """WGrad, added to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
+    """Compute WGrad and add it to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
     into = getattr(weight, "main_grad", None)
     dw = backend.wgrad(dy, x, into)
     if into is None:
@@ -91,7 +92,7 @@ def _weight_gradient(weight: Any, backend: Fp8Backend, dy: Operand, x: Operand) 
 
 
 class _FP8Linear:
-    """What both parallel layers share. `config.fp8_scale_format` and `config.fp8_backend` come from `model.build_model`."""
+    """Base of the FP8 layers. `config.fp8_scale_format` and `config.fp8_backend` come from `model.build_model`."""
 
     weight: torch.nn.Parameter
     blocks: Fp8Weight
@@ -103,21 +104,25 @@ class _FP8Linear:
     """False within `disable_fp8`: the forward pass multiplies with the master."""
     row_order: torch.Tensor | None = None
     """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
-    within a block (`parallel.megatron_shards.compute_row_order`). None: the same order."""
+    within a block (`parallel.megatron_shards.compute_row_order`); None for the same order."""
     adopted: bool = False
-    """`blocks` are a checkpoint's, not `quantize`'s."""
+    """`blocks` come from a checkpoint rather than from `quantize`."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)  # type: ignore[call-arg]
+        self.scale_format = config.fp8_scale_format
 
     def adopt(self, blocks: Fp8Weight) -> None:
-        """Takes a checkpoint's blocks, rows in quantised order, as they are; the master becomes their values."""
+        """Use a checkpoint's blocks, rows in quantized order, byte for byte, and set the master to their values."""
         self.blocks, self.adopted = blocks, True
         with torch.no_grad():
-            in_rows = slice(None) if self.row_order is None else self.row_order
-            self.weight[in_rows] = dequantize_weight(blocks)
+            rows = slice(None) if self.row_order is None else self.row_order
+            self.weight[rows] = dequantize_weight(blocks)
 
     def quantize(self, name: str) -> None:
-        """Makes `blocks` from the master; call once per optimizer step. Raises RunError naming the weight if it is inf or NaN.
+        """Make `blocks` from the master; call once per optimizer step. Raise RunError naming the weight where it holds inf or NaN.
 
-        Adopted blocks stay for as long as the master is exactly their values, which the first optimizer step ends.
+        Adopted blocks stay while the master equals their values, which the first optimizer step ends.
         """
         ordered = reorder_rows(self.weight.detach(), self.row_order)
         self.adopted = self.adopted and torch.equal(ordered, dequantize_weight(self.blocks))
@@ -130,35 +135,34 @@ class _FP8Linear:
 
     @property
     def backend(self) -> Fp8Backend:
-        """Who computes the products."""
+        """The backend that computes the products."""
         return make_backend(self.config.fp8_backend, self.scale_format)
 
     @property
     def operand(self) -> Any:
-        """The blocks as the backend multiplies with them, made when first asked for: a model that only serves an engine needs none."""
+        """The blocks in the form of the backend, made on first use: a model that only feeds an engine needs none."""
         if self._operand is None:
             self._operand = self.backend.prepare(self.blocks, self.row_order)
         return self._operand
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **how: Any) -> torch.Tensor:
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
+        sequence_parallel, group = options["sequence_parallel"], options["tp_group"]
         if self.fp8_enabled:
-            y = FP8Matmul.apply(input, weight, self, how["allreduce_dgrad"], how["sequence_parallel"], how["tp_group"])
+            y = FP8Matmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group)
         else:
-            inputs = gather_sequence(input, how["tp_group"]) if how["sequence_parallel"] else input
+            inputs = gather_sequence(input, group) if sequence_parallel else input
             y = F.linear(inputs, weight.to(inputs.dtype))
-        bias = how.get("bias")
+        bias = options.get("bias")
         return y if bias is None else y + bias
 
 
 def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
-    """The weight's rows in the order in which they are quantised."""
+    """Return the weight's rows in the order in which they are quantized."""
     return weight if row_order is None else weight[row_order]
 
 
 def _with_master_dtype(config: TransformerConfig) -> TransformerConfig:
-    """The same configuration with FP32 parameters: an FP8 layer's parameter is the master itself, never rounded to bf16."""
-    import copy
-
+    """Return a copy with FP32 parameters: an FP8 layer's parameter is the master itself, never rounded to bf16."""
     config = copy.copy(config)
     config.params_dtype = torch.float32
     return config
@@ -168,14 +172,13 @@ class FP8ColumnParallelLinear(_FP8Linear, ColumnParallelLinear):
     """y = x W^T with W's rows split over tensor-parallel ranks; `weight` float32 [N / tp, K]."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
-        self.scale_format = config.fp8_scale_format
+        super().__init__(input_size, output_size, config=config, **kwargs)
         if self.bias is not None:  # of q, k and v: not FP8, so it has no FP32 master
             self.bias.data = self.bias.data.to(config.params_dtype)
 
 
 class _SubstituteBlockValues(torch.autograd.Function):
-    """The blocks' values in the place of the master, which receives their gradient."""
+    """Replaces the master by the blocks' values and passes their gradient to the master."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -187,55 +190,47 @@ class _SubstituteBlockValues(torch.autograd.Function):
 
 
 class FP8WeightOnlyColumnParallelLinear(FP8ColumnParallelLinear):
-    """The blocks' values times an input that is not quantised: MLA's kv_b. The engine absorbs its weight into the attention, where no
-    activation is quantised."""
+    """Multiplies the blocks' values with an input that is not quantized: MLA's kv_b, whose weight the engine absorbs into the attention,
+    where no activation is quantized."""
 
     quantizes_input = False
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **how: Any) -> torch.Tensor:
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         if not self.fp8_enabled:
-            return super()._forward_impl(input, weight, *args, **how)
+            return super()._forward_impl(input, weight, *args, **options)
         values = dequantize_weight(self.blocks).to(input.dtype)
-        return ColumnParallelLinear._forward_impl(self, input, _SubstituteBlockValues.apply(weight, values), *args, **how)
+        return ColumnParallelLinear._forward_impl(self, input, _SubstituteBlockValues.apply(weight, values), *args, **options)
 
 
 class FP8RowParallelLinear(_FP8Linear, RowParallelLinear):
     """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` float32 [N, K / tp]."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
-        self.scale_format = config.fp8_scale_format
-
 
 class FP8ReplicatedLinear(_FP8Linear, ReplicatedLinear):
     """y = x W^T with the whole W on every tensor-parallel rank; `weight` float32 [N, K]."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)
-        self.scale_format = config.fp8_scale_format
-
 
 def find_fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
-    """Name -> layer for every FP8 linear of a model."""
+    """Return name -> layer for every FP8 linear of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
 
 
 def quantize_model(model: ModelChunks) -> None:
-    """Quantises every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: a RunError that
-    names a broken weight is raised on every rank."""
-    broken = None
+    """Quantize every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: raise RunError that
+    names a weight with inf or NaN on every rank."""
+    failure = None
     try:
         for chunk in get_model_chunks(model):
             for name, layer in find_fp8_layers(chunk).items():
                 layer.quantize(global_name(chunk, f"{name}.weight"))
     except RunError as error:
-        broken = error
-    raise_on_all_ranks(broken)
+        failure = error
+    raise_on_all_ranks(failure)
 
 
 @contextmanager
 def disable_fp8(model: ModelChunks) -> Iterator[None]:
-    """Forward passes within compute with the masters in `precision.high`, for measuring what quantisation changes. No gradient."""
+    """Within the context, forward passes compute with the masters, to measure the effect of quantization. No gradient."""
     layers = [layer for chunk in get_model_chunks(model) for layer in find_fp8_layers(chunk).values()]
     for layer in layers:
         layer.fp8_enabled = False

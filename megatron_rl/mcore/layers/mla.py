@@ -1,6 +1,6 @@
-"""Multi-latent attention (DeepSeek-V3) with down projections that every tensor-parallel rank holds whole.
+"""Multi-latent attention (DeepSeek-V3) with down projections replicated on every tensor-parallel rank.
 
-Megatron's local spec would cut them by rows, through the middle of FP8 blocks; its Transformer Engine spec replicates them, as here.
+Megatron's local spec would split them by rows, through the middle of FP8 blocks; its Transformer Engine spec replicates them, as here.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ReplicatedLinear(MegatronModule):
 
 
 class LatentAttention(MLASelfAttention):
-    """Megatron's own, whose constructor accepts only its own classes as down projections: they are replaced afterwards."""
+    """Megatron's MLA. Its constructor accepts only Megatron's classes as down projections, so they are replaced afterwards."""
 
     def __init__(self, config: Any, submodules: MLASelfAttentionSubmodules, *args: Any, **kwargs: Any) -> None:
         plain = replace(submodules, linear_q_down_proj=ColumnParallelLinear, linear_kv_down_proj=ColumnParallelLinear)
         super().__init__(config, plain, *args, **kwargs)
         for name in ("linear_q_down_proj", "linear_kv_down_proj"):
             if hasattr(self, name):  # queries may be projected directly
-                cut = getattr(self, name)
-                setattr(self, name, getattr(submodules, name)(cut.input_size, cut.output_size, config=config))
+                built = getattr(self, name)
+                setattr(self, name, getattr(submodules, name)(built.input_size, built.output_size, config=config))

@@ -1,7 +1,7 @@
 """The layers that replace Megatron's local ones: RMSNorm, core attention, and the layer spec that names them.
 
-Megatron's own local norm refuses sequence parallelism and its local attention refuses packed input; the spec function hard-codes
-its linear layers. These follow Megatron's ModuleSpec, so nothing is patched.
+Megatron's own local norm refuses sequence parallelism, its local attention refuses packed input, and its spec function hard-codes
+linear layers. These classes plug in through Megatron's ModuleSpec, so nothing is patched.
 """
 
 from __future__ import annotations
@@ -48,13 +48,11 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class CoreAttention(MegatronModule):
-    """Causal attention, grouped-query heads included; `value` may be narrower. torch's fused one on a GPU, on a CPU the one that an engine
-    computes as well.
+    """Causal attention with grouped-query heads; `value` may be narrower. On a GPU torch's fused operator, on a CPU the engine's own.
 
-    Packed sequences, as a micro-batch has them: [t, heads, d] with `packed_seq_params` from `packing.make_packed_params`; returns [t,
-    heads * d]. Of a
-    row that context parallel ranks share, each gives its own places.
-    A batch without: [s, b, heads, d], padding after a sequence's tokens, where a causal mask hides it; returns [s, b, heads * d].
+    Packed sequences (micro-batches): [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params`; returns
+    [t, heads * d]. A context-parallel rank passes its own positions of the row.
+    A batch: [s, b, heads, d], padded at the end, which the causal mask hides; returns [s, b, heads * d].
     """
 
     def __init__(
@@ -70,8 +68,8 @@ class CoreAttention(MegatronModule):
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **how: Any) -> torch.Tensor:
-        packed = how.get("packed_seq_params")
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
+        packed = options.get("packed_seq_params")
         if packed is not None:
             return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
         if self.config.context_parallel_size > 1:
@@ -85,32 +83,31 @@ class CoreAttention(MegatronModule):
 
 
 class OutputWeightedExperts(SequentialMLP):
-    """Megatron's, but a token's weight multiplies what an expert gives, as in every engine. Megatron multiplies what the second layer
-    takes, which is another number once that is quantised."""
+    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the input of the
+    second layer, which gives another number once that input is quantized."""
 
     def forward(
         self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """Tokens [T, h] in the order of their experts, weights [T]; returns [T, h]."""
+        """Tokens [T, h] sorted by expert, weights [T]; returns [T, h]."""
         tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
-        parts = [_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)]
-        y = torch.cat(parts)
+        y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
         return (y.float() * permuted_probs.unsqueeze(-1)).to(y.dtype), None
 
 
 def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """One expert's MLP; an expert may get a token or two, or none."""
+    """Run one expert's MLP; it may get few tokens, or none."""
     return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
 class SpecProvider(LocalSpecProvider):
-    """Megatron's local building blocks, our experts, and a linear layer that every tensor-parallel rank holds whole."""
+    """Megatron's local layers, our experts, and a linear layer replicated on every tensor-parallel rank."""
 
     def replicated_linear(self) -> type:
         return ReplicatedLinear
 
     def absorbed_linear(self) -> type:
-        """A column-parallel layer whose weight the engine absorbs into the attention."""
+        """Return the class of a column-parallel layer whose weight the engine absorbs into the attention."""
         return self.column_parallel_linear()
 
     def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
@@ -134,7 +131,7 @@ class FP8SpecProvider(SpecProvider):
 
 
 def build_decoder_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """This pipeline stage's part of a decoder, or its virtual stage's: linear layers in FP8 where `fp8` is set."""
+    """Return the spec of this pipeline stage's (or virtual stage's) layers, with FP8 linear layers where `fp8` is set."""
     backend = FP8SpecProvider() if fp8 else SpecProvider()
     dense = _layer_spec(config, backend, None)
     sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense

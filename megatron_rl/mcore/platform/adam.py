@@ -1,7 +1,7 @@
 """Adam with the state layout of Transformer Engine's and apex's FusedAdam, for machines without them.
 
 Megatron's optimizer checkpointing expects `step` in the parameter group and only `exp_avg` and `exp_avg_sq` in the state; torch's
-AdamW keeps `step` in the state and cannot be loaded back (distrib_optimizer.py). This one makes the CPU follow the GPU's path.
+AdamW keeps `step` in the state and cannot be loaded back (distrib_optimizer.py). With this class the CPU follows the GPU's path.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Makes Megatron use this Adam where neither Transformer Engine nor apex is installed."""
+    """Make Megatron use this Adam where neither Transformer Engine nor apex is installed."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 

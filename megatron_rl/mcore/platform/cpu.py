@@ -1,9 +1,9 @@
 """Runs an unmodified Megatron-Core on a machine without CUDA: `install()` once, before a model is built.
 
 Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
-type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below answers one of these for the CPU and says
-which Megatron code needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
-Megatron live in this file; `KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
+type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below replaces one of these for the CPU and names
+the Megatron code that needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
+Megatron are in this file; `KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _installed = False
 
 
-class _Stream:
+class _CpuStreamOrEvent:
     """Stands in for torch.cuda.Stream and Event: the CPU runs everything in order, so waiting is free."""
 
     _time = 0.0
@@ -34,31 +34,31 @@ class _Stream:
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def __eq__(self, other: object) -> bool:  # the MoE dispatcher compares current_stream() with its side stream
-        return isinstance(other, _Stream)
+        return isinstance(other, _CpuStreamOrEvent)
 
     __hash__ = object.__hash__
 
     def record(self, *_: Any) -> None:
         self._time = time.perf_counter()
 
-    def elapsed_time(self, end: _Stream) -> float:
+    def elapsed_time(self, end: _CpuStreamOrEvent) -> float:
         return (end._time - self._time) * 1e3
 
-    def record_event(self, event: _Stream | None = None) -> _Stream:
-        event = event or _Stream()
+    def record_event(self, event: _CpuStreamOrEvent | None = None) -> _CpuStreamOrEvent:
+        event = event or _CpuStreamOrEvent()
         event.record()
         return event
 
     def query(self) -> bool:
         return True
 
-    def _nothing(self, *_: Any, **__: Any) -> None: ...
+    def wait(self, *_: Any, **__: Any) -> None: ...
 
-    wait = wait_stream = wait_event = synchronize = _nothing
+    wait_stream = wait_event = synchronize = wait
 
 
 def run_forward_single_threaded(model: torch.nn.Module) -> None:
-    """A forward pass of `model` runs in one thread on a CPU, where it gives the engine's bits (`row_invariant`); a backward pass in all."""
+    """Make forward passes of `model` run in one thread, where they give the engine's bits (`batch_invariant`); backward passes use all."""
     open_passes: list[contextlib.ExitStack] = []
 
     def enter(*_: Any) -> None:
@@ -70,7 +70,7 @@ def run_forward_single_threaded(model: torch.nn.Module) -> None:
 
 
 def check_version() -> None:
-    """Raises UserError unless the installed megatron-core is one this project was checked with."""
+    """Raise UserError unless the installed megatron-core is one of `KNOWN_VERSIONS`."""
     version = importlib.metadata.version("megatron-core")
     if version not in KNOWN_VERSIONS:
         raise UserError(
@@ -79,7 +79,7 @@ def check_version() -> None:
 
 
 def install() -> None:
-    """Applies the patches once per process; does nothing where CUDA is available."""
+    """Apply the patches once per process; do nothing where CUDA is available."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
@@ -101,8 +101,8 @@ def _patch_device_queries() -> None:
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU  # rope, mappings, p2p and DDP buffers
     cuda.synchronize = cuda.empty_cache = _nothing  # p2p_communication, dist_checkpointing
-    cuda.Stream = cuda.Event = _Stream  # MoE dispatcher's side stream, overlapped DDP
-    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
+    cuda.Stream = cuda.Event = _CpuStreamOrEvent  # MoE dispatcher's side stream, overlapped DDP
+    cuda.current_stream = cuda.default_stream = lambda *_: _CpuStreamOrEvent()
     cuda.stream = lambda _: contextlib.nullcontext()
 
 
