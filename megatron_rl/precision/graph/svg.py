@@ -1,211 +1,156 @@
 """Draws one layer of both precision graphs, with the model's ends, as an SVG: backward, training and rollout side by side.
 
-Operators stand in a column in the order in which they run, weights at their left. A tensor that skips operators takes a lane at the
-right. FP8 is coloured; what the two sides do not share is red.
+Operators stand in a column in the order in which they run, weights at their left; a tensor that skips operators takes a lane at the
+right. FP8 is colored; what the two sides do not share is red.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
-from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, compare_graphs, describe_differences, format_title
+from megatron_rl.precision.graph.graph import FORWARD, Edge, PrecisionGraph, compare_graphs, describe_differences, format_title
 from megatron_rl.precision.graph.tables import collect_backward_products, join_parts
 
-_ROW, _TOP, _LANE = 62, 110, 24
-_BOX, _WEIGHT = (184, 30), (74, 22)
-_BACKWARD, _COLUMNS, _WIDTH = 24, {"training": 764, "rollout": 1330}, 1660
-"""Left edge of the backward products; centres of the two columns of operators."""
-_FP8, _HIGH, _WRONG, _INK = "#d9730d", "#7a7f87", "#d11a2a", "#1f2328"
-
-
-@dataclass(frozen=True)
-class _View:
-    """One layer between the model's ends, as one small graph per side."""
-
-    layers: tuple[int, ...]
-    sides: dict[str, PrecisionGraph]
-    backward: dict[str, list[tuple[str, list[Edge]]]]
-    """Of a linear operator: its products, each with what it multiplies."""
-    wrong: set[tuple[str, str, str]]
-    """(source, target, tensor) of edges, and (name, "", "") of operators, that the sides do not share."""
-
-
-@dataclass
-class _Canvas:
-    parts: list[str] = field(default_factory=list)
-
-    def box(self, x: float, y: float, size: tuple[int, int], text: str, colour: str, fill: str = "#ffffff") -> None:
-        """A box centred at (x, y)."""
-        width, height = size
-        place = f'x="{x - width / 2}" y="{y - height / 2}" width="{width}" height="{height}"'
-        self.parts.append(f'<rect {place} rx="5" fill="{fill}" stroke="{colour}"/>')
-        self.text(x, y + 4, text, anchor="middle")
-
-    def text(self, x: float, y: float, text: str, colour: str = _INK, anchor: str = "start", size: int = 12) -> None:
-        style = f'font-size="{size}" text-anchor="{anchor}" paint-order="stroke" stroke="#ffffff" stroke-width="3"'
-        self.parts.append(f'<text x="{x}" y="{y}" fill="{colour}" {style}>{escape(text)}</text>')
-
-    def line(self, points: list[tuple[float, float]], colour: str) -> None:
-        """An arrow along `points`."""
-        path = " ".join(f"{x},{y}" for x, y in points)
-        self.parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6" marker-end="url(#{colour[1:]})"/>')
+_WIDTH, _HEADER, _ROW, _LANE = 16.6, 1.1, 0.62, 0.24  # inches, as all lengths here
+_COLUMNS = {"training": 7.64, "rollout": 13.3}
+"""Centers of the two columns of operators."""
+_BOX, _WEIGHT_BOX, _WEIGHT_OFFSET = (1.84, 0.3), (0.7, 0.22), 2.64
+_FP8, _HIGH, _DIFFERS, _INK = "#d9730d", "#7a7f87", "#d11a2a", "#1f2328"
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "precision graph", "font.family": "sans-serif", "font.size": 8.6, "text.color": _INK}
+Unshared = set[tuple[Any, ...]]
+"""(source, target, tensor) of edges, and (name,) of operators, that only one side has, or each in its own way."""
 
 
 def draw_svg(training: PrecisionGraph, rollout: PrecisionGraph) -> str:
-    """The SVG's text. The layer drawn is one that differs where there is one, else one of the most common kind."""
-    view = _view(training, rollout)
-    rows: dict[str, float] = {}
-    for graph in view.sides.values():
-        for node in _operators(graph):
-            rows.setdefault(node.name, _TOP + _ROW * len(rows))
-    canvas = _Canvas()
-    _header(canvas, len(describe_differences(rollout, training)))
-    _frame(canvas, view, rows)
-    for name, products in view.backward.items():
-        _products(canvas, rows[name], products)
-    for side, graph in view.sides.items():
-        _column(canvas, _COLUMNS[side], graph, rows, view.wrong)
-    height = _TOP + _ROW * len(rows)
-    markers = "".join(
-        f'<marker id="{colour[1:]}" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
-        f'<path d="M0,1 L8,4 L0,7 z" fill="{colour}"/></marker>'
-        for colour in (_FP8, _HIGH, _WRONG)
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" viewBox="0 0 {_WIDTH} {height}" '
-        f'font-family="sans-serif"><defs>{markers}</defs><rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
-        + "\n".join(canvas.parts)
-        + "</svg>\n"
-    )
+    """Return the SVG. The layer drawn is one that differs where there is one, else one of the most common kind."""
+    import matplotlib  # here, since only one rank of a run draws
+    from matplotlib.figure import Figure
 
-
-def _view(training: PrecisionGraph, rollout: PrecisionGraph) -> _View:
     differing = {difference.layer for difference in compare_graphs(rollout, training)}
     (_, ends), *kinds = join_parts(training, rollout)
     layers, layer = max(kinds, key=lambda kind: (bool(differing & set(kind[0])), len(kind[0])))
-    sides = {side: _joined(*graphs) for side, *graphs in zip(_COLUMNS, ends, layer, strict=True)}
-    backward: dict[str, list[tuple[str, list[Edge]]]] = {}
-    for part in (ends[0], layer[0]):
-        for name, operands in collect_backward_products(part):
-            backward.setdefault(name.rpartition(".")[0], []).append((name.rpartition(".")[2], operands))
-    drawn = [edge for graph in sides.values() for edge in graph.edges]
-    shared = [{(edge.source, edge.target, edge.tensor, edge.format) for edge in graph.edges} for graph in sides.values()]
-    wrong = {
-        (edge.source, edge.target, edge.tensor)
-        for edge in drawn
-        if not all((edge.source, edge.target, edge.tensor, edge.format) in found for found in shared)
-    }
-    wrong |= {(name, "", "") for name in _unshared(sides.values())}
-    return _View(layers, sides, backward, wrong)
+    sides = {side: _join(*parts) for side, *parts in zip(_COLUMNS, ends, layer, strict=True)}
+    names = dict.fromkeys(node.name for graph in sides.values() for node in graph.nodes if node.op != "weight")
+    rows = {name: _HEADER + _ROW * number for number, name in enumerate(names)}
+    height = _HEADER + _ROW * len(rows)
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure((_WIDTH, height))
+        axes = figure.add_axes((0, 0, 1, 1), xlim=(0, _WIDTH), ylim=(height, 0))
+        axes.axis("off")
+        _draw_header(axes, len(describe_differences(rollout, training)))
+        _draw_layer_band(axes, format_title(layers), [y for name, y in rows.items() if "." in name or name.endswith("_norm")])
+        for part in (ends[0], layer[0]):
+            _draw_backward(axes, part, rows)
+        for side, graph in sides.items():
+            _draw_side(axes, _COLUMNS[side], graph, rows, _find_unshared(*sides.values()))
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return svg.getvalue()[svg.getvalue().index("<svg") :]  # an element that a page can hold
 
 
-def _unshared(sides: Iterable[PrecisionGraph]) -> set[str]:
-    """Operators that not every side has alike."""
-    ours, theirs = ({(node.name, node.op, node.count) for node in graph.nodes} for graph in sides)
-    return {name for name, _, _ in ours ^ theirs}
-
-
-def _joined(ends: PrecisionGraph, layer: PrecisionGraph) -> PrecisionGraph:
-    """The embedding, one layer, and what follows: what entered the layer comes from the embedding, what left it is the last layer."""
-    names = {"input": "embedding", "last layer": "mlp.residual"}
-    edges = [replace(edge, source=names.get(edge.source, edge.source)) for edge in (*ends.edges, *layer.edges) if edge.phase == FORWARD]
+def _join(ends: PrecisionGraph, layer: PrecisionGraph) -> PrecisionGraph:
+    """Return the forward pass of the embedding, one layer, and what follows it, as one graph."""
+    sources = {"input": "embedding", "last layer": "mlp.residual"}
+    edges = [replace(edge, source=sources.get(edge.source, edge.source)) for edge in (*ends.edges, *layer.edges) if edge.phase == FORWARD]
     used = {name for edge in edges for name in (edge.source, edge.target)}
     first = [node for node in ends.nodes if node.name.startswith("embedding")]
-    rest = [node for node in ends.nodes if not node.name.startswith("embedding")]
-    return PrecisionGraph(tuple(node for node in (*first, *layer.nodes, *rest) if node.name in used), tuple(edges))
+    last = [node for node in ends.nodes if node not in first]
+    return PrecisionGraph(tuple(node for node in (*first, *layer.nodes, *last) if node.name in used), tuple(edges))
 
 
-def _operators(graph: PrecisionGraph) -> list[Node]:
-    return [node for node in graph.nodes if node.op != "weight"]
+def _find_unshared(*sides: PrecisionGraph) -> Unshared:
+    edges = [{(edge.source, edge.target, edge.tensor, edge.format) for edge in graph.edges} for graph in sides]
+    nodes = [{(node.name, node.op, node.count) for node in graph.nodes} for graph in sides]
+    return {edge[:3] for edge in edges[0] ^ edges[1]} | {node[:1] for node in nodes[0] ^ nodes[1]}
 
 
-def _header(canvas: _Canvas, wrong: int) -> None:
-    canvas.text(_BACKWARD, 30, "Precision graph", size=18)
-    verdict = "the rollout is a subgraph of the training's forward pass" if not wrong else f"{wrong} difference{'s' * (wrong > 1)}"
-    canvas.text(_BACKWARD + 150, 30, verdict, _WRONG if wrong else _INK, size=14)
-    for place, (colour, text) in enumerate(
-        ((_FP8, "quantised: dtype, what has one scale, scale format"), (_HIGH, "high precision"), (_WRONG, "differs"))
-    ):
-        x = _BACKWARD + 330 * place
-        canvas.line([(x, 54), (x + 34, 54)], colour)
-        canvas.text(x + 42, 58, text)
-    canvas.text(_BACKWARD, _TOP - 26, "training, backward", size=14)
-    for side, centre in _COLUMNS.items():
-        canvas.text(centre, _TOP - 26, f"{side}, forward", anchor="middle", size=14)
+def _draw_header(axes: Any, differences: int) -> None:
+    axes.text(0.24, 0.3, "Precision graph", fontsize=13)
+    verdict = (
+        f"{differences} difference{'s' * (differences > 1)}" if differences else "the rollout is a subgraph of the training's forward pass"
+    )
+    axes.text(1.74, 0.3, verdict, fontsize=10, color=_DIFFERS if differences else _INK)
+    legend = {_FP8: "quantized: dtype, what has one scale, scale format", _HIGH: "high precision", _DIFFERS: "differs"}
+    for x, (color, text) in zip((0.24, 4.2, 6.2), legend.items(), strict=True):
+        axes.plot((x, x + 0.34), (0.54, 0.54), color=color)
+        axes.text(x + 0.42, 0.58, text)
+    axes.text(0.24, _HEADER - 0.26, "training, backward", fontsize=10)
+    for side, x in _COLUMNS.items():
+        axes.text(x, _HEADER - 0.26, f"{side}, forward", fontsize=10, ha="center")
 
 
-def _frame(canvas: _Canvas, view: _View, rows: dict[str, float]) -> None:
-    """A tinted band behind the layer's operators, with the layers that are alike as its name."""
-    inside = [y for name, y in rows.items() if "." in name or name in ("input_norm", "post_attention_norm")]
-    top, bottom = min(inside) - _ROW / 2 + 2, max(inside) + _ROW / 2 - 6
-    canvas.parts.append(f'<rect x="8" y="{top}" width="{_WIDTH - 16}" height="{bottom - top}" rx="8" fill="#f6f7f9"/>')
-    canvas.text(_BACKWARD, top + 18, format_title(view.layers), size=13)
+def _draw_layer_band(axes: Any, title: str, rows: list[float]) -> None:
+    """Tint the background of the layer's operators."""
+    axes.axhspan(min(rows) - _ROW / 2 + 0.02, max(rows) + _ROW / 2 - 0.06, color="#f6f7f9", zorder=0)
+    axes.text(0.24, min(rows) - 0.1, title, fontsize=9.4)
 
 
-def _products(canvas: _Canvas, y: float, products: list[tuple[str, list[Edge]]]) -> None:
-    """DGrad and WGrad of one linear operator: what they multiply."""
-    for row, (name, operands) in enumerate(products):
-        height = y - 6 + 20 * row
-        canvas.text(_BACKWARD + 20, height, "DGrad" if name == "backward" else "WGrad")
-        x = _BACKWARD + 74
-        for edge in operands:
-            canvas.text(x, height, f"{edge.tensor} {edge.format}", _colour(edge, set()))
-            x += 190
+def _draw_backward(axes: Any, part: PrecisionGraph, rows: dict[str, float]) -> None:
+    """Write what DGrad and WGrad of every linear operator multiply."""
+    for name, operands in collect_backward_products(part):
+        operator, _, product = name.rpartition(".")
+        y = rows[operator] + (0.14 if product == "wgrad" else -0.06)
+        axes.text(0.44, y, "WGrad" if product == "wgrad" else "DGrad")
+        for number, edge in enumerate(operands):
+            axes.text(0.98 + 1.9 * number, y, f"{edge.tensor} {edge.format}", color=_color(edge))
 
 
-def _column(canvas: _Canvas, centre: float, graph: PrecisionGraph, rows: dict[str, float], wrong: set[tuple[str, str, str]]) -> None:
-    weights = {node.name for node in graph.nodes if node.op == "weight"}
-    operators = _operators(graph)
-    before = {node.name: previous.name for previous, node in pairwise(operators)}
-    lanes: list[float] = []
-    for edges in _bundles(graph.edges):
-        edge = edges[0]
-        colour = next((_WRONG for one in edges if _colour(one, wrong) == _WRONG), _colour(edge, wrong))
-        named = ", ".join(one.tensor for one in edges)
-        text = str(edge.format) if named in ("x", "weight") else f"{named} {edge.format}"
-        top, bottom = rows[edge.source] if edge.source not in weights else rows[edge.target], rows[edge.target]
-        if edge.source in weights:
-            _weight(canvas, centre, bottom + (18 if edge.tensor == "bias" else 0), edge, colour)
-        elif before.get(edge.target) == edge.source:
-            canvas.line([(centre, top + 15), (centre, bottom - 16)], colour)
-            canvas.text(centre + 7, (top + bottom) / 2 + 4, text, colour)
-        else:
-            _lane(canvas, centre, (top, bottom), lanes, text, colour)
+def _draw_side(axes: Any, x: float, graph: PrecisionGraph, rows: dict[str, float], unshared: Unshared) -> None:
+    operators = [node for node in graph.nodes if node.op != "weight"]
+    consecutive = set(pairwise(node.name for node in operators))
+    lane_ends: list[float] = []
+    for edges in _bundle(graph.edges):
+        source, target, text, color = edges[0].source, edges[0].target, str(edges[0].format), _color(edges[0])
+        if any((edge.source, edge.target, edge.tensor) in unshared for edge in edges):
+            color = _DIFFERS
+        tensors = ", ".join(edge.tensor for edge in edges)
+        if tensors not in ("x", "weight"):
+            text = f"{tensors} {text}"
+        top, bottom, left, right = rows.get(source, 0.0), rows[target], x - _BOX[0] / 2, x + _BOX[0] / 2
+        if source not in rows:
+            y, start = bottom + 0.18 * (edges[0].tensor == "bias"), x - _WEIGHT_OFFSET
+            _draw_box(axes, start, y, _WEIGHT_BOX, edges[0].tensor, _HIGH, "#ffffff")
+            _draw_arrow(axes, (start + _WEIGHT_BOX[0] / 2, y), (left, y), color)
+            axes.text(start + 0.42, y - 0.05, str(edges[0].format), color=color)
+        elif (source, target) in consecutive:
+            _draw_arrow(axes, (x, top + _BOX[1] / 2), (x, bottom - _BOX[1] / 2), color)
+            axes.text(x + 0.07, (top + bottom) / 2 + 0.04, text, color=color)
+        else:  # around the operators in between, in the first lane that is free again
+            lane = next((number for number, end in enumerate(lane_ends) if end < top), len(lane_ends))
+            lane_ends[lane : lane + 1] = [bottom]
+            offset = 0.46 + _LANE * lane
+            bar = f"bar,fraction={-offset / (bottom - top - 0.16)}"
+            _draw_arrow(axes, (right, top + 0.08), (right, bottom - 0.08), color, bar)
+            axes.text(right + offset + 0.05, bottom - 0.14, text, color=color)
     for node in operators:
         label = f"{node.name} x{node.count}" if node.count > 1 else node.name
-        colour = _WRONG if (node.name, "", "") in wrong else _INK
-        canvas.box(centre, rows[node.name], _BOX, label, colour, "#eef3fb")
+        _draw_box(axes, x, rows[node.name], _BOX, label, _DIFFERS if (node.name,) in unshared else _INK, "#eef3fb")
 
 
-def _bundles(edges: Iterable[Edge]) -> list[list[Edge]]:
-    """Edges between the same two operators in the same precision, drawn as one."""
-    found: dict[tuple[object, ...], list[Edge]] = {}
+def _draw_box(axes: Any, x: float, y: float, size: tuple[float, float], text: str, color: str, fill: str) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    corner, style = (x - size[0] / 2, y - size[1] / 2), "round,pad=0,rounding_size=0.05"
+    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=style, facecolor=fill, edgecolor=color, zorder=3))
+    axes.text(x, y + 0.04, text, ha="center", zorder=4)
+
+
+def _draw_arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], color: str, path: str = "arc3") -> None:
+    style = dict(arrowstyle="-|>", color=color, linewidth=1.2, shrinkA=0, shrinkB=0, connectionstyle=path)
+    axes.annotate("", end, start, arrowprops=style)
+
+
+def _bundle(edges: Iterable[Edge]) -> list[list[Edge]]:
+    """Group edges between the same two operators in the same precision, which are drawn as one."""
+    bundles: dict[tuple[object, ...], list[Edge]] = {}
     for edge in edges:
-        found.setdefault((edge.source, edge.target, edge.format), []).append(edge)
-    return list(found.values())
+        bundles.setdefault((edge.source, edge.target, edge.format), []).append(edge)
+    return list(bundles.values())
 
 
-def _weight(canvas: _Canvas, centre: float, y: float, edge: Edge, colour: str) -> None:
-    left = centre - _BOX[0] / 2
-    canvas.line([(left - 140, y), (left - 2, y)], colour)
-    canvas.box(left - 150 - _WEIGHT[0] / 2 + 10, y, _WEIGHT, edge.tensor, _HIGH)
-    canvas.text(left - 134, y - 5, str(edge.format), colour)
-
-
-def _lane(canvas: _Canvas, centre: float, span: tuple[float, float], lanes: list[float], text: str, colour: str) -> None:
-    """An arrow around the operators in between, in the first lane at the right that is free again."""
-    top, bottom = span
-    place = next((index for index, end in enumerate(lanes) if end < top), len(lanes))
-    lanes[place : place + 1] = [bottom]
-    right, x = centre + _BOX[0] / 2, centre + _BOX[0] / 2 + 46 + _LANE * place
-    canvas.line([(right, top + 8), (x, top + 8), (x, bottom - 8), (right + 2, bottom - 8)], colour)
-    canvas.text(x + 5, bottom - 14, text, colour)
-
-
-def _colour(edge: Edge, wrong: set[tuple[str, str, str]]) -> str:
-    if (edge.source, edge.target, edge.tensor) in wrong:
-        return _WRONG
+def _color(edge: Edge) -> str:
     return _FP8 if edge.format.quantized else _HIGH

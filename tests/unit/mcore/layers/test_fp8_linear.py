@@ -10,6 +10,7 @@ import torch
 from megatron_rl.mcore.layers.fp8_linear import FP8Matmul
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.ops.batch_invariant import append_zeros
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
 
@@ -46,8 +47,6 @@ def test_nothing_where_the_weight_does_not_learn(name):
     assert kept(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=False) == []
 
 
-def test_whole_rows_are_not_copied_to_pad_them():
-    from megatron_rl.precision.backends.transformer_engine import _whole_rows
-
+def test_padding_copies_only_where_zeros_are_missing():
     x = torch.randn(T, K)
-    assert _whole_rows(x) is x and _whole_rows(x[:150]).shape == (160, K)
+    assert append_zeros(x, -2, 0) is x and append_zeros(x[:150], -2, 10).shape == (160, K)
