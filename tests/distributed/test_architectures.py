@@ -7,8 +7,6 @@ import torch
 from support import trainer, transformers_reference
 from support.models import ARCHITECTURES, FP8, FP32, make_model, random_sequences
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", params=[name for name in ARCHITECTURES if name != "qwen3"])
 def model(request, tmp_path_factory):

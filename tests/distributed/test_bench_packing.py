@@ -7,10 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-pytestmark = pytest.mark.slow
-
 TOOL = Path(__file__).parents[2] / "tools" / "bench_packing.py"
 
 

@@ -8,8 +8,6 @@ from support.models import FP8, FP32, random_sequences
 
 from megatron_rl.errors import RunError
 
-pytestmark = pytest.mark.slow
-
 WEIGHT = "decoder.layers.1.mlp.linear_fc1.weight"
 
 

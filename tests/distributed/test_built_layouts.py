@@ -12,8 +12,6 @@ from support.processes import World
 
 from parallel.layout import Layout
 
-pytestmark = pytest.mark.slow
-
 UNIFIED = {"mode": "fp8_unified", "high": "bf16"}
 CASES = [
     ("qwen3", Layout(tp=2, pp=2), UNIFIED),

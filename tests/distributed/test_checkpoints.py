@@ -12,8 +12,6 @@ from support.models import FP8, random_sequences, read_weights
 
 from megatron_rl.errors import UserError
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", params=["checkpoint", "tied_checkpoint"])
 def saved(request, two, tmp_path_factory):

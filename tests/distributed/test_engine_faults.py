@@ -11,8 +11,6 @@ from support.processes import World, alive_after, family
 
 from megatron_rl.errors import EngineLostError, RunError
 
-pytestmark = pytest.mark.slow
-
 HEALTH, START = 10.0, 180.0
 COUNT, TOKENS = 24, 100
 

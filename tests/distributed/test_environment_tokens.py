@@ -11,8 +11,6 @@ from support.models import FP8, FP32, random_sequences
 
 from megatron_rl.batch.training_sample import TrainingSample
 
-pytestmark = pytest.mark.slow
-
 
 def dialogues(count: int, seed: int) -> list[TrainingSample]:
     """Random answers of which an environment wrote some stretches."""

@@ -10,8 +10,6 @@ from support.models import FP8
 from megatron_rl.precision import fp8_products
 from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 
-pytestmark = pytest.mark.slow
-
 N, K = 256, 512
 
 

@@ -9,8 +9,6 @@ from support import megatron_models, trainer
 from support.golden import slow_fp8
 from support.models import random_sequences
 
-pytestmark = pytest.mark.slow
-
 S, B, N, K = 80, 2, 256, 512  # S * B tokens are no multiple of 128 on purpose
 
 

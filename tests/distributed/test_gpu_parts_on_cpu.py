@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from gpu_parts.rows import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.slow
 def test_layer_and_sync_parts_compute(tmp_path):
     path = os.pathsep.join((str(ROOT), str(ROOT / "tools")))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "rows")]

@@ -7,14 +7,11 @@ import re
 import signal
 
 import psutil
-import pytest
 from support import training_runs
 from support.models import FP8
 from support.processes import World, alive_after, until
 
 from megatron_rl.observability.hang_watchdog import read_rank_status
-
-pytestmark = pytest.mark.slow
 
 
 def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, tmp_path):

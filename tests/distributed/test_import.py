@@ -21,8 +21,6 @@ from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
 
-pytestmark = pytest.mark.slow
-
 WORLDS = ["one", "two"]
 PLACES: list[tuple[str, Layout | None]] = [("one", None), ("two", None), ("two", Layout(pp=2)), ("four", Layout(tp=2, pp=2))]
 """Worlds, and the layout where not all of a world's ranks are tensor parallel."""

@@ -11,8 +11,6 @@ from support.processes import World
 from megatron_rl.errors import RunError
 from parallel.layout import Layout
 
-pytestmark = pytest.mark.slow
-
 LAYOUTS = {
     "tp2": Layout(tp=2),
     "pp2": Layout(pp=2),

@@ -10,8 +10,6 @@ from support.models import FP8
 
 from megatron_rl.config.algorithm import PRESETS
 
-pytestmark = pytest.mark.slow
-
 STEPS = 3
 
 

@@ -233,7 +233,6 @@ def reports(tmp_path_factory) -> list[list[dict[str, Any]]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{layout}" for name, layout in CASES])
 def test_every_rank_holds_the_parameters_the_geometry_says(reports, case):
     for rank, report in enumerate(reports):

@@ -8,8 +8,6 @@ from support.models import FP8, FP32, random_sequences
 
 from megatron_rl.training.mismatch_attribution import CAUSES
 
-pytestmark = pytest.mark.slow
-
 SUMMED = ("mean", "k3")
 ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}
 

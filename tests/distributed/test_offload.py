@@ -9,8 +9,6 @@ import torch
 from support import trainer
 from support.models import FP8, random_sequences
 
-pytestmark = pytest.mark.slow
-
 BATCHES = [random_sequences(4, seed=seed) for seed in (41, 42, 43)]
 
 

@@ -7,8 +7,6 @@ import torch
 from support import trainer
 from support.models import ARCHITECTURES, FP8, FP32, make_model, random_sequences
 
-pytestmark = pytest.mark.slow
-
 BOUNDS = [1, 60, 10000]
 """Tokens of a micro-batch: every sequence alone, a few together, all in one row."""
 

@@ -14,8 +14,6 @@ from megatron_rl.planner import activation_memory, memory
 from megatron_rl.planner.candidate import Candidate, Workload
 from parallel.layout import Layout
 
-pytestmark = pytest.mark.slow
-
 UNIFIED, BF16 = {"mode": "fp8_unified", "high": "bf16"}, {"mode": "bf16", "high": "bf16"}
 HELD = [
     ("qwen3", Layout(tp=2, pp=2), UNIFIED, False),

@@ -13,8 +13,6 @@ from megatron_rl.mcore.checkpoint.folder import find_newest_whole, list_newest_f
 from megatron_rl.training.resume import choose_checkpoint
 from parallel.layout import Layout
 
-pytestmark = pytest.mark.slow
-
 BF16 = {"mode": "fp8_unified", "high": "bf16"}
 STEPS = 4
 

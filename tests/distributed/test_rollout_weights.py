@@ -13,8 +13,6 @@ from megatron_rl.precision.int8 import quantize_int8_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.mark.parametrize("mode", ["fp8_rollout", "int8_rollout"])
 @pytest.mark.parametrize("high", ["fp32", "bf16"])

@@ -11,8 +11,6 @@ from support.models import ARCHITECTURES, make_model, random_sequences, read_wei
 
 from parallel.layout import Layout
 
-pytestmark = pytest.mark.slow
-
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 LAYOUTS = {

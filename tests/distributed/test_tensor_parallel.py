@@ -11,8 +11,6 @@ from support.models import FP8, FP32, random_sequences, read_weights
 
 from parallel.reshard import scale_name
 
-pytestmark = pytest.mark.slow
-
 SMOOTH = {"adam_eps": 1e-4}
 """Far above rounding noise: Adam then does not turn the sign of a gradient that is almost zero into a whole step."""
 

@@ -9,8 +9,6 @@ from support.models import FP8, FP32
 from megatron_rl.errors import RunError
 from megatron_rl.precision.graph.graph import TensorFormat, describe_differences, fold_layers, split_by_layer
 
-pytestmark = pytest.mark.slow
-
 LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
 

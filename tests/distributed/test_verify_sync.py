@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3 = {
     "model_type": "qwen3",

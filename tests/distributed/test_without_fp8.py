@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 from support import trainer
 from support.models import FP8, FP32, random_sequences
-
-pytestmark = pytest.mark.slow
 
 
 def test_without_fp8_a_model_is_the_unquantised_one(one, checkpoint):

@@ -16,7 +16,7 @@ from support.processes import ROOT, command_lines, until
 from support.slurm import Cluster, NoSlurmError, unpack_slurm
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
