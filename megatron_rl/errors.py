@@ -6,6 +6,11 @@ new engine may repair. Both print as one line without a traceback; every other e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from parallel.shards import GeometryError
+
 
 class MegatronRLError(Exception):
     """Base of all expected errors. `exit_code` is what the command line returns."""
@@ -43,3 +48,12 @@ class RunError(MegatronRLError):
 
 class EngineLostError(RunError):
     """An engine, or the connection to one, was lost. The call can be repeated with an engine that takes its place."""
+
+
+@contextmanager
+def geometry_as_user_error(section: str = "") -> Iterator[None]:
+    """Turn a GeometryError of `parallel` into a UserError, its field preceded by `section`, such as "train."."""
+    try:
+        yield
+    except GeometryError as error:
+        raise UserError(section + error.field, error.value, error.rule, error.fix) from None

@@ -1,8 +1,8 @@
-"""The words of the geometry: a tensor of the checkpoint, a rectangle of it, and a shard put together from such rectangles.
+"""The vocabulary of the geometry: a tensor of the checkpoint, a rectangle of it, and a shard made of such rectangles.
 
-All places are told in the coordinates of the Hugging Face tensor: a shard is a list of regions, each a rectangle of one HF tensor
-laid at some row and column of the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import,
-export and sync are one operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
+All positions are in the coordinates of the Hugging Face tensor: a shard is a list of regions, each a rectangle of one HF tensor that
+lies at some row and column of the shard. Trainer shards, engine shards and the checkpoint itself are all such lists, so import, export
+and sync are one operation: intersect two lists (see `parallel.reshard`). One-dimensional tensors count as N x 1.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 from parallel.formats import BLOCK, SCHEMES
 
 FP32_ROLES = frozenset({"router_bias"})
-"""Roles that are FP32 everywhere, in checkpoint, trainer and engine: a rounded correction bias would route tokens otherwise."""
+"""Roles that are FP32 everywhere, in checkpoint, trainer and engine: a rounded correction bias would change the routing."""
 
 
 class GeometryError(ValueError):
-    """A model or a layout that cannot be cut as asked. `field`, `value`, `rule`, `fix` as in a user's error line."""
+    """A model that cannot be sharded as asked. `field`, `value`, `rule` and `fix` are those of `megatron_rl.errors.UserError`."""
 
     def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
@@ -54,12 +54,17 @@ class HFTensor:
 
 
 class Region(NamedTuple):
-    """The rectangle `tensor_rect` of tensor `tensor`, laid with its first element at (`shard_row`, `shard_col`) of a shard."""
+    """The rectangle `tensor_rect` of tensor `tensor`; its first element lies at (`shard_row`, `shard_col`) of a shard."""
 
     tensor: HFTensor
     tensor_rect: Rect
     shard_row: int = 0
     shard_col: int = 0
+
+    @property
+    def shard_rect(self) -> Rect:
+        """The rectangle of the shard that holds the region."""
+        return Rect(self.shard_row, self.shard_col, self.tensor_rect.rows, self.tensor_rect.cols)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Shard:
     cols: int
     regions: tuple[Region, ...]
     experts: int = 0
-    """Above 0 the live tensor is [experts, rows / experts, cols]; here it is told as its experts' matrices one below the other."""
+    """Above 0 the live tensor is [experts, rows / experts, cols]; here its experts' matrices lie one below the other."""
 
     @property
     def filled_rows(self) -> int:
@@ -93,54 +98,43 @@ class Shard:
             return (self.rows,)
         return (self.experts, self.rows // self.experts, self.cols) if self.experts else (self.rows, self.cols)
 
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """Shape of the live FP32 scales where the shard is FP8: one for each 128x128 block."""
-        return self.scale_shape_of("fp8")
-
-    def scale_shape_of(self, kind: str) -> tuple[int, ...]:
-        """Shape of the live FP32 scales where the shard is quantised as `kind`, one of `SCHEMES`."""
+    def scale_shape(self, kind: str = "fp8") -> tuple[int, ...]:
+        """Return the shape of the live FP32 scales where the shard is quantised as `kind`, one of `SCHEMES`."""
         return (*self.shape[:-2], *SCHEMES[kind].grid(self.shape[-2], self.cols))
 
 
 def take_all(tensor: HFTensor) -> Region:
-    """The region that is all of a tensor."""
+    """Return the region that is a whole tensor."""
     return Region(tensor, Rect(0, 0, tensor.rows, tensor.cols))
 
 
 def take_rows(tensor: HFTensor, row: int, rows: int) -> Region:
-    """Rows [row, row + rows) of a tensor."""
+    """Return rows [row, row + rows) of a tensor."""
     return Region(tensor, Rect(row, 0, rows, tensor.cols))
 
 
 def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
-    """A shard of regions with equal columns, one below the other; neighbours that continue each other become one region."""
-    laid: list[Region] = []
+    """Return a shard of regions with equal columns, one below the other; neighbours that continue each other become one region."""
+    stacked: list[Region] = []
     row = 0
-    for tensor, source, *_ in regions:
-        last = laid[-1] if laid else None
-        if (
-            last
-            and last.tensor is tensor
-            and last.tensor_rect.col == source.col
-            and last.tensor_rect.row + last.tensor_rect.rows == source.row
-        ):
-            joined = last.tensor_rect._replace(rows=last.tensor_rect.rows + source.rows)
-            laid[-1] = Region(tensor, joined, last.shard_row, 0)
+    for tensor, rect, *_ in regions:
+        last = stacked[-1] if stacked else None
+        if last and last.tensor is tensor and last.tensor_rect.col == rect.col and last.tensor_rect.row + last.tensor_rect.rows == rect.row:
+            stacked[-1] = Region(tensor, last.tensor_rect._replace(rows=last.tensor_rect.rows + rect.rows), last.shard_row, 0)
         else:
-            laid.append(Region(tensor, source, row, 0))
-        row += source.rows
-    return Shard(name, row, regions[0].tensor_rect.cols, tuple(laid), experts)
+            stacked.append(Region(tensor, rect, row, 0))
+        row += rect.rows
+    return Shard(name, row, regions[0].tensor_rect.cols, tuple(stacked), experts)
 
 
 def split_rows(tensor: HFTensor, part: int, parts: int, field: str = "layout.tp") -> Region:
-    """The `part`-th of `parts` equal runs of rows. Raises GeometryError, naming `field`, when they do not divide."""
+    """Return the `part`-th of `parts` equal ranges of rows. Raise GeometryError, naming `field`, when `parts` does not divide them."""
     size = _divide(tensor, "rows", tensor.rows, parts, field)
     return take_rows(tensor, part * size, size)
 
 
 def split_cols(tensor: HFTensor, part: int, parts: int, field: str = "layout.tp") -> Region:
-    """The `part`-th of `parts` equal runs of columns. Raises GeometryError, naming `field`, when they do not divide."""
+    """Return the `part`-th of `parts` equal ranges of columns. Raise GeometryError, naming `field`, when `parts` does not divide them."""
     size = _divide(tensor, "columns", tensor.cols, parts, field)
     return Region(tensor, Rect(0, part * size, tensor.rows, size))
 
@@ -152,16 +146,16 @@ def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) ->
 
 
 def split_vocabulary(name: str, tensor: HFTensor, padded: int, part: int, parts: int) -> Shard:
-    """The `part`-th of `parts` equal runs of an embedding of `padded` rows; the padding at its end is no region."""
+    """Return the `part`-th of `parts` equal ranges of an embedding of `padded` rows; the padding at its end belongs to no region."""
     size = padded // parts
     first = min(part * size, tensor.rows)
     return Shard(name, size, tensor.cols, (take_rows(tensor, first, min(first + size, tensor.rows) - first),))
 
 
 def find_misaligned_region(shard: Shard) -> Region | None:
-    """The first region of a shard that cuts a 128x128 block, None where all are whole.
+    """Return the first region of a shard that cuts a 128x128 block, None where there is none.
 
-    A region is whole when it begins on block edges of both its tensor and the shard, and ends on block edges or at the tensor's end.
+    A region cuts no block when it begins on block edges of both its tensor and the shard, and ends on block edges or at the tensor's end.
     """
     for region in shard.regions:
         tensor, (row, col, rows, cols) = region.tensor, region.tensor_rect

@@ -37,10 +37,11 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
+from parallel.digest import make_stored_tensors
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import kind_of, scale_name
+from parallel.reshard import scale_name
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
 from rollout_sglang import rank_handler
@@ -101,14 +102,10 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
 
 def make_empty_tensors(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """Tensors as an engine rank holds them, all ones: every page is there before anything is measured."""
-    found = {}
-    for shard in shards:
-        fp8 = kind_of(shard.role, contract.fp8_roles) == "fp8"
-        found[shard.name] = torch.ones(shard.shape, dtype=torch.uint8 if fp8 else torch.bfloat16)
-        if fp8:
-            found[shard.name] = found[shard.name].view(torch.float8_e4m3fn)
-            found[scale_name(shard.name)] = torch.ones(shard.scale_shape)
-    return found
+    tensors = make_stored_tensors(shards, contract.fp8_roles, contract.high)
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).fill_(1)
+    return tensors
 
 
 class PipeEngine(RankRequests):

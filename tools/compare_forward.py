@@ -35,7 +35,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.activation_hooks import record_activations
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.preflight import preflight
@@ -142,7 +142,7 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         if not (config.model.path / "config.json").is_file():
             make_warm_start_checkpoint(config, layout, lambda _: None)
         hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
-        shards, model = build_own_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
+        shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.path, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
         save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)

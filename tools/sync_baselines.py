@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,13 +14,12 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import TensorSpec, fill_buckets, list_tensor_specs
+from parallel.chunking import make_chunks
 from parallel.digest import view_rect
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer
-from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Rect
 
 _FLAT_COLS = 4096
@@ -47,9 +47,11 @@ class PlainCopy:
     """
 
     def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
-        mine = {target: shards for target, shards in plan.targets.items() if target % world == rank}
-        sizes = [spec.rows * spec.cols * spec.itemsize for spec in list_tensor_specs(mine, contract(True).fp8_roles, 2)]
-        self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes]
+        sizes: Counter[tuple[int, str]] = Counter()
+        for transfer in plan.transfers:
+            if transfer.target_rank % world == rank:
+                sizes[transfer.target_rank, transfer.target] += plan.count_bytes(transfer)
+        self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes.values()]
 
     def run(self) -> None:
         for source, target in self._pairs:
@@ -58,8 +60,8 @@ class PlainCopy:
 
 def flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
     """One run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
-    specs = list_tensor_specs(build_engine_shards(setup.model, setup.rollout_tp), contract(True).fp8_roles, 2)
-    total = sum(spec.rows * spec.cols * spec.itemsize for spec in specs)
+    plan = SyncPlan.make(setup.model, setup.train, (setup.rollout_tp, 1), contract(True), SyncConfig().chunk_bytes)
+    total = sum(map(plan.count_bytes, plan.transfers))
     rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
     count = max(setup.train.world_size, setup.rollout_tp)
     return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}
@@ -71,8 +73,7 @@ def flat_plan(setup: BenchSetup) -> SyncPlan:
     everything = Rect(0, 0, rows, _FLAT_COLS)
     pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
     transfers = [Transfer(source, f"flat{target}", everything, target, f"flat{source}", everything, "fp8") for source, target in pairs]
-    specs = [TensorSpec(target, f"flat{source}", rows, _FLAT_COLS, 1) for source, target in pairs]
-    return SyncPlan(tuple(transfers), tuple(fill_buckets(specs, SyncConfig().chunk_bytes)), {}, contract(True))
+    return SyncPlan(tuple(transfers), tuple(make_chunks(transfers, SyncConfig().chunk_bytes, "bf16")), {}, contract(True))
 
 
 class GatherAndQuantise:
@@ -124,6 +125,5 @@ class GatherAndQuantise:
                 tensor = region.tensor
                 if tensor.name not in whole:
                     whole[tensor.name] = value.new_empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols))
-                held = Rect(region.shard_row, region.shard_col, region.tensor_rect.rows, region.tensor_rect.cols)
-                view_rect(whole[tensor.name], region.tensor_rect).copy_(view_rect(value, held))
+                view_rect(whole[tensor.name], region.tensor_rect).copy_(view_rect(value, region.shard_rect))
         return whole

@@ -34,7 +34,7 @@ from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.config import parse_forward_config
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, get_shard_rect, global_parameters
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters
 from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
@@ -42,7 +42,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
-from parallel.digest import digest_all, view_rect
+from parallel.digest import digest_all, make_stored_tensors, view_rect
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect, kind_of, scale_name
@@ -50,7 +50,6 @@ from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard
 from parallel.transport.base import Link
 from rollout_sglang.weight_receiver import WeightReceiver
 
-_DTYPES = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": torch.bfloat16}
 _BYTES = {"fp8": torch.uint8, "fp32": torch.int32, "high": torch.int16}
 _WAIT_SECONDS = 600
 _NO_WEIGHTS_DEPEND_ON = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
@@ -92,7 +91,7 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
     for shard in shards:
         parameter = parameters[shard.name].detach()
         for region in shard.regions:
-            view_rect(parameter, get_shard_rect(region)).copy_(view_rect(hf_tensor(task, region.tensor), region.tensor_rect))
+            view_rect(parameter, region.shard_rect).copy_(view_rect(hf_tensor(task, region.tensor), region.tensor_rect))
         layer = layers.get(id(parameters[shard.name]))
         if layer is not None:
             layer.quantize(shard.name)
@@ -104,7 +103,7 @@ class InProcessEngine:
     """What `WeightSync` asks of an engine: tensors of every engine rank in this process, filled by the engine's own receivers."""
 
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
-        self.tensors = {rank: _empty(held, contract) for rank, held in shards.items()}
+        self.tensors = {rank: make_stored_tensors(held, contract.fp8_roles, contract.high) for rank, held in shards.items()}
         self._receivers: dict[int, WeightReceiver] = {}
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
@@ -131,16 +130,6 @@ class InProcessEngine:
     def end_sync(self, version: int) -> None: ...
 
 
-def _empty(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    found = {}
-    for shard in shards:
-        kind = kind_of(shard.role, contract.fp8_roles)
-        found[shard.name] = torch.zeros(shard.shape, dtype=_DTYPES[kind])
-        if kind == "fp8":
-            found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
-    return found
-
-
 def differences(task: VerifyTask, engine: InProcessEngine, shards: Mapping[int, Sequence[Shard]]) -> list[str]:
     """Engine rectangles that are not the checkpoint's, named; the checkpoint's tensors are quantised whole, on their own grid."""
     found = []
@@ -155,13 +144,13 @@ def differences(task: VerifyTask, engine: InProcessEngine, shards: Mapping[int, 
         grid = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
         for rank, shard, region in holders:
             live = engine.tensors[rank]
-            pairs = [(live[shard.name], grid.data if grid else value, get_shard_rect(region), region.tensor_rect, _BYTES[kind])]
+            pairs = [(live[shard.name], grid.data if grid else value, region.shard_rect, region.tensor_rect, _BYTES[kind])]
             if grid:
                 pairs.append(
                     (
                         live[scale_name(shard.name)],
                         grid.scale,
-                        get_scale_rect(get_shard_rect(region)),
+                        get_scale_rect(region.shard_rect),
                         get_scale_rect(region.tensor_rect),
                         torch.int32,
                     )

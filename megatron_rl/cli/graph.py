@@ -16,7 +16,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
@@ -54,7 +54,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparis
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
     config = _with_checkpoint(config, layout, folder)
     hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
-    shards = build_own_shards(hf_config, layout)
+    shards = build_rank_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
     load_checkpoint(model, config.model.path, shards)
     Actor(model, config.train, config.rollout.temperature)  # gives the weights their masters and gradient buffers, and quantises

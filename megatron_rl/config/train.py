@@ -7,9 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_rl.config.base import ConfigSection
-from megatron_rl.errors import UserError
+from megatron_rl.errors import geometry_as_user_error
 from parallel.layout import Layout
-from parallel.shards import GeometryError
 
 
 class LayoutConfig(ConfigSection):
@@ -34,10 +33,8 @@ class LayoutConfig(ConfigSection):
 
     def to_layout(self) -> Layout:
         """Return the sizes as a `Layout`. Raise UserError where they are none."""
-        try:
+        with geometry_as_user_error("train."):
             return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp or 0, dp=self.dp, cp=self.cp)
-        except GeometryError as error:
-            raise UserError(f"train.{error.field}", error.value, error.rule, error.fix) from None
 
 
 class TrainConfig(ConfigSection):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import ArchitectureConfig
+from parallel.formats import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
         "pad_token_id": eos_token_id,
-        "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[high],
+        "torch_dtype": dtype_name("high", high),
         **(_expert_fields(architecture) if architecture.num_experts else {}),
     }
 

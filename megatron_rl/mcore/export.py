@@ -1,5 +1,5 @@
-"""Hugging Face checkpoints out of a Megatron model: BF16 or FP32 masters, or the very FP8 or INT8 bytes that the engine is given. Also
-out of another Hugging Face checkpoint, in another precision.
+"""Hugging Face checkpoints from a Megatron model: BF16 or FP32 masters, or the very FP8 or INT8 bytes that the engine gets. Also from
+another Hugging Face checkpoint, in another precision.
 
 The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
 """
@@ -13,22 +13,20 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, geometry_as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import atomic_folder, write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.int8 import quantize_int8_weight, row_maxima
-from parallel.chunking import list_tensor_specs
-from parallel.digest import view_rect
+from parallel.digest import make_stored_tensors, view_rect
+from parallel.formats import dtype_name
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import add_scale_transfers, kind_of, reshard, scale_name
-from parallel.shards import GeometryError, take_all
-
-_TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from parallel.reshard import Transfer, add_scale_transfers, kind_of, reshard, scale_name
+from parallel.shards import take_all
 
 
 def gather_tensors(
@@ -39,34 +37,30 @@ def gather_tensors(
     high: str,
     int8_roles: frozenset[str] = frozenset(),
 ) -> dict[str, torch.Tensor]:
-    """Collects the checkpoint's tensors on rank 0 (elsewhere: an empty dict); collective. FP8 and INT8 roles come as bytes and scales.
+    """Collect the checkpoint's tensors on rank 0 and return them, an empty dict elsewhere; collective. FP8 and INT8 roles come as bytes
+    and scales.
 
-    `named_tensors` is this rank's `mcore.weights.collect_named_tensors`; what is not quantised is cast to `high` ("bf16" or "fp32").
+    `named_tensors` is this rank's `mcore.load_weights.collect_named_tensors`; what is not quantised is cast to `high` ("bf16" or
+    "fp32").
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     sources = build_trainer_shards(model, layout, quantised=bool(fp8_roles))
-    targets = {0: model.build_checkpoint_shards()}
-    mine = []
-    for transfer in add_scale_transfers(reshard(sources, targets, fp8_roles, int8_roles=int8_roles)):
+    checkpoint_shards = model.build_checkpoint_shards()
+    own: list[tuple[Transfer, torch.Tensor]] = []
+    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, fp8_roles, int8_roles=int8_roles)):
         if transfer.source_rank == rank:
-            mine.append((transfer, view_rect(named_tensors[transfer.source], transfer.source_rect).contiguous()))
+            values = view_rect(named_tensors[transfer.source], transfer.source_rect).contiguous()
+            own.append((transfer, values.view(torch.uint8) if transfer.kind == "fp8" else values))  # gloo and pickle know no float8
     gathered: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object([(transfer, _as_bytes(value) if transfer.kind == "fp8" else value) for transfer, value in mine], gathered)
+    dist.gather_object(own, gathered)
     if gathered is None:
         return {}
-    kinds = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "scale": torch.float32, "fp32": torch.float32, "high": _TORCH[high]}
-    found: dict[str, torch.Tensor] = {}
-    shapes = {spec.name: (spec.rows, spec.cols) for spec in list_tensor_specs(targets, fp8_roles, 4, int8_roles)}
-    vectors = {tensor.name for tensor in model.tensors().values() if tensor.vector}
-    for transfer, value in (pair for part in gathered for pair in part):
-        shape = shapes[transfer.target][:1] if transfer.target in vectors else shapes[transfer.target]
-        tensor = found.setdefault(transfer.target, torch.empty(shape, dtype=kinds[transfer.kind]))
-        view_rect(tensor, transfer.target_rect).copy_(value.view(torch.float8_e4m3fn) if transfer.kind == "fp8" else value)
-    return found
-
-
-def _as_bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.view(torch.uint8)  # gloo and pickling know uint8, not float8
+    tensors = make_stored_tensors(checkpoint_shards, fp8_roles, high, int8_roles)
+    for transfer, values in (pair for pairs in gathered for pair in pairs):
+        view_rect(tensors[transfer.target], transfer.target_rect).copy_(
+            values.view(torch.float8_e4m3fn) if transfer.kind == "fp8" else values
+        )
+    return tensors
 
 
 def save_hf(
@@ -77,7 +71,7 @@ def save_hf(
     contract: PrecisionContract,
     tokenizer: Path,
 ) -> None:
-    """Writes a whole Hugging Face checkpoint folder from all ranks' tensors; collective, rank 0 writes.
+    """Write a whole Hugging Face checkpoint folder from all ranks' tensors; collective, rank 0 writes.
 
     FP8 or INT8 where the engine is (with `quantization_config`), else every tensor in `contract.high`.
     """
@@ -90,7 +84,7 @@ def save_hf(
 
 def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract, tokenizer: Path) -> None:
     config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
-    config["torch_dtype"] = {"bf16": "bfloat16", "fp32": "float32"}[contract.high]
+    config["torch_dtype"] = dtype_name("high", contract.high)
     quantization = contract.hf_quantization_config()
     if quantization:
         config["quantization_config"] = quantization
@@ -99,41 +93,46 @@ def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Ten
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
-    """The command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder, `precision` "bf16", "fp8" or "int8".
+    """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder; `precision` "bf16", "fp8" or "int8".
 
     A run's FP8 blocks and INT8 channels are quantised as its sync does; everything else keeps the run's high-precision dtype.
     For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output` exists.
     """
     if output.exists():
         raise UserError("--output", str(output), "exists already", "name a new folder")
-    to = {"bf16": {"mode": "bf16", "high": "bf16"}, "fp8": {"mode": "fp8_unified"}, "int8": {"mode": "int8_rollout"}}[precision]
+    precision_fields: dict[str, Any] = {
+        "bf16": {"mode": "bf16", "high": "bf16"},
+        "fp8": {"mode": "fp8_unified"},
+        "int8": {"mode": "int8_rollout"},
+    }[precision]
     if (checkpoint / "config.json").is_file():
-        return convert(checkpoint, output, to)
+        return convert(checkpoint, output, precision_fields)
     from megatron_rl.mcore.checkpoint.load import load_in_one_process
 
     model, shards, saved, hf_config = load_in_one_process(checkpoint)
     from megatron_rl.mcore.load_weights import collect_named_tensors
 
-    contract = PrecisionContract.from_config(saved.model_copy(update=to))
+    contract = PrecisionContract.from_config(saved.model_copy(update=precision_fields))
     save_hf(output, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")
 
 
-def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
-    """A Hugging Face checkpoint in another precision: FP8 dequantised to BF16, or quantised to INT8, or to FP8 with the default
+def convert(folder: Path, output: Path, precision_fields: dict[str, Any]) -> None:
+    """Convert a Hugging Face checkpoint to another precision: FP8 dequantised to BF16, or quantised to INT8, or to FP8 with the default
     scale format.
 
-    `to` are the fields of a `PrecisionConfig`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
+    `precision_fields` are those of a `PrecisionConfig`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
     Raises UserError for what `HFCheckpoint` refuses, and where FP8 would be quantised again.
     """
     hf_config = read_config(folder)
     source = HFCheckpoint(folder, hf_config, "--checkpoint")
-    if source.fp8 and to["mode"] != "bf16":
+    if source.fp8 and precision_fields["mode"] != "bf16":
         raise UserError("--precision", None, f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")
-    model = _geometry(hf_config)
+    with geometry_as_user_error():
+        model = ModelGeometry.from_hf_config(hf_config)
     source.check(model)
     source.check_scales(model.tensors().values(), None)
-    own = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
-    contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": own, **to}))
+    high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
+    contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.tensors().items():
         value = source.read_values(take_all(tensor))
@@ -143,12 +142,5 @@ def convert(folder: Path, output: Path, to: dict[str, Any]) -> None:
         elif kind == "int8":
             tensors[name], tensors[scale_name(name, kind)] = quantize_int8_weight(value, row_maxima(value))
         else:
-            tensors[name] = value.to(torch.float32 if kind == "fp32" else _TORCH[contract.high])
+            tensors[name] = value.to(getattr(torch, dtype_name(kind, contract.high)))
     _write(output, hf_config, tensors, contract, folder)
-
-
-def _geometry(hf_config: dict[str, Any]) -> ModelGeometry:
-    try:
-        return ModelGeometry.from_hf_config(hf_config)
-    except GeometryError as error:
-        raise UserError(error.field, error.value, error.rule, error.fix) from None

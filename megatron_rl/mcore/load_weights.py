@@ -1,4 +1,4 @@
-"""Weights of a Megatron model told in Hugging Face terms: load a checkpoint into this rank's shards, and look at what a rank holds.
+"""Weights of a Megatron model in Hugging Face terms: load a checkpoint into this rank's shards, and collect the tensors a rank holds.
 
 Both use the geometry of `parallel`; no layer names are known here beyond how Megatron numbers layers.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.distributed import raise_on_all_ranks
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, geometry_as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
@@ -24,36 +24,35 @@ from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order, reorder_for_quantization
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
-from parallel.shards import GeometryError, Rect, Region, Shard, find_misaligned_region
+from parallel.shards import Shard, find_misaligned_region
 
 
-def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int) -> list[Shard]:
-    """What rank `rank` of `layout` holds. Raises UserError where model and layout do not fit."""
-    try:
+def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | None = None) -> list[Shard]:
+    """Return the shards of a rank of `layout`, by default of this process. Raise UserError where model and layout do not fit."""
+    rank = torch.distributed.get_rank() if rank is None else rank
+    with geometry_as_user_error():
         return build_megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
-    except GeometryError as error:
-        raise UserError(error.field, error.value, error.rule, error.fix) from None
 
 
 def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard]) -> None:
-    """Fills this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
+    """Fill this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
 
     FP8 layers adopt the blocks of an FP8 checkpoint byte for byte, and the optimizer steps from their values. A trainer that is not FP8
-    starts from the dequantised values. Then in mode `fp8_rollout` the engine is given the blocks of those values, at version 0 as at any
-    other: with pow2 scales and a checkpoint of such, the same values in every block (if not the same bytes: a block whose largest
-    magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may move by one rounding.
+    starts from the dequantised values. In mode `fp8_rollout` the engine then gets the blocks of those values, at version 0 as at any
+    other: with pow2 scales and a checkpoint with such scales, the same values in every block (not always the same bytes: a block whose
+    largest magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may change by one rounding.
 
     Raises UserError on every rank for what `HFCheckpoint` refuses.
     """
-    broken = None
+    failure = None
     try:
         hf_config = read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config)
         checkpoint.check(ModelGeometry.from_hf_config(hf_config))
         _load(model, checkpoint, shards)
     except UserError as error:
-        broken = error
-    raise_on_all_ranks(broken)
+        failure = error
+    raise_on_all_ranks(failure)
 
 
 @torch.no_grad()
@@ -61,44 +60,36 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard]) -> 
     parameters = global_parameters(model)
     if parameters.keys() != {shard.name for shard in shards}:
         raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
-    holders = _weight_holders(model)
+    layers = _find_layers(model)
     for shard in shards:
-        layer: Any = holders.get(shard.name)
+        layer: Any = layers.get(shard.name)
         tensors = [region.tensor for region in shard.regions]
         checkpoint.check_scales(tensors, getattr(layer, "scale_format", None))
         if hasattr(layer, "adopt") and checkpoint.has_fp8_blocks(tensors[0]):
-            layer.adopt(_shard_blocks(checkpoint, reorder_for_quantization(shard), layer.weight.device))
+            layer.adopt(_read_shard_blocks(checkpoint, reorder_for_quantization(shard), layer.weight.device))
             continue
         for region in shard.regions:
-            view_rect(parameters[shard.name], get_shard_rect(region)).copy_(checkpoint.read_values(region))
+            view_rect(parameters[shard.name], region.shard_rect).copy_(checkpoint.read_values(region))
 
 
-def _shard_blocks(checkpoint: HFCheckpoint, shard: Shard, device: torch.device) -> Fp8Weight:
-    """The blocks of a shard in quantised order, put together from the checkpoint's."""
-    cut = find_misaligned_region(shard)
-    if cut is not None:
-        raise UserError(
-            "train.layout", None, f"a shard boundary cuts a 128x128 FP8 block of {cut.tensor.name}", "use a smaller train.layout.tp"
-        )
+def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, device: torch.device) -> Fp8Weight:
+    """Read the blocks of a shard in quantised order from the checkpoint's."""
+    misaligned = find_misaligned_region(shard)
+    if misaligned is not None:
+        rule = f"a shard boundary cuts a 128x128 FP8 block of {misaligned.tensor.name}"
+        raise UserError("train.layout", None, rule, "use a smaller train.layout.tp")
     data = torch.empty(shard.rows, shard.cols, dtype=torch.float8_e4m3fn, device=device)
     scale = torch.empty(count_blocks(shard.rows), count_blocks(shard.cols), device=device)
     for region in shard.regions:
-        rect = get_shard_rect(region)
-        found = checkpoint.read_blocks(region)
-        view_rect(data, rect).copy_(found.data)
-        view_rect(scale, get_scale_rect(rect)).copy_(found.scale)
+        blocks = checkpoint.read_blocks(region)
+        view_rect(data, region.shard_rect).copy_(blocks.data)
+        view_rect(scale, get_scale_rect(region.shard_rect)).copy_(blocks.scale)
     return Fp8Weight(data, scale)
 
 
-def get_shard_rect(region: Region) -> Rect:
-    """Where a region lies in its shard."""
-    return Rect(region.shard_row, region.shard_col, region.tensor_rect.rows, region.tensor_rect.cols)
-
-
 def global_parameters(model: ModelChunks) -> dict[str, torch.Tensor]:
-    """This rank's parameters, and the correction biases of its routers: buffers in Megatron, weights of the checkpoint.
-
-    Layers are numbered over the whole model rather than within the pipeline stage, experts likewise.
+    """Return this rank's parameters by global name (see `mcore.names`), with its routers' correction biases: buffers in Megatron,
+    weights in the checkpoint.
     """
     return {
         global_name(chunk, name): tensor
@@ -109,16 +100,16 @@ def global_parameters(model: ModelChunks) -> dict[str, torch.Tensor]:
 
 
 def set_row_orders(model: ModelChunks, geometry: ModelGeometry, layout: Layout) -> None:
-    """Gives every linear_qkv its `row_order`, FP8 or not: int64 [N], or None where blocks lie right as they are."""
+    """Set `row_order` of every linear_qkv, FP8 or not: int64 [N], or None where the parameter's own order keeps blocks whole."""
     coordinates = layout.coordinates(torch.distributed.get_rank())
-    for name, module in _weight_holders(model).items():
+    for name, layer in _find_layers(model).items():
         if name.endswith("linear_qkv.weight"):
             order = compute_row_order(geometry, layout, coordinates, name)
-            module.row_order = None if order is None else torch.tensor(order)
+            layer.row_order = None if order is None else torch.tensor(order)
 
 
-def _weight_holders(model: ModelChunks) -> dict[str, Any]:
-    """Global name of a weight -> the module that holds it."""
+def _find_layers(model: ModelChunks) -> dict[str, Any]:
+    """Return global name of a weight -> the layer that holds it."""
     return {
         global_name(chunk, f"{name}.weight"): module
         for chunk in get_model_chunks(model)
@@ -128,16 +119,12 @@ def _weight_holders(model: ModelChunks) -> dict[str, Any]:
 
 
 def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
-    """What this rank gives to an engine or to an export, by global name: raw values, and for FP8 and INT8 roles bytes and scales.
+    """Return the tensors that an engine or an export gets from this rank, by global name: raw values; bytes and scales of FP8 and INT8
+    roles. Collective.
 
-    An FP8 layer gives the very blocks it computes with. Where the trainer is in high precision but the engine is not (`fp8_rollout`,
-    `int8_rollout`), they are made here: see `quantize_shards`. Collective. Views of live memory where possible: read them again after
-    every optimizer step. FP8 tensors lie in the quantised order of `parallel.megatron_shards`.
+    The bytes of an FP8 layer are the very blocks it computes with. Where the trainer is in high precision but the engine is not
+    (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes them here. Views of live memory where possible: call again after every
+    optimizer step. Rows of FP8 tensors are in the quantised order of `parallel.megatron_shards`.
     """
-    found = {name: tensor.detach() for name, tensor in global_parameters(model).items()}
-    return found | quantize_shards(shards, found, _weight_holders(model), contract)
-
-
-def build_own_shards(hf_config: dict[str, Any], layout: Layout) -> list[Shard]:
-    """`build_rank_shards` of the calling process."""
-    return build_rank_shards(hf_config, layout, torch.distributed.get_rank())
+    weights = {name: tensor.detach() for name, tensor in global_parameters(model).items()}
+    return weights | quantize_shards(shards, weights, _find_layers(model), contract)

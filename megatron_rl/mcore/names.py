@@ -1,4 +1,4 @@
-"""Names over the whole model: Megatron counts layers anew in every pipeline stage, and experts on every expert-parallel rank."""
+"""Global names: Megatron counts layers from 0 in every pipeline stage, and experts on every expert-parallel rank; these names do not."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ ModelChunks: TypeAlias = GPTModel | list[GPTModel]
 
 
 def get_model_chunks(model: ModelChunks) -> list[GPTModel]:
-    """A rank's virtual pipeline stages; one, where it has none."""
+    """Return a rank's virtual pipeline stages, or its only model."""
     return model if isinstance(model, list) else [model]
 
 
 def global_name(model: GPTModel, name: str) -> str:
-    """`name` of a parameter or module of this rank, told for the whole model."""
+    """Return the name of a parameter or module of this rank, with layers and experts numbered over the whole model."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         layer = model.decoder.layers[int(parts[2])]
         parts[2] = str(layer.layer_number - 1)
         if "local_experts" in parts:
-            at = parts.index("local_experts") + 1
-            parts[at] = str(layer.mlp.local_expert_indices[int(parts[at])])
+            expert = parts.index("local_experts") + 1
+            parts[expert] = str(layer.mlp.local_expert_indices[int(parts[expert])])
     return ".".join(parts)

@@ -1,6 +1,6 @@
-"""What some ranks found, told to all: replicas have different sequences, and of a pipeline only the last stage has logits.
+"""Sums over ranks: data-parallel replicas have different sequences, and only the last pipeline stage has logits.
 
-Tensor-parallel ranks know the same already. A rank that found nothing gives zeros, or no names.
+Tensor-parallel ranks have the same values already. A rank without values gives zeros, or no names.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from megatron.core import parallel_state
 
 
 def sum_values(values: torch.Tensor) -> None:
-    """Sums a tensor, in place, over data-parallel replicas and pipeline stages; collective."""
+    """Sum a tensor, in place, over data-parallel replicas and pipeline stages; collective."""
     for group in _groups():
         dist.all_reduce(values, group=group)
 
 
 def sum_by_name(values: dict[str, float]) -> dict[str, float]:
-    """Sums numbers by name over data-parallel replicas and pipeline stages; collective."""
+    """Sum numbers by name over data-parallel replicas and pipeline stages; collective."""
     for group in _groups():
-        found: list[dict[str, float] | None] = [None] * group.size()
-        dist.all_gather_object(found, values, group=group)
-        parts = cast(list[dict[str, float]], found)
-        values = {name: sum(part.get(name, 0.0) for part in parts) for name in dict.fromkeys(name for part in parts for name in part)}
+        gathered: list[dict[str, float] | None] = [None] * group.size()
+        dist.all_gather_object(gathered, values, group=group)
+        per_rank = cast(list[dict[str, float]], gathered)
+        names = dict.fromkeys(name for rank_values in per_rank for name in rank_values)
+        values = {name: sum(rank_values.get(name, 0.0) for rank_values in per_rank) for name in names}
     return values
 
 

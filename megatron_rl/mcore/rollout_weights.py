@@ -1,4 +1,4 @@
-"""What a quantised engine is given of every quantised weight: the blocks that the trainer computes with, or bytes made for this sync."""
+"""The quantised weights of a quantised engine: the blocks that the trainer computes with, or bytes made for this sync."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ from parallel.shards import Shard
 def quantize_shards(
     shards: Sequence[Shard], weights: Mapping[str, torch.Tensor], layers: Mapping[str, Any], contract: PrecisionContract
 ) -> dict[str, torch.Tensor]:
-    """Data and scales of every shard that the contract quantises, by name. Collective where it quantises any.
+    """Return data and scales of every shard that the contract quantises, by name. Collective where it quantises any.
 
     `layers` maps a shard's name to its Megatron layer, `weights` to the parameter, which is what a layer in high precision computes
-    with: in bf16 it is quantised, not the FP32 master that only the optimizer sees, so that quantising is all that sets the engine's
-    weights apart. Raises RunError, on every rank, naming a weight that holds inf or NaN.
+    with. In bf16 it is quantised rather than the FP32 master, which only the optimizer sees: the engine's weights then differ by the
+    quantisation alone. Raises RunError, on every rank, naming a weight that holds inf or NaN.
     """
     if contract.engine_quantization is None:
         return {}
-    found: dict[str, torch.Tensor] = {}
-    broken: RunError | None = None
-    for shard in shards:  # to the end, whatever breaks: other ranks may wait for this one's maxima
+    tensors: dict[str, torch.Tensor] = {}
+    failure: RunError | None = None
+    for shard in shards:  # to the end, whatever fails: other ranks may wait for this one's maxima
         kind = kind_of(shard.role, contract.fp8_roles, contract.int8_roles)
         weight, layer = weights[shard.name], layers.get(shard.name)
         try:
             if kind == "int8":
-                found[shard.name], found[scale_name(shard.name, kind)] = _channels(shard, weight, layer)
+                tensors[shard.name], tensors[scale_name(shard.name, kind)] = _quantize_channels(shard, weight, layer)
             elif kind == "fp8":
-                found[shard.name], found[scale_name(shard.name, kind)] = _blocks(weight, layer, contract.scale_format)
+                tensors[shard.name], tensors[scale_name(shard.name, kind)] = _get_blocks(weight, layer, contract.scale_format)
         except ValueError as error:
-            broken = broken or RunError(f"{shard.name}: {error}; the sync is stopped before it reaches the engine")
-    raise_on_all_ranks(broken)
-    return found
+            failure = failure or RunError(f"{shard.name}: {error}; the sync is stopped before it reaches the engine")
+    raise_on_all_ranks(failure)
+    return tensors
 
 
-def _blocks(weight: torch.Tensor, layer: Any, scale_format: str) -> Fp8Weight:
+def _get_blocks(weight: torch.Tensor, layer: Any, scale_format: str) -> Fp8Weight:
     blocks = getattr(layer, "blocks", None)
     return quantize_weight(reorder_rows(weight, getattr(layer, "row_order", None)), scale_format) if blocks is None else blocks
 
 
-def _channels(shard: Shard, weight: torch.Tensor, layer: Any) -> Int8Weight:
-    """A channel's scale is that of its whole row, also where tensor-parallel ranks hold a part of its columns each, so that the bytes
-    are those of quantising the checkpoint's tensor."""
+def _quantize_channels(shard: Shard, weight: torch.Tensor, layer: Any) -> Int8Weight:
+    """Quantise with the scales of whole rows, also where each tensor-parallel rank holds some of their columns, so that the bytes equal
+    those of the quantised checkpoint."""
     amax = row_maxima(weight)
     if any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions):
         amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may lose a NaN

@@ -57,7 +57,7 @@ def _align_side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[
             kind = kind_of(shard.role, roles, int8_roles)
             cut = _describe_cut(shard) if kind == "fp8" else ""
             if name not in rows or (cut and not rows[name].cut):
-                scales = shard.scale_shape_of(kind) if kind in SCHEMES else ()
+                scales = shard.scale_shape(kind) if kind in SCHEMES else ()
                 rows[name] = ParameterAlignment(side, name, shard.shape, kind, scales, cut)
     return list(rows.values())
 

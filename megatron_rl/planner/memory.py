@@ -159,7 +159,7 @@ def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> 
 
 def _count_quantized(shard: Shard, kind: str) -> int:
     """Return the bytes of data and scales."""
-    return shard.rows * shard.cols + _SCALE * math.prod(shard.scale_shape_of(kind))
+    return shard.rows * shard.cols + _SCALE * math.prod(shard.scale_shape(kind))
 
 
 def count_engine_weights(job: Workload, candidate: Candidate) -> int:

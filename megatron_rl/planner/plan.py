@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, geometry_as_user_error
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner import block_alignment
@@ -16,7 +16,6 @@ from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
-from parallel.shards import GeometryError
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,8 @@ def _make_workload(config: Config) -> Workload:
     else:
         hf_config = make_hf_config(create, 0, config.precision.high)
     check_lengths(config, hf_config)
-    try:
+    with geometry_as_user_error():
         return Workload.from_config(config, hf_config)
-    except GeometryError as error:
-        raise UserError(error.field, error.value, error.rule, error.fix) from None
 
 
 def _is_configured(config: Config) -> bool:

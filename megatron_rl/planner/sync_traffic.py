@@ -1,7 +1,7 @@
-"""What one sync moves over which link, and the seconds that the links' bandwidths allow: an estimate, but for the bytes.
+"""The bytes that one sync moves over each link, and the seconds that the links' bandwidths allow. Only the seconds are an estimate.
 
-The bytes are those of the real reshard plan (`parallel.reshard`), whose layers of one kind are alike: one of each is planned, stage by
-stage, and counted as often as the stage has it.
+The bytes are those of the real reshard plan (`parallel.reshard`), in which layers of one kind are alike: one of each is planned, stage
+by stage, and counted as often as the stage has it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.planner.memory import count_layers_like_each
-from parallel.formats import SCHEMES
+from parallel.formats import element_bytes
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_trainer_shards
-from parallel.reshard import WeightTransfer, reshard
+from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 
 LINKS = ("same", "node", "network")
-"""Within a GPU, to another one of its node, to another node."""
+"""Within a GPU, to another GPU of its node, to another node."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class SyncTraffic:
 
     total: dict[str, int]
     busiest: dict[str, int]
-    """What the GPU that has most of a link's bytes sends or receives over it."""
+    """The most bytes that one GPU sends or receives over a link."""
     seconds: float
-    """The busiest GPU's, its links one after the other, with the copies into and out of buffers."""
+    """Of the busiest GPU: its links one after the other, with the copies into and out of buffers."""
 
 
 def estimate_sync_traffic(job: Workload, candidate: Candidate, cluster: Cluster) -> SyncTraffic:
-    """Of all engines together. Raises GeometryError where the layouts have no plan."""
+    """Estimate the sync of all engines together. Raises GeometryError where the layouts have no plan."""
     sent: dict[tuple[int, str], int] = defaultdict(int)
     received: dict[tuple[int, str], int] = defaultdict(int)
     for stage in range(candidate.train.pp):
@@ -58,44 +58,35 @@ def _seconds(gpu: int, sent: dict[tuple[int, str], int], received: dict[tuple[in
 
 
 def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> dict[tuple[int, int], int]:
-    """(trainer's GPU, engine's GPU) -> bytes that a pipeline stage gives."""
+    """Return (trainer's GPU, engine's GPU) -> bytes that a pipeline stage sends."""
     width = candidate.train.world_size // candidate.train.pp
     gpu_of = {rank: candidate.engine_gpu(rank) for rank in range(candidate.engine_gpus)}
     homes = {rank: gpu - stage * width for rank, gpu in gpu_of.items() if 0 <= gpu - stage * width < width}
-    found: dict[tuple[int, int], int] = defaultdict(int)
-    times = _count_layers(job, candidate, stage)
+    bytes_by_link: dict[tuple[int, int], int] = defaultdict(int)
+    layer_counts = _count_layers(job, candidate, stage)
     for transfer in _plan_one_layer_per_kind(job, candidate, homes):
-        if count := times[_layer_of_tensor(transfer.tensor)]:
-            found[stage * width + transfer.source_rank, gpu_of[transfer.target_rank]] += count * _count_copy_bytes(job, transfer)
-    return found
+        if count := layer_counts[_layer_of_tensor(transfer.tensor)]:
+            elements = transfer.target_rect.rows * transfer.target_rect.cols
+            nbytes = count * elements * element_bytes(transfer.kind, job.contract.high)
+            bytes_by_link[stage * width + transfer.source_rank, gpu_of[transfer.target_rank]] += nbytes
+    return bytes_by_link
 
 
-def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[WeightTransfer]:
-    one, roles = keep_one_layer_per_kind(job.model), job.contract.fp8_roles
-    sources = build_trainer_shards(one, replace(candidate.train, pp=1, vpp=1), quantised=bool(roles))
-    targets = build_engine_shards(one, candidate.rollout_tp, candidate.rollout_ep, candidate.engines)
-    return reshard(sources, targets, roles, homes, job.contract.int8_roles)
+def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[Transfer]:
+    model, roles = keep_one_layer_per_kind(job.model), job.contract.fp8_roles
+    sources = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), quantised=bool(roles))
+    targets = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep, candidate.engines)
+    return add_scale_transfers(reshard(sources, targets, roles, homes, job.contract.int8_roles))
 
 
 def _count_layers(job: Workload, candidate: Candidate, stage: int) -> dict[str, int]:
-    """How often a stage has each part of `keep_one_layer_per_kind`."""
-    found = {str(layer): count for layer, count in enumerate(count_layers_like_each(job.model, candidate.train, stage))}
+    """Return how often a stage has each layer of `keep_one_layer_per_kind`, and the embedding, final norm and output layer."""
+    counts = {str(layer): count for layer, count in enumerate(count_layers_like_each(job.model, candidate.train, stage))}
     last = int(stage == candidate.train.pp - 1)
-    return found | {"embed_tokens": int(stage == 0), "norm": last, "lm_head": last}
+    return counts | {"embed_tokens": int(stage == 0), "norm": last, "lm_head": last}
 
 
 def _layer_of_tensor(tensor: str) -> str:
-    """`3` of model.layers.3.mlp.up_proj.weight, `embed_tokens` of model.embed_tokens.weight."""
+    """Return `3` for model.layers.3.mlp.up_proj.weight, `embed_tokens` for model.embed_tokens.weight."""
     parts = tensor.removeprefix("model.").split(".")
     return parts[1] if parts[0] == "layers" else parts[0]
-
-
-def _count_copy_bytes(job: Workload, transfer: WeightTransfer) -> int:
-    """Of data and scales, as `parallel.reshard.add_scale_transfers` tells them."""
-    rect = transfer.target_rect
-    scheme = SCHEMES.get(transfer.kind)
-    if scheme is None:
-        return rect.rows * rect.cols * (4 if transfer.kind == "fp32" else job.high_bytes)
-    rows, cols = scheme.grid(rect.rows, rect.cols)
-    scales = 0 if scheme.whole_rows and rect.col else rows * cols
-    return rect.rows * rect.cols + 4 * scales

@@ -1,8 +1,8 @@
 """The sync: the trainer's blocks go to the live engine as bytes, and every sync proves that they arrived.
 
 Nothing is dequantised, cast or quantised on the way. Trainer ranks send chunk by chunk straight to the engine ranks that need them
-(`parallel.transport.base`), while the engine answers no request; so the extra memory is two chunks. Every chunk is hashed where it
-came from, in the trainer's live tensors, and where it went to, in the engine's.
+(`parallel.transport.base`), while the engine answers no request; so the extra memory is two chunks. Every chunk is hashed at both
+ends: in the trainer's live tensors, and in the engine's after it was written there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_hosts
-from parallel.chunking import make_chunks
 from parallel.digest import as_byte_matrix, digest, digest_all
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
-from parallel.shards import Rect
+from parallel.shards import NamedRect, Rect
 from parallel.transport.base import GROUPS, Link, Outbox, make_outbox
 from parallel.transport.pack import make_source_packer
 
@@ -40,25 +39,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """What one sync did: bytes and FP8 blocks (INT8: channels) moved, engine tensors (scales count) written, seconds in all and of proof.
-
-    All bytes of the `proved` tensors had equal digests on both sides, or the sync would have raised.
-    """
+    """What one sync did."""
 
     bytes: int
     blocks: int
+    """FP8 blocks, or INT8 channels, moved."""
     tensors: int
+    """Engine tensors written; scales count."""
     proved: int
+    """Engine tensors whose bytes all had equal digests on both sides; otherwise the sync would have raised."""
     seconds: float
+    """In all, the proof included."""
     proof_seconds: float
     restarts: int = 0
-    """Engines that took the place of lost ones since the sync before; `recovery_seconds` is what that and repeated syncs took."""
+    """Engines that replaced lost ones since the previous sync."""
     recovery_seconds: float = 0.0
+    """Spent on replacing engines and repeating syncs."""
 
     def metrics(self) -> dict[str, float]:
-        """By the names of the run log."""
-        counts = {"sync/bytes": self.bytes, "sync/blocks": self.blocks, "sync/tensors": self.tensors, "sync/proved": self.proved}
-        return {name: float(value) for name, value in counts.items()} | {
+        """Return the metrics by their names in the run log."""
+        return {
+            "sync/bytes": float(self.bytes),
+            "sync/blocks": float(self.blocks),
+            "sync/tensors": float(self.tensors),
+            "sync/proved": float(self.proved),
             "time/sync": self.seconds - self.proof_seconds,
             "time/proof": self.proof_seconds,
             "time/recovery": self.recovery_seconds,
@@ -67,7 +71,7 @@ class SyncReport:
 
 
 class WeightSync:
-    """Runs syncs over a plan. Every trainer rank makes one; only rank 0 has the engine. All its methods are collective."""
+    """Runs syncs over a plan. Every trainer rank constructs one; only rank 0 has the engine. All methods are collective."""
 
     def __init__(
         self,
@@ -76,15 +80,11 @@ class WeightSync:
         read_named_tensors: Callable[[], dict[str, torch.Tensor]],
         settings: SyncConfig | None = None,
     ) -> None:
-        """`read_named_tensors` gives this rank's live tensors (`mcore.weights.collect_named_tensors`), as the last optimizer step left
-        them.
-
-        Raises UserError for a transport that cannot work on these machines.
-        """
+        """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
+        `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
         self.plan, self._read_named_tensors, self._settings = plan, read_named_tensors, settings or SyncConfig()
         self._engine = cast(Engine, engine)  # used inside run_on_rank0 only
         self._rank = dist.get_rank()
-        self.chunks = make_chunks(plan.transfers, plan.buckets)
         check_hosts(self._settings, gather_from_ranks(_BOOT_ID.read_text()))
         self._counts = {
             "bytes": sum(map(plan.count_bytes, plan.transfers)),
@@ -92,10 +92,10 @@ class WeightSync:
             "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
         }
         self._outbox: Outbox | None = None
-        self._seen_once = False
+        self._reread_done = False
 
     def close(self) -> None:
-        """Ends the connection to the engine."""
+        """End the connection to the engine."""
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
@@ -104,10 +104,10 @@ class WeightSync:
                     self._engine.disconnect()
 
     def run(self, version: int, hashing: bool = True) -> SyncReport:
-        """Moves the trainer's weights into the engine as policy version `version`, and proves it before the engine serves them.
+        """Move the trainer's weights into the engine as policy version `version`, and prove it before the engine serves them.
 
-        `hashing` is turned off to measure what the proof costs, only. Raises RunError naming parameter, rank and first block when a
-        byte differs, or when the engine fails; the engine then serves nothing any more. EngineLostError where an engine or the
+        `hashing` is turned off only to measure what the proof costs. Raises RunError naming parameter, rank and first block when a byte
+        differs, or when the engine fails; the engine then serves nothing any more. Raises EngineLostError where an engine or the
         connection was lost; after `close` the same sync may be run again.
         """
         start = time.perf_counter()
@@ -119,29 +119,28 @@ class WeightSync:
         proof_start = time.perf_counter()
         if hashing:
             self._compare_digests(named_tensors, sent, arrived)
-            if self._settings.proof == "reread" or not self._seen_once:  # once at least: what end_sync does to weights is always the same
+            if self._settings.proof == "reread" or not self._reread_done:  # once is enough: end_sync does the same to weights every time
                 self.prove(named_tensors)
-                self._seen_once = True
+                self._reread_done = True
         proof_seconds = time.perf_counter() - proof_start + hash_seconds
         run_on_rank0(lambda: self._engine.resume())
-        counts = self._counts
-        return SyncReport(
-            **counts, proved=counts["tensors"] if hashing else 0, seconds=time.perf_counter() - start, proof_seconds=proof_seconds
-        )
+        proved = self._counts["tensors"] if hashing else 0
+        return SyncReport(**self._counts, proved=proved, seconds=time.perf_counter() - start, proof_seconds=proof_seconds)
 
     def _connect(self) -> Outbox:
-        """Opens this rank's outbox while the engine ranks open their inboxes."""
-        outbox = self._outbox = make_outbox(self._settings, self._rank, self.chunks)
+        """Open this rank's outbox while the engine ranks open their inboxes."""
+        chunks = self.plan.chunks
+        outbox = self._outbox = make_outbox(self._settings, self._rank, chunks)
         addresses = dict(enumerate(gather_from_ranks(outbox.address)))
         link = Link(
             self._settings.transport,
             {str(rank): address for rank, address in addresses.items()},
-            sorted({chunk.source for chunk in self.chunks}),
-            sorted({chunk.target for chunk in self.chunks}),
-            max(chunk.nbytes for chunk in self.chunks),
+            sorted({chunk.source for chunk in chunks}),
+            sorted({chunk.target for chunk in chunks}),
+            max(chunk.nbytes for chunk in chunks),
             self._settings.timeout,
         )
-        run_on_rank0(lambda: self._engine.connect(link, self.chunks, self._settings.staged))
+        run_on_rank0(lambda: self._engine.connect(link, chunks, self._settings.staged))
         self._run_on_all_ranks(lambda: outbox.open(addresses))
         return outbox
 
@@ -150,13 +149,13 @@ class WeightSync:
         self._engine.begin_sync()
 
     def _begin(self, hashing: bool) -> None:
-        """Rank 0: the engine begins to receive."""
+        """On rank 0: let the engine begin to receive."""
         if not self._settings.staged:
             self._stop_serving()
         self._engine.start_receiving(hashing)
 
     def _finish(self, version: int, hashing: bool) -> dict[int, list[str]]:
-        """Rank 0: all that was sent lies in the engine's live tensors, as version `version`; returns the digests by engine rank."""
+        """On rank 0: wait until the engine's live tensors hold version `version`; return their digests by engine rank."""
         if self._settings.staged:
             self._stop_serving()
         arrived = self._engine.finish_receiving(hashing)
@@ -164,41 +163,41 @@ class WeightSync:
         return arrived
 
     def _send(self, outbox: Outbox, named_tensors: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
-        """Sends this rank's chunks; returns the digests of all chunks, by number, and the longest time a rank took to make them."""
+        """Send this rank's chunks; return the digests of all ranks' chunks, by number, and the most seconds a rank spent on hashing."""
 
         def send() -> tuple[dict[int, str], float]:
-            mine: dict[int, str] = {}
-            memory = make_source_packer(named_tensors, self.chunks, self._rank)
-            for number, chunk in enumerate(self.chunks):
+            digests: dict[int, str] = {}
+            packer = make_source_packer(named_tensors, self.plan.chunks, self._rank)
+            for number, chunk in enumerate(self.plan.chunks):
                 if chunk.source == self._rank:
-                    mine[number] = memory.pack(chunk.sources, as_byte_matrix(outbox.buffer(chunk)), hashing)
+                    digests[number] = packer.pack(chunk.sources, as_byte_matrix(outbox.buffer(chunk)), hashing)
                     outbox.send(chunk)
             outbox.finish()
-            return mine, memory.hash_seconds
+            return digests, packer.hash_seconds
 
-        parts = self._run_on_all_ranks(send)
-        return {number: value for part, _ in parts for number, value in part.items()}, max(seconds for _, seconds in parts)
+        results = self._run_on_all_ranks(send)
+        return {number: value for digests, _ in results for number, value in digests.items()}, max(seconds for _, seconds in results)
 
-    def _run_on_all_ranks(self, part: Callable[[], T]) -> list[T]:
-        """Every rank does its part and is told all results; where one fails, all raise RunError, with the engine's side of it."""
+    def _run_on_all_ranks(self, step: Callable[[], T]) -> list[T]:
+        """Run `step` on every rank and return all results; where one fails, all raise RunError, with what the engine says of it."""
         result, failure, lost = None, "", False
         try:
-            result = part()
+            result = step()
         except (OSError, RuntimeError) as error:
             failure = f"trainer rank {self._rank}: {error}"
             lost = isinstance(error, OSError) or self._settings.transport in GROUPS  # whose errors are all RuntimeErrors
             if self._outbox is not None:
-                self._outbox.close()  # the engine's ranks that wait for this one are told
-        told = gather_from_ranks((result, failure, lost))
-        failures = [text for _, text, _ in told if text]
+                self._outbox.close()  # so that the engine ranks that wait for this one fail at once
+        outcomes = gather_from_ranks((result, failure, lost))
+        failures = [failure for _, failure, _ in outcomes if failure]
         if failures:
-            reason, gone = run_on_rank0(self._engine_failure)
-            kind = EngineLostError if gone or any(lost for *_, lost in told) else RunError
-            raise kind(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
-        return [cast(T, value) for value, *_ in told]
+            reason, engine_lost = run_on_rank0(self._read_engine_failure)
+            error_class = EngineLostError if engine_lost or any(lost for *_, lost in outcomes) else RunError
+            raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
+        return [cast(T, result) for result, *_ in outcomes]
 
-    def _engine_failure(self) -> tuple[str, bool]:
-        """What the engine's ranks say of a sync that broke, and whether an engine is lost."""
+    def _read_engine_failure(self) -> tuple[str, bool]:
+        """Return what the engine's ranks say of a sync that broke, and whether an engine is lost."""
         try:
             self._engine.finish_receiving(False)
         except RunError as error:
@@ -206,47 +205,46 @@ class WeightSync:
         return "", False
 
     def _compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
-        """Raises RunError where a chunk's digests differ."""
-        found = {rank: iter(values) for rank, values in arrived.items()}
-        for number, chunk in enumerate(self.chunks):
-            if next(found[chunk.target]) != sent[number]:
+        """Raise RunError where a chunk's digests differ."""
+        next_digest = {rank: iter(digests) for rank, digests in arrived.items()}
+        for number, chunk in enumerate(self.plan.chunks):
+            if next(next_digest[chunk.target]) != sent[number]:
                 self.prove(named_tensors)  # finds the block and raises
                 raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed when it was written")
 
     def prove(self, named_tensors: dict[str, torch.Tensor] | None = None) -> int:
-        """Compares the digests of every transfer at its source and at its target, both sides at once; returns the engine tensors proved.
+        """Compare the digests of every transfer at its source and at its target, both sides at once; return the engine tensors proved.
 
         Raises RunError at the first difference, naming parameter, rank and first block.
         """
         named_tensors = named_tensors or self._read_named_tensors()
         transfers = self.plan.transfers
         with ThreadPoolExecutor(1) as pool:
-            theirs = pool.submit(_engine_digests, self._engine, transfers) if self._rank == 0 else None
-            own = [index for index, transfer in enumerate(transfers) if transfer.source_rank == self._rank]
-            mine = dict(
-                zip(own, digest_all(named_tensors, [(transfers[index].source, transfers[index].source_rect) for index in own]), strict=True)
-            )
-            sent = {index: value for part in gather_from_ranks(mine) for index, value in part.items()}
-            arrived = run_on_rank0(lambda: theirs.result() if theirs else [])
+            on_engine = pool.submit(_digest_on_engine, self._engine, transfers) if self._rank == 0 else None
+            indices = [index for index, transfer in enumerate(transfers) if transfer.source_rank == self._rank]
+            digests = digest_all(named_tensors, [(transfers[index].source, transfers[index].source_rect) for index in indices])
+            by_index = gather_from_ranks(dict(zip(indices, digests, strict=True)))
+            sent = {index: value for rank_digests in by_index for index, value in rank_digests.items()}
+            arrived = run_on_rank0(lambda: on_engine.result() if on_engine else [])
         for index, transfer in enumerate(transfers):
             if sent[index] != arrived[index]:
                 self._raise_difference(named_tensors, transfer)
-        return len({(transfer.target_rank, transfer.target) for transfer in transfers})
+        return self._counts["tensors"]
 
     def _raise_difference(self, named_tensors: dict[str, torch.Tensor], transfer: Transfer) -> None:
-        """Finds the first block of a transfer that differs, by hashing its blocks one by one on both sides."""
-        offsets = list(_split_into_blocks(transfer))
-        mine: list[list[str]] = [[]]
+        """Raise RunError for the first block of a transfer that differs: its blocks are hashed one by one on both sides."""
+        blocks = _split_into_blocks(transfer)
+        expected: list[list[str]] = [[]]
         if self._rank == transfer.source_rank:
-            mine = [[digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in offsets]]
-        dist.broadcast_object_list(mine, src=transfer.source_rank)
+            expected = [[digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in blocks]]
+        dist.broadcast_object_list(expected, src=transfer.source_rank)
 
-        def first_difference() -> Rect:
-            wanted = [(transfer.target, _offset_rect(block, transfer.target_rect)) for block in offsets]
-            theirs = self._engine.digest_rects({transfer.target_rank: wanted})[transfer.target_rank]
-            return next((block for block, a, b in zip(offsets, mine[0], theirs, strict=True) if a != b), offsets[0])
+        def find_first_difference() -> Rect:
+            named_rects = [(transfer.target, _offset_rect(block, transfer.target_rect)) for block in blocks]
+            actual = self._engine.digest_rects({transfer.target_rank: named_rects})[transfer.target_rank]
+            return next((block for block, a, b in zip(blocks, expected[0], actual, strict=True) if a != b), blocks[0])
 
-        block = _offset_rect(run_on_rank0(first_difference), transfer.target_rect)
+        block = _offset_rect(run_on_rank0(find_first_difference), transfer.target_rect)
         raise RunError(
             f"the sync is not proved: {transfer.target} of engine rank {transfer.target_rank} differs from {transfer.source} "
             f"of trainer rank {transfer.source_rank}; first in rows {block.row}..{block.row + block.rows - 1}, "
@@ -254,17 +252,17 @@ class WeightSync:
         )
 
 
-def _engine_digests(engine: Engine, transfers: Sequence[Transfer]) -> list[str]:
-    """The engine's digest of every transfer's target rectangle, in the order of the transfers."""
-    wanted: dict[int, list[tuple[str, Rect]]] = defaultdict(list)
+def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str]:
+    """Return the engine's digest of every transfer's target rectangle, in the order of the transfers."""
+    named_rects: dict[int, list[NamedRect]] = defaultdict(list)
     for transfer in transfers:
-        wanted[transfer.target_rank].append((transfer.target, transfer.target_rect))
-    found = {rank: iter(values) for rank, values in engine.digest_rects(wanted).items()}
-    return [next(found[transfer.target_rank]) for transfer in transfers]
+        named_rects[transfer.target_rank].append((transfer.target, transfer.target_rect))
+    next_digest = {rank: iter(digests) for rank, digests in engine.digest_rects(named_rects).items()}
+    return [next(next_digest[transfer.target_rank]) for transfer in transfers]
 
 
 def _split_into_blocks(transfer: Transfer) -> list[Rect]:
-    """A transfer cut into FP8 blocks (or, for scales, single values), told from the transfer's own corner."""
+    """Cut a transfer into FP8 blocks (or, for scales, single values), in coordinates of the transfer's own corner."""
     step = 1 if transfer.kind == "scale" else BLOCK
     rect = transfer.target_rect
     return [

@@ -24,7 +24,7 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
@@ -141,7 +141,7 @@ class Session:
             self.notify(f"warm start saved to {model_path}")
         hang_watchdog.enter_phase("loading the model")
         hf_config = read_config(model_path)
-        shards = build_own_shards(hf_config, self.layout)
+        shards = build_rank_shards(hf_config, self.layout)
         model = build_model(hf_config, self.layout, self.contract, self.config.train)
         load_checkpoint(model, model_path, shards)
         if is_fp8_checkpoint(hf_config) and not self.contract.train_fp8:
@@ -210,7 +210,7 @@ class Session:
         if not self.config.algorithm.kl_coef:
             return None
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
-        load_checkpoint(model, self.config.model.path, build_own_shards(hf_config, self.layout))
+        load_checkpoint(model, self.config.model.path, build_rank_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def _try_checkpoint(self, loop: Loop) -> None:

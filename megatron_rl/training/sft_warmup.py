@@ -29,7 +29,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.precision.contract import PrecisionContract
@@ -50,7 +50,7 @@ def make_warm_start_checkpoint(config: Config, layout: Layout, notify: Callable[
     try:
         hf_config = read_config(start)
         contract = PrecisionContract.from_config(config.precision)
-        shards = build_own_shards(hf_config, layout)
+        shards = build_rank_shards(hf_config, layout)
         model = build_model(hf_config, layout, contract, config.train)
         load_checkpoint(model, start, shards)
         warm = config.model.warm_start

@@ -66,7 +66,7 @@ def test_after_an_optimizer_step_a_sync_serves_the_newly_quantised_weights(serve
         served.call("support.trainer_engine:prove")
     for version in (1, 2):  # twice: SGLang processes its weights at the end of every update
         report = served.call("support.trainer_engine:sync", version, 1 << 16)[0]
-        assert report["proved"] == report["tensors"] == TENSORS[mode] and report["buckets"] > 5
+        assert report["proved"] == report["tensors"] == TENSORS[mode] and report["chunks"] > 5
     served.call("support.trainer_engine:check_live")
     assert_the_engine_computes_as_emulated(served)
 

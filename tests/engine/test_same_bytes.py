@@ -86,7 +86,7 @@ def test_after_an_optimizer_step_only_a_sync_makes_them_equal_again(served):
 def test_a_bucket_of_a_few_kib_moves_the_same_bytes(served):
     served.call("support.trainer_engine:train", random_sequences(8, seed=13))
     small, large = (served.call("support.trainer_engine:sync", version, size)[0] for version, size in ((2, 5000), (3, WHOLE)))
-    assert small["buckets"] > 100 and large["buckets"] == 1
+    assert small["chunks"] > 100 and large["chunks"] == 1
     assert small["bytes"] == large["bytes"] and small["proved"] == TENSORS
     assert_same_logprobs(served.call("support.trainer_engine:generate", PROMPTS)[0], {3})
 

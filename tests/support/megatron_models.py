@@ -17,7 +17,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.fp8_linear import FP8ColumnParallelLinear, FP8RowParallelLinear, find_fp8_layers, quantize_model
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, get_shard_rect, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import FP8TransformerConfig, build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
@@ -96,20 +96,20 @@ def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: Precis
             dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": high}[kind]
             found[shard.name] = torch.zeros(shard.shape, dtype=dtype)
             if kind == "fp8":
-                found[scale_name(shard.name)] = torch.zeros(shard.scale_shape)
+                found[scale_name(shard.name)] = torch.zeros(shard.scale_shape())
             for region in shard.regions:
                 value = file.get_tensor(region.tensor.name)
                 if kind == "fp8":
                     grid = quantize_weight(value if contract.train_fp8 else value.to(high), contract.scale_format)
-                    _copy(found[shard.name], get_shard_rect(region), grid.data, region.tensor_rect)
+                    _copy(found[shard.name], region.shard_rect, grid.data, region.tensor_rect)
                     _copy(
                         found[scale_name(shard.name)],
-                        get_scale_rect(get_shard_rect(region)),
+                        get_scale_rect(region.shard_rect),
                         grid.scale,
                         get_scale_rect(region.tensor_rect),
                     )
                 else:
-                    _copy(found[shard.name], get_shard_rect(region), value.to(dtype), region.tensor_rect)
+                    _copy(found[shard.name], region.shard_rect, value.to(dtype), region.tensor_rect)
     return found
 
 

@@ -25,7 +25,7 @@ from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, ite
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.fp8_linear import disable_fp8, find_fp8_layers
-from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors, global_parameters, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
@@ -51,7 +51,7 @@ class Trainer:
         self.folder, self.precision = folder, PrecisionConfig(**precision)
         self.hf_config = read_config(folder)
         self.contract = PrecisionContract.from_config(self.precision)
-        self.shards = build_own_shards(self.hf_config, self.layout)
+        self.shards = build_rank_shards(self.hf_config, self.layout)
         self.train = TrainConfig(**{**TRAIN, **(train or {})})
         self.model = build_model(self.hf_config, self.layout, self.contract, self.train)
         load_checkpoint(self.model, folder, self.shards)

@@ -97,10 +97,10 @@ def train(batch: list[TrainingSample]) -> None:
 
 
 def sync(version: int, bucket_bytes: int) -> dict[str, Any]:
-    """One whole sync in buckets of at most that many bytes: its report and the number of buckets."""
+    """One whole sync in buckets of at most that many bytes: its report and the number of chunks."""
     weight_sync = _now[0].sync(bucket_bytes)
     try:
-        return {**dataclasses.asdict(weight_sync.run(version)), "buckets": len(weight_sync.plan.buckets)}
+        return {**dataclasses.asdict(weight_sync.run(version)), "chunks": len(weight_sync.plan.chunks)}
     finally:
         weight_sync.close()
 

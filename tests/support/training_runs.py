@@ -27,7 +27,7 @@ from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
-from megatron_rl.mcore.load_weights import build_own_shards, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.observability import hang_watchdog
@@ -416,7 +416,7 @@ def make_run(config: Config, folder: Path, step: int) -> Path:
     make_warm_start_checkpoint(config, layout, print)
     hf_config = read_config(config.model.path)
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision))
-    load_checkpoint(model, config.model.path, build_own_shards(hf_config, layout))
+    load_checkpoint(model, config.model.path, build_rank_shards(hf_config, layout))
     saved = folder / "checkpoints" / f"step_{step:05d}"
     state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
     (folder / "checkpoints").mkdir(parents=True)

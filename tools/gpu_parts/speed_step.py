@@ -31,7 +31,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.load_weights import build_own_shards, collect_named_tensors
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
@@ -90,7 +90,7 @@ class OneRun:
         hf_config, contract = make_hf_config(architecture, 0, precision.high), PrecisionContract.from_config(precision)
         self.actor, self.engine, self.version = actor(architecture, precision), engine, 0
         self.reference = Policy(freeze(model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
-        shards, geometry = build_own_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)
+        shards, geometry = build_rank_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)
         plan = SyncPlan.make(geometry, Layout(), (1, 1), contract, settings.chunk_bytes)
         self.sync = WeightSync(plan, engine, lambda: collect_named_tensors(self.actor.model, shards, contract), settings)
 

@@ -222,7 +222,7 @@ def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_check
     for rank in range(4):  # tp 4, ep 2: ranks 0 and 1 share experts 0 and 1
         shards = {shard.name: shard for shard in build_sglang_shards(SMALL_MOE, 4, rank, ep=2)}
         w13, w2 = (shards[f"model.layers.0.mlp.experts.{name}_weight"] for name in ("w13", "w2"))
-        assert (w13.shape, w13.scale_shape, w2.shape, w2.scale_shape) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
+        assert (w13.shape, w13.scale_shape(), w2.shape, w2.scale_shape()) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
         held = slow_cut.cut([w13, w2], source)
         mine, half = range(rank // 2 * 2, rank // 2 * 2 + 2), slice(rank % 2 * 128, rank % 2 * 128 + 128)
         expected = np.stack([np.concatenate([gate[expert][half], up[expert][half]]) for expert in mine])

@@ -185,8 +185,8 @@ def test_engines_on_their_own_devices_draw_evenly_on_all_replicas():
     plan = reshard(source_shards(case), target_shards(case), ROLES, homes={})
     sent: Counter[int] = Counter()
     for copy in plan:
-        sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.fp8 else 2)
-    largest = max(copy.target_rect.rows * copy.target_rect.cols * (1 if copy.fp8 else 2) for copy in plan)
+        sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2)
+    largest = max(copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2) for copy in plan)
     assert set(sent) == set(range(4)) and max(sent.values()) - min(sent.values()) <= largest
 
 
@@ -204,8 +204,8 @@ def test_replicas_share_the_load_of_ranks_that_hold_nothing_themselves():
         if copy.target_rank < dp:
             assert copy.source_rank == copy.target_rank
         else:
-            sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.fp8 else 2)
-    largest = max(copy.target_rect.rows * copy.target_rect.cols * (1 if copy.fp8 else 2) for copy in plan)
+            sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2)
+    largest = max(copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2) for copy in plan)
     assert set(sent) == set(range(dp))
     assert max(sent.values()) - min(sent.values()) <= largest
 

@@ -12,12 +12,11 @@ from support.golden.slow_cut import ROLES, Arrays, Case, cases
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import list_tensor_specs
 from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
+from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Rect, Shard
 
@@ -63,8 +62,10 @@ def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shar
     slow_cut.assert_same(filled, expected)
     for rank, arrays in written.items():
         assert all((times <= 1).all() for times in arrays.values())  # padding is never written
-        for spec in list_tensor_specs({rank: targets[rank]}, NONE, 2, ROLES):
-            assert arrays[spec.name].shape[1] == spec.cols and (arrays[spec.name][: spec.rows] == 1).all(), spec.name
+        assert arrays.keys() == list_stored_tensors(targets[rank], NONE, ROLES).keys()
+        for shard in targets[rank]:
+            assert (arrays[shard.name][: shard.filled_rows] == 1).all(), shard.name
+            assert shard.role not in ROLES or (arrays[scale_name(shard.name, "int8")] == 1).all(), shard.name
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
@@ -92,7 +93,7 @@ def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
     rows, fp8 = 1024 + 256 + 1024 + 256, 2 * 1024 * 256 + 2 * 256 * 512  # of a layer on an engine rank
     high = 2 * (256 * 5 + 128 * 4) + 2 * 300 * 256  # norms, vocabulary
     assert sum(map(plan.count_bytes, plan.transfers)) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
-    assert sum(part.nbytes for bucket in plan.buckets for part in bucket) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
+    assert sum(chunk.nbytes for chunk in plan.chunks) == 2 * 2 * (fp8 + 4 * rows) + 2 * high
 
 
 def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
@@ -102,7 +103,7 @@ def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_chan
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
     prefix = "model.layers.0.mlp.experts."
-    shapes = {shard.name: (shard.shape, shard.scale_shape_of("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
+    shapes = {shard.name: (shard.shape, shard.scale_shape("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
     assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
     written = [
         (m.source, m.target.removeprefix(prefix), m.target_rect) for m in plan.transfers if m.target_rank == 1 and prefix in m.target

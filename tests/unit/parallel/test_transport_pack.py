@@ -13,12 +13,11 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
-from parallel.chunking import Chunk, make_chunks
-from parallel.digest import digest, view_bytes
+from parallel.chunking import Chunk
+from parallel.digest import digest, make_stored_tensors, view_bytes
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import kind_of, scale_name
 from parallel.shards import Rect, Shard
 from parallel.transport.pack import ChunkPacker, check_targets, make_source_packer, make_target_packer
 
@@ -27,17 +26,10 @@ CONTRACT = PrecisionContract.from_config(PrecisionConfig())
 
 def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
     """Tensors of the shards in the default precision; `fill(shape)` gives their raw bytes."""
-
-    def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return fill((*shape[:-1], shape[-1] * dtype.itemsize)).view(dtype)
-
-    found = {}
-    for shard in shards:
-        kind = kind_of(shard.role, CONTRACT.fp8_roles)
-        found[shard.name] = make(shard.shape, {"fp8": torch.float8_e4m3fn, "high": torch.bfloat16, "fp32": torch.float32}[kind])
-        if kind == "fp8":
-            found[scale_name(shard.name)] = make(shard.scale_shape, torch.float32)
-    return found
+    tensors = make_stored_tensors(shards, CONTRACT.fp8_roles, CONTRACT.high)
+    for tensor in tensors.values():
+        tensor.view(torch.uint8).copy_(fill(tensor.view(torch.uint8).shape))
+    return tensors
 
 
 def random_bytes(shape: tuple[int, ...]) -> torch.Tensor:
@@ -63,7 +55,7 @@ DENSE = small_model()
 )
 def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: ModelGeometry, train: Layout, rollout: int, limit: int):
     plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
-    chunks = make_chunks(plan.transfers, plan.buckets)
+    chunks = plan.chunks
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
     named_tensors = {
@@ -92,7 +84,7 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
 
 def test_engine_ranks_take_turns():
     plan = SyncPlan.make(small_model(), Layout(), (2, 1), CONTRACT, 50_000)
-    order = [chunk.target for chunk in make_chunks(plan.transfers, plan.buckets)]
+    order = [chunk.target for chunk in plan.chunks]
     assert order[:6] == [0, 1] * 3
 
 

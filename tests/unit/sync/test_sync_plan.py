@@ -152,7 +152,7 @@ def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize)
     norms, vocabulary = 2 * (256 * 5 + 128 * 4), 2 * 300 * 256
     weights = fp8 * itemsize if mode == "bf16" else fp8 + fp8 // 128**2 * 4
     assert sum(map(plan.count_bytes, plan.transfers)) == weights + (norms + vocabulary) * itemsize
-    assert 0 < max(sum(rows.nbytes for rows in bucket) for bucket in plan.buckets) <= 1 << 20
+    assert 0 < max(chunk.nbytes for chunk in plan.chunks) <= 1 << 20
 
 
 @pytest.mark.parametrize(
