@@ -20,11 +20,11 @@ from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
 
-def find_trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True) -> GeometryError | None:
-    """Why a training layout cannot work, None where it can. `quantised` as in `build_megatron_shards`."""
+def find_trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantized: bool = True) -> GeometryError | None:
+    """Why a training layout cannot work, None where it can. `quantized` as in `build_megatron_shards`."""
     try:
         once = replace(layout, pp=1, vpp=1)
-        check_block_alignment(build_trainer_shards(keep_one_layer_per_kind(model), once, quantised=quantised), fp8_roles)
+        check_block_alignment(build_trainer_shards(keep_one_layer_per_kind(model), once, quantized=quantized), fp8_roles)
     except GeometryError as error:
         return error
     return None
@@ -40,7 +40,7 @@ def find_engine_problem(model: ModelGeometry, tp: int, ep: int, fp8_roles: froze
 
 
 def find_nearest_layouts(
-    model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantised: bool = True, count: int = 2
+    model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantized: bool = True, count: int = 2
 ) -> list[Layout]:
     """The working training layouts with sizes nearest to `layout`'s, best first; on the same number of ranks where there are any."""
     width = layout.tp * layout.dp
@@ -50,7 +50,7 @@ def find_nearest_layouts(
         ranks = width if width % least == 0 else least
         candidates.append(replace(layout, tp=tp, etp=etp, ep=ep, dp=ranks // tp))
     candidates.sort(key=lambda one: one.world_size != layout.world_size)  # stable: keeps the order of distance
-    return _working(candidates, lambda one: find_trainer_problem(model, one, fp8_roles, quantised), count)
+    return _working(candidates, lambda one: find_trainer_problem(model, one, fp8_roles, quantized), count)
 
 
 def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str], count: int = 2) -> list[tuple[int, int]]:
@@ -60,12 +60,12 @@ def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, fp8_roles: froz
 
 
 def add_layout_hints(
-    error: GeometryError, model: ModelGeometry, train: Layout, rollout: tuple[int, int], fp8_roles: frozenset[str], quantised: bool = True
+    error: GeometryError, model: ModelGeometry, train: Layout, rollout: tuple[int, int], fp8_roles: frozenset[str], quantized: bool = True
 ) -> GeometryError:
     """The same refusal, its fix led by the nearest layouts that do work; `rollout` is the engine's (tp, ep)."""
     hints = []
-    if find_trainer_problem(model, train, fp8_roles, quantised):
-        found = [_words(one, model) for one in find_nearest_layouts(model, train, fp8_roles, quantised)]
+    if find_trainer_problem(model, train, fp8_roles, quantized):
+        found = [_words(one, model) for one in find_nearest_layouts(model, train, fp8_roles, quantized)]
         hints.append(f"train layouts that work: {' or '.join(found) or 'none'}")
     if find_engine_problem(model, *rollout, fp8_roles):
         engines = [f"tp={tp}" + (f" ep={ep}" if model.experts else "") for tp, ep in find_nearest_engines(model, *rollout, fp8_roles)]

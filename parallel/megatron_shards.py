@@ -44,13 +44,13 @@ def build_megatron_shards(
     layout: Layout,
     coordinates: Coordinates,
     *,
-    quantised: bool = False,
+    quantized: bool = False,
     vocab_rows: int | None = None,
     split_latent: bool = False,
 ) -> list[Shard]:
     """All parameters of the rank at `coordinates`. Raises GeometryError where the layout does not divide the model.
 
-    `quantised`: rows in the order in which the trainer must quantise them; it differs from the parameter's where that would cut
+    `quantized`: rows in the order in which the trainer must quantise them; it differs from the parameter's where that would cut
     blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
     `split_latent`: MLA's down projections are cut by rows over tensor-parallel ranks, as Megatron's local ColumnParallelLinear does;
     Transformer Engine's, the default here, are replicated.
@@ -62,15 +62,15 @@ def build_megatron_shards(
             "vocab_rows", rows, f"must be a multiple of tp ({layout.tp}) and at least the vocabulary ({model.vocab})", "pad it further"
         )
     alike = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
-    return list(_shards(model, layout, alike, quantised, rows, split_latent))
+    return list(_shards(model, layout, alike, quantized, rows, split_latent))
 
 
 def build_trainer_shards(
-    model: ModelGeometry, layout: Layout, *, quantised: bool = False, vocab_rows: int | None = None
+    model: ModelGeometry, layout: Layout, *, quantized: bool = False, vocab_rows: int | None = None
 ) -> dict[int, list[Shard]]:
     """`build_megatron_shards` of every rank of a layout."""
     return {
-        rank: build_megatron_shards(model, layout, layout.coordinates(rank), quantised=quantised, vocab_rows=vocab_rows)
+        rank: build_megatron_shards(model, layout, layout.coordinates(rank), quantized=quantized, vocab_rows=vocab_rows)
         for rank in range(layout.world_size)
     }
 
@@ -82,8 +82,8 @@ def compute_row_order(model: ModelGeometry, layout: Layout, coordinates: Coordin
     `weight[order]`, and give back values with the inverse permutation. Raises GeometryError for a name that the rank does not hold.
     """
     kept, wanted = (
-        next((shard for shard in build_megatron_shards(model, layout, coordinates, quantised=quantised) if shard.name == name), None)
-        for quantised in (False, True)
+        next((shard for shard in build_megatron_shards(model, layout, coordinates, quantized=quantized) if shard.name == name), None)
+        for quantized in (False, True)
     )
     if kept is None or wanted is None:
         raise GeometryError("parameter", name, "is not held by this rank", "use a name of build_megatron_shards")
@@ -123,10 +123,10 @@ def _must_divide(name: str, size: int, length: int, what: str) -> None:
 
 @lru_cache(maxsize=1024)
 def _shards(
-    model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantised: bool, vocab_rows: int, split_latent: bool
+    model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantized: bool, vocab_rows: int, split_latent: bool
 ) -> tuple[Shard, ...]:
     rank = _MegatronShardBuilder(model, layout, coordinates, vocab_rows, split_latent)
-    return tuple(reorder_for_quantization(shard) if quantised else shard for shard in rank.build())
+    return tuple(reorder_for_quantization(shard) if quantized else shard for shard in rank.build())
 
 
 def reorder_for_quantization(shard: Shard) -> Shard:

@@ -168,7 +168,7 @@ class BenchCases:
     def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup, self.rank = setup, rank
         self.named_tensors = {
-            fp8: make_random_tensors(build_trainer_shards(setup.model, setup.train, quantised=fp8)[rank], fp8, seed=1)
+            fp8: make_random_tensors(build_trainer_shards(setup.model, setup.train, quantized=fp8)[rank], fp8, seed=1)
             for fp8 in (True, False)
         }
         self.seconds: dict[str, list[float]] = {}

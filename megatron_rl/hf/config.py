@@ -44,7 +44,7 @@ class RoutingConfig:
     top_k: int
     sigmoid: bool
     """Scores are sigmoids of the logits, else a softmax over all experts."""
-    normalised: bool
+    normalized: bool
     """The chosen experts' weights add up to `scale`."""
     scale: float = 1.0
     groups: int = 1
@@ -136,10 +136,10 @@ def _number(settings: Mapping[str, Any], name: str, what: str) -> float:
 
 def _parse_softmax_routing(hf_config: Mapping[str, Any]) -> RoutingConfig:
     """Qwen3-MoE: softmax over all experts, the largest `num_experts_per_tok`; the default values are transformers'."""
-    top_k, normalised = int(hf_config.get("num_experts_per_tok", 8)), bool(hf_config.get("norm_topk_prob", False))
-    if top_k == 1 and normalised:  # a weight that is always 1 gives the router no gradient: Megatron refuses it
+    top_k, normalized = int(hf_config.get("num_experts_per_tok", 8)), bool(hf_config.get("norm_topk_prob", False))
+    if top_k == 1 and normalized:  # a weight that is always 1 gives the router no gradient: Megatron refuses it
         raise _unsupported("norm_topk_prob with num_experts_per_tok = 1", True, False)
-    return RoutingConfig(top_k=top_k, sigmoid=False, normalised=normalised)
+    return RoutingConfig(top_k=top_k, sigmoid=False, normalized=normalized)
 
 
 def _parse_sigmoid_routing(hf_config: Mapping[str, Any]) -> RoutingConfig:
@@ -158,7 +158,7 @@ def _parse_sigmoid_routing(hf_config: Mapping[str, Any]) -> RoutingConfig:
     return RoutingConfig(
         top_k=top_k,
         sigmoid=True,
-        normalised=True,
+        normalized=True,
         scale=float(hf_config.get("routed_scaling_factor", 2.5)),
         groups=groups,
         groups_used=used,

@@ -44,7 +44,7 @@ def gather_tensors(
     "fp32").
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = build_trainer_shards(model, layout, quantised=bool(fp8_roles))
+    sources = build_trainer_shards(model, layout, quantized=bool(fp8_roles))
     checkpoint_shards = model.build_checkpoint_shards()
     own: list[tuple[Transfer, torch.Tensor]] = []
     for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, fp8_roles, int8_roles=int8_roles)):

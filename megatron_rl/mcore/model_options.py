@@ -78,7 +78,7 @@ def expert_options(geometry: ModelGeometry, routing: RoutingConfig | None) -> di
         "moe_router_dtype": "fp32",
         "moe_router_score_function": "sigmoid" if routing.sigmoid else "softmax",
         # softmax before the choice leaves the weights as they are; after it, they add up to one
-        "moe_router_pre_softmax": not routing.sigmoid and not routing.normalised,
+        "moe_router_pre_softmax": not routing.sigmoid and not routing.normalized,
         "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1.0 else None,
         "moe_router_num_groups": routing.groups if limited else None,
         "moe_router_group_topk": routing.groups_used if limited else None,

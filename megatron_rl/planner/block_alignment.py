@@ -40,7 +40,7 @@ def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignm
     model, quantized = keep_one_layer_per_kind(job.model), bool(job.contract.fp8_roles)
     train = replace(candidate.train, pp=1, vpp=1)
     trainer = (
-        build_megatron_shards(model, train, train.coordinates(rank), quantised=quantized) for rank in range(train.tp * train.cp * train.dp)
+        build_megatron_shards(model, train, train.coordinates(rank), quantized=quantized) for rank in range(train.tp * train.cp * train.dp)
     )
     engine = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep).values()
     return _align_side(job, "trainer", trainer) + _align_side(job, "engine", engine)

@@ -74,7 +74,7 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> dict[
 
 def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[Transfer]:
     model, roles = keep_one_layer_per_kind(job.model), job.contract.fp8_roles
-    sources = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), quantised=bool(roles))
+    sources = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), quantized=bool(roles))
     targets = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep, candidate.engines)
     return add_scale_transfers(reshard(sources, targets, roles, homes, job.contract.int8_roles))
 

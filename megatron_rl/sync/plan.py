@@ -48,12 +48,12 @@ class SyncPlan:
             raise unserved
         roles, int8_roles = contract.fp8_roles, contract.int8_roles
         try:
-            sources = build_trainer_shards(model, train, quantised=bool(roles))
+            sources = build_trainer_shards(model, train, quantized=bool(roles))
             targets = build_engine_shards(model, *rollout, engines)
             transfers = add_scale_transfers(reshard(sources, targets, roles, int8_roles=int8_roles))
             chunks = make_chunks(transfers, chunk_bytes, contract.high)
         except GeometryError as error:
-            hinted = add_layout_hints(error, model, train, rollout, roles, quantised=bool(roles))
+            hinted = add_layout_hints(error, model, train, rollout, roles, quantized=bool(roles))
             field = f"train.{hinted.field}" if hinted.field.startswith("layout.") else hinted.field
             raise UserError(field, hinted.value, hinted.rule, hinted.fix) from None
         except ValueError as error:

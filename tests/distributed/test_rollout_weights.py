@@ -27,9 +27,9 @@ def assert_the_checkpoints_own_bytes(
     tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], mode: str, high: str, count: int
 ) -> None:
     kind = mode.removesuffix("_rollout")
-    quantised = [name for name in weights if scale_name(name, kind) in tensors]
-    assert len(quantised) == count
-    for name in quantised:
+    quantized = [name for name in weights if scale_name(name, kind) in tensors]
+    assert len(quantized) == count
+    for name in quantized:
         held = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
         data, scale = quantize_int8_weight(held) if kind == "int8" else quantize_weight(held, "pow2")
         assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name

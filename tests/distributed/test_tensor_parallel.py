@@ -64,14 +64,14 @@ def test_masters_and_logprobs_after_training(trained, checkpoint):
 def test_blocks_after_loading_are_those_of_the_checkpoints_own_grid(one, two, checkpoint, scale_format):
     weights = read_weights(checkpoint)
     found = [world.call(trainer.loaded, checkpoint, {**FP8, "scale_format": scale_format})[0] for world in (one, two)]
-    quantised = [name for name in weights if scale_name(name) in found[0]]
-    assert len(quantised) == 2 * 7  # q k v o gate up down of two layers
-    for name in quantised:
+    quantized = [name for name in weights if scale_name(name) in found[0]]
+    assert len(quantized) == 2 * 7  # q k v o gate up down of two layers
+    for name in quantized:
         codes, scales = slow_fp8.quantize_matrix(weights[name].numpy(), scale_format)
         for tensors in found:
             assert np.array_equal(tensors[name].numpy(), codes), name
             assert np.array_equal(tensors[scale_name(name)].numpy().view(np.uint32), scales.view(np.uint32)), name
-    for name in weights.keys() - set(quantised):
+    for name in weights.keys() - set(quantized):
         assert all(torch.equal(tensors[name], weights[name]) for tensors in found), name
 
 

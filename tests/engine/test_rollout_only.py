@@ -55,8 +55,8 @@ def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emul
     served.call("support.trainer_engine:check_live")
     assert served.call("support.trainer_engine:prove") == [TENSORS[mode]]
     _, _, rollout = served.call("support.trainer_engine:compare_served_graphs")[0]
-    quantised = [str(edge.format) for edge in rollout.edges if edge.format.quantized]
-    assert len(quantised) == 8 and set(quantised) == FORMATS[mode]  # qkv, output, gate_up, down
+    quantized = [str(edge.format) for edge in rollout.edges if edge.format.quantized]
+    assert len(quantized) == 8 and set(quantized) == FORMATS[mode]  # qkv, output, gate_up, down
     assert_the_engine_computes_as_emulated(served)
 
 

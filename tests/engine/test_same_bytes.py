@@ -41,8 +41,8 @@ def test_the_engine_that_was_just_started_passes_all_checks(served):
 def test_the_live_graphs_are_alike_and_a_difference_stops_a_run(served, tmp_path):
     lines, training, rollout = served.call("support.trainer_engine:compare_served_graphs")[0]
     assert lines == [] and set(rollout.edges) == set(training.select_forward().edges)
-    quantised = [edge for edge in rollout.edges if edge.format.quantized]
-    assert len(quantised) == 8  # input and weight of qkv, output, gate_up and down
+    quantized = [edge for edge in rollout.edges if edge.format.quantized]
+    assert len(quantized) == 8  # input and weight of qkv, output, gate_up and down
     assert {node.detail for node in rollout.nodes if node.op == "attention"} == {"TorchNativeAttnBackend"}
     served.call("support.trainer_engine:check_served", tmp_path)
     kept = json.loads((tmp_path / "graph.json").read_text())

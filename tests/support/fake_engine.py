@@ -161,7 +161,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
     several = EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), said.append) if is_rank0() else None
     plan = SyncPlan.make(MODEL, layout, (1, 1), contract(True), settings.chunk_bytes, engines)
-    shards = build_trainer_shards(MODEL, layout, quantised=True)[dist.get_rank()]
+    shards = build_trainer_shards(MODEL, layout, quantized=True)[dist.get_rank()]
     run = Run(several, None, said, make_random_tensors(shards, True, 0), shards)
     weights = WeightSync(plan, several, lambda: run.named_tensors, settings)
     run.recovering_sync = RecoveringWeightSync(weights, several, said.append)

@@ -30,7 +30,7 @@ SMALL_MOE = small_model(layers=1, kind="qwen3_moe", experts=MoEGeometry(count=4,
 
 
 def source_shards(case: Case) -> dict[int, list[Shard]]:
-    return build_trainer_shards(case.model, case.train, quantised=True)
+    return build_trainer_shards(case.model, case.train, quantized=True)
 
 
 def target_shards(case: Case) -> dict[int, list[Shard]]:

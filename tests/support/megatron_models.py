@@ -73,7 +73,7 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
     """
     hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
-    shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantised=contract.rollout_fp8)[dist.get_rank()]
+    shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantized=contract.rollout_fp8)[dist.get_rank()]
     found = collect_named_tensors(chunks, shards, contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)
     return {

@@ -77,10 +77,10 @@ def fp8_logprobs(
         write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
         model = _load(Path(folder))
     linear = functional.linear
-    quantised = _addresses(model) if fp8 else set()
+    quantized = _addresses(model) if fp8 else set()
 
     def flow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if weight.data_ptr() not in quantised:
+        if weight.data_ptr() not in quantized:
             return linear(x, weight, bias)
         y = fprop(x, weight, contract.scale_format)
         return y if bias is None else y + bias

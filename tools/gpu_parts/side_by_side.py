@@ -60,6 +60,6 @@ def write_model(folder: Path, architecture: ArchitectureConfig, precision: Preci
     contract = PrecisionContract.from_config(precision)
     make_byte_tokenizer(folder)
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
-    quantised = contract.hf_quantization_config()
-    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantised} if quantised else {})))
+    quantized = contract.hf_quantization_config()
+    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantized} if quantized else {})))
     return folder

@@ -58,7 +58,7 @@ def measure(rows: Rows, model: str, settings: Sequence[SyncConfig], device: str,
     try:
         with torch.device(device):
             named_tensors = make_empty_tensors(build_trainer_shards(setup.model, setup.train)[0], contract(True))
-            high = make_empty_tensors(build_trainer_shards(setup.model, setup.train, quantised=False)[0], contract(False))
+            high = make_empty_tensors(build_trainer_shards(setup.model, setup.train, quantized=False)[0], contract(False))
         named_tensors = {name: random_bytes(tensor) for name, tensor in named_tensors.items()}
         gathered = GatherAndQuantise(setup, high)
         for one in settings:

@@ -97,8 +97,8 @@ def test_a_step_is_measured_on_its_last_update_with_corrections_and_engine_proba
     passes = iter([exact_old, old + tokens.quantized.log(), exact_old + tokens.exact.log()])
     asked = []
 
-    def logprobs(given: list[TrainingSample], quantised: bool) -> list[torch.Tensor]:
-        asked.append((given is sequences, quantised))
+    def logprobs(given: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
+        asked.append((given is sequences, quantized))
         return list(next(passes).split(per))
 
     clip = ClipCalibration(AlgorithmConfig(updates_per_step=2, calibrate_every=1), logprobs)

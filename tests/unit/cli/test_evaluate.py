@@ -99,12 +99,12 @@ def test_what_the_engine_can_load_is_loaded_as_it_is(model, fp8):
     assert not check_checkpoint(fp8, "--checkpoint", config(mode="bf16")).loads_directly
 
 
-@pytest.mark.parametrize("mode, quantised", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])
-def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantised, model, tmp_path):
+@pytest.mark.parametrize("mode, quantized", [("fp8_unified", "fp8"), ("int8_rollout", "w8a8_int8")])
+def test_a_hugging_face_checkpoint_is_quantised_for_the_engine(mode, quantized, model, tmp_path):
     wanted = config(mode=mode)
     prepared = check_checkpoint(model, "--checkpoint", wanted).prepare(wanted, tmp_path / "made")
     assert prepared == tmp_path / "made"
-    assert read_config(prepared)["quantization_config"]["quant_method"] == quantised
+    assert read_config(prepared)["quantization_config"]["quant_method"] == quantized
     assert check_checkpoint(prepared, "--checkpoint", wanted).loads_directly  # and would be taken as it is the next time
 
 

@@ -24,10 +24,10 @@ def test_stretched_rotary_positions():
 
 
 def test_routing():
-    assert parse_forward_config(MOE).routing == RoutingConfig(top_k=8, sigmoid=False, normalised=True)
-    assert parse_forward_config(QWEN3 | {"model_type": "qwen3_moe"}).routing == RoutingConfig(top_k=8, sigmoid=False, normalised=False)
+    assert parse_forward_config(MOE).routing == RoutingConfig(top_k=8, sigmoid=False, normalized=True)
+    assert parse_forward_config(QWEN3 | {"model_type": "qwen3_moe"}).routing == RoutingConfig(top_k=8, sigmoid=False, normalized=False)
     deepseek = parse_forward_config(DEEPSEEK | {"routed_scaling_factor": 2.0}).routing
-    assert deepseek == RoutingConfig(top_k=8, sigmoid=True, normalised=True, scale=2.0, groups=8, groups_used=4)
+    assert deepseek == RoutingConfig(top_k=8, sigmoid=True, normalized=True, scale=2.0, groups=8, groups_used=4)
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
         ep, rollout_ep = (train_tp, rollout_tp) if model.experts else (1, 1)
         targets = build_engine_shards(model, rollout_tp, rollout_ep)
         train = Layout(tp=train_tp, ep=ep, etp=1 if model.experts else 0)
-        plan = add_scale_transfers(reshard(build_trainer_shards(model, train, quantised=True), targets, ROLES))
+        plan = add_scale_transfers(reshard(build_trainer_shards(model, train, quantized=True), targets, ROLES))
         size = sum(
             region.tensor_rect.rows * region.tensor_rect.cols for shards in targets.values() for shard in shards for region in shard.regions
         )
@@ -86,7 +86,7 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
 def refused(name: str, train: Layout, rollout: tuple[int, int]) -> str:
     model = published_model(name)
     with pytest.raises(GeometryError) as caught:
-        reshard(build_trainer_shards(model, train, quantised=True), build_engine_shards(model, *rollout), ROLES)
+        reshard(build_trainer_shards(model, train, quantized=True), build_engine_shards(model, *rollout), ROLES)
     return str(add_layout_hints(caught.value, model, train, rollout, ROLES))
 
 

@@ -99,7 +99,7 @@ def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp
     weights = {name: random.standard_normal((tensor.rows, tensor.cols), np.float32) for name, tensor in fp8.items()}
     grid = {name: quantize_to_arrays(name, weight, scale_format) for name, weight in weights.items()}
     for rank in range(tp):
-        quantised = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), quantised=True)}
+        quantized = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), quantized=True)}
         for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank)):
             if shard.role in ROLES:
                 master = np.empty((shard.rows, shard.cols), np.float32)
@@ -110,7 +110,7 @@ def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp
                 order = compute_row_order(geometry, layout, layout.coordinates(rank), shard.name)
                 assert (order is not None) == (bool(widths) and "linear_qkv" in shard.name)
                 master = master if order is None else master[order]
-                expected = slow_cut.cut([quantised[shard.name]], {key: value for arrays in grid.values() for key, value in arrays.items()})
+                expected = slow_cut.cut([quantized[shard.name]], {key: value for arrays in grid.values() for key, value in arrays.items()})
                 slow_cut.assert_same({0: quantize_to_arrays(shard.name, master, scale_format)}, {0: expected})
 
 

@@ -59,7 +59,7 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
     named_tensors = {
-        rank: tensors_of(shards, random_bytes) for rank, shards in build_trainer_shards(geometry, train, quantised=True).items()
+        rank: tensors_of(shards, random_bytes) for rank, shards in build_trainer_shards(geometry, train, quantized=True).items()
     }
     live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
     sources = {rank: make_source_packer(named_tensors[rank], chunks, rank) for rank in named_tensors}
