@@ -6,6 +6,7 @@ Versions come from package metadata, so no heavy package is imported; torch alon
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -56,7 +57,7 @@ Status = Literal["ok", "warn", "missing", ""]  # "" is a plain fact, or somethin
 
 @dataclass(frozen=True)
 class DiagnosisRow:
-    """One row: what was looked at, what was found, and what to do about it. Only `missing` keeps the CPU tier from running."""
+    """One row: what was examined, what was found, and what to do about it. Only `missing` keeps the CPU tier from running."""
 
     name: str
     found: str
@@ -65,13 +66,12 @@ class DiagnosisRow:
 
 
 def print_diagnosis(console: Console | None = None) -> None:
-    """Print both tables. Raises UserError, one line, where not even the CPU tier can run."""
+    """Print the tables. Raise UserError, one line, where not even the CPU tier can run."""
     console = console or Console()
-    facts = inspect_machine() + inspect_packages()
-    jobs = describe_jobs()
+    machine = inspect_machine() + inspect_packages()
     for title, rows, heads in (
-        ("This machine", facts, ("what", "found", "advice")),
-        ("What a run will use here", jobs, ("job", "by", "note")),
+        ("This machine", machine, ("what", "found", "advice")),
+        ("What a run will use here", describe_jobs(), ("job", "by", "note")),
         ("Pitfalls on the way to the GPU", inspect_pitfalls(), ("what", "found", "advice")),
     ):
         if not rows:
@@ -82,32 +82,34 @@ def print_diagnosis(console: Console | None = None) -> None:
         for row in rows:
             table.add_row(row.name, f"[{_STYLE[row.status]}]{escape(row.found)}[/]", row.advice)
         console.print(table)
-    if missing := [fact for fact in facts if fact.status == "missing"]:
-        names = ", ".join(f"{fact.name} ({fact.found})" for fact in missing)
+    if missing := [row for row in machine if row.status == "missing"]:
+        names = ", ".join(f"{row.name} ({row.found})" for row in missing)
         raise UserError("doctor", None, f"the CPU tier cannot run: {names}", missing[0].advice)
     console.print("The CPU tier can run: [bold]bash launch/quickstart.sh[/]")
 
 
 def inspect_machine() -> list[DiagnosisRow]:
-    """Python, the processor, memory, disk, GPU and the project's commit."""
-    version = sys.version_info[:2]
-    wanted = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
-    fits = version in PYTHONS
-    memory = find_memory_gib()
+    """Return rows on Python, the processor, memory, disk, GPU and the project's commit."""
+    python = DiagnosisRow("Python", platform.python_version(), "ok")
+    if sys.version_info[:2] not in PYTHONS:
+        supported = " or ".join(f"{major}.{minor}" for major, minor in PYTHONS)
+        python = DiagnosisRow("Python", platform.python_version(), "missing", f"install Python {supported}, then {SETUP}")
+    gib, gpu = find_memory_gib(), find_gpu()
+    enough = gib >= _MIN_MEMORY_GIB
     return [
-        DiagnosisRow(
-            "Python", platform.python_version(), "ok" if fits else "missing", "" if fits else f"install Python {wanted}, then {SETUP}"
-        ),
+        python,
         DiagnosisRow("cores", str(len(os.sched_getaffinity(0)))),
-        DiagnosisRow("memory", f"{memory:.1f} GiB", *_memory_verdict(memory)),
+        DiagnosisRow(
+            "memory", f"{gib:.1f} GiB", "ok" if enough else "warn", "" if enough else f"the quickstart wants {_MIN_MEMORY_GIB:.0f} GiB"
+        ),
         DiagnosisRow("disk here", f"{shutil.disk_usage(Path.cwd()).free / 2**30:.1f} GiB free"),
-        DiagnosisRow("GPU", find_gpu() or "none", "", "" if find_gpu() else "none is needed for the CPU tier"),
+        DiagnosisRow("GPU", gpu or "none", "", "" if gpu else "none is needed for the CPU tier"),
         DiagnosisRow("project commit", find_commit() or "not a git checkout"),
     ]
 
 
 def inspect_packages() -> list[DiagnosisRow]:
-    """The packages of a run: those that every run needs, then those that only a GPU uses."""
+    """Return rows on the packages that every run needs, then on those that only a GPU uses."""
     optional = [
         ("transformer-engine", "FP8 kernels of Megatron on NVIDIA GPUs", ("transformer-engine", "transformer_engine")),
         ("deep_gemm", "FP8 matrix products on Hopper and newer", ("deep-gemm", "deep_gemm", "sgl-deep-gemm")),
@@ -119,7 +121,7 @@ def inspect_packages() -> list[DiagnosisRow]:
 
 
 def describe_jobs() -> list[DiagnosisRow]:
-    """Which code does each job of a run on this machine, as the program is now."""
+    """Return rows on the code that does each job of a run on this machine."""
     on_gpu = bool(find_gpu()) and find_cuda_build() is not None
     engine = "SGLang's CUDA kernels" if on_gpu else "SGLang's CPU device, platform plug-in megatron_rl_cpu"
     note = "this project has not run its engine on a GPU yet" if on_gpu else "FP8 products emulated in torch, the trainer's own code"
@@ -134,37 +136,39 @@ def describe_jobs() -> list[DiagnosisRow]:
 
 
 def inspect_backends() -> list[DiagnosisRow]:
-    """The back ends of the trainer's FP8 linear layers: which of them this machine can run, and what the others lack."""
+    """Return rows on the back ends of the trainer's FP8 linear layers: which this machine can run, and what the others lack."""
     rows = [DiagnosisRow("trainer's FP8 linears", "emulated, the default", "", "precision.backend names another")]
     for name in requirements.BACKENDS:
-        lacks = requirements.find_missing(name)
-        advice = "; ".join(f"{what}: {fix}" for what, fix in lacks)
-        rows.append(DiagnosisRow(f"back end {name}", "cannot run here" if lacks else "can run", "" if lacks else "ok", escape(advice)))
+        missing = requirements.find_missing(name)
+        advice = escape("; ".join(f"{requirement}: {fix}" for requirement, fix in missing))
+        rows.append(DiagnosisRow(f"back end {name}", "cannot run here" if missing else "can run", "" if missing else "ok", advice))
     return rows
 
 
 def inspect_pitfalls() -> list[DiagnosisRow]:
-    """What would fail late or compute something else on a GPU; empty on a machine without a GPU's packages."""
-    return [DiagnosisRow(found.what, found.found, "warn", escape(found.fix)) for found in find_pitfalls(find_cuda_build(), find_driver())]
+    """Return rows on what would fail late or compute something else on a GPU; none on a machine without a GPU's packages."""
+    return [DiagnosisRow(name, found, "warn", escape(fix)) for name, found, fix in find_pitfalls(find_cuda_build(), find_driver())]
 
 
 def inspect_package(name: str) -> DiagnosisRow:
-    """Installed and of the tested version, installed but of another one, or missing."""
-    found = find_version((name,))
-    if found is None:
+    """Return the row of a package: installed and of the tested version, installed but of another one, or missing."""
+    installed, cuda = find_version((name,)), find_cuda_build()
+    if installed is None:
         return DiagnosisRow(name, "not installed", "missing", SETUP)
-    shown = f"{found}, {'CUDA ' + cuda if (cuda := find_cuda_build()) else 'CPU build'}" if name == "torch" else found
-    pinned = GPU_PINNED.get(name) if find_cuda_build() else None
-    if found.partition("+")[0] == pinned:
+    version = installed.partition("+")[0]
+    shown = f"{installed}, {f'CUDA {cuda}' if cuda else 'CPU build'}" if name == "torch" else installed
+    pinned = GPU_PINNED.get(name) if cuda else None
+    if version == pinned:
         return DiagnosisRow(name, shown, "ok", "pinned for the GPU tier, which no test has run on yet")
-    tested = pinned or TESTED.get(name, found)
-    if found.partition("+")[0] != tested.partition("+")[0]:
-        return DiagnosisRow(name, shown, "warn", f"pinned is {tested}: {INSTALL}" if pinned else f"tested with {tested}: {SETUP}")
+    if pinned:
+        return DiagnosisRow(name, shown, "warn", f"pinned is {pinned}: {INSTALL}")
+    if version != TESTED.get(name, version):
+        return DiagnosisRow(name, shown, "warn", f"tested with {TESTED[name]}: {SETUP}")
     return DiagnosisRow(name, shown, "ok")
 
 
 def inspect_apex() -> DiagnosisRow:
-    """NVIDIA's apex has GPU optimizers; the `apex` on PyPI is a web toolkit that merely bears the name."""
+    """Return the row of apex: NVIDIA's has GPU optimizers; the `apex` on PyPI is an unrelated web toolkit."""
     spec = importlib.util.find_spec("apex")
     if spec is None:
         return DiagnosisRow("apex", "not installed", "", "GPU only: fused weight gradients; PyPI's `apex` is something else")
@@ -177,53 +181,49 @@ def inspect_apex() -> DiagnosisRow:
 
 
 def find_version(names: tuple[str, ...]) -> str | None:
-    """The version of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in names:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return None
 
 
 def find_memory_gib() -> float:
-    """Memory of the machine, or of the container where that is less, in GiB."""
+    """Return the memory of the machine, or of the container where that is less, in GiB."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or the text "max"
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return float(total) / 2**30
 
 
-def _memory_verdict(gib: float) -> tuple[Status, str]:
-    return ("ok", "") if gib >= _MIN_MEMORY_GIB else ("warn", f"the quickstart wants {_MIN_MEMORY_GIB:.0f} GiB")
-
-
 def find_gpu() -> str | None:
-    """Name, memory and driver of the NVIDIA GPUs, by nvidia-smi; None without one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    found = _output("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-    return "; ".join(found.splitlines()) if found else None
+    """Return name, memory and driver of the NVIDIA GPUs; None without one."""
+    return "; ".join(_query_gpus()) or None
 
 
 def find_driver() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
-    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if shutil.which("nvidia-smi") else None
-    return found.splitlines()[0] if found else None
+    """Return the version of the NVIDIA driver; None without one."""
+    return _query_gpus()[0].rpartition(", ")[2] if _query_gpus() else None
+
+
+@functools.cache
+def _query_gpus() -> list[str]:
+    """Return "name, memory, driver" of each GPU, as nvidia-smi reports them."""
+    return (_run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or "").splitlines()
 
 
 def find_commit() -> str | None:
-    """Short commit of the checkout that this file belongs to, `+changes` with uncommitted ones; None outside of git."""
+    """Return the short commit of the checkout that this file belongs to, `+changes` with uncommitted ones; None outside of git."""
     root = Path(__file__).parents[2]
-    if not (root / "pyproject.toml").exists():  # an installed wheel: an enclosing checkout is somebody else's
+    if not (root / "pyproject.toml").exists():  # an installed wheel: an enclosing checkout is another project's
         return None
-    if (short := _output("git", "-C", str(root), "rev-parse", "--short", "HEAD")) is None:
+    if (short := _run("git", "-C", str(root), "rev-parse", "--short", "HEAD")) is None:
         return None
-    return short + ("+changes" if _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
+    return short + ("+changes" if _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def find_cuda_build() -> str | None:
-    """The CUDA version that torch was built for; None for a CPU build or no torch."""
+    """Return the CUDA version that torch was built for; None for a CPU build or no torch."""
     try:
         import torch
     except ImportError:
@@ -231,8 +231,8 @@ def find_cuda_build() -> str | None:
     return torch.version.cuda
 
 
-def _output(*command: str) -> str | None:
-    """What a short command prints, None where it fails or is not there."""
+def _run(*command: str) -> str | None:
+    """Return what a short command prints; None where it fails or is not installed."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

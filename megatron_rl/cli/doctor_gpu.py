@@ -1,6 +1,6 @@
 """Known pitfalls of a GPU installation: what imports or starts and then fails late, or computes something else. For `megatron-rl doctor`.
 
-Each check is a function of what it looks at, so that it can be tested anywhere; `find_pitfalls` looks at this machine. Versions come from
+Each check is a function of what it examines, so that it can be tested anywhere; `find_pitfalls` examines this machine. Versions come from
 package metadata; only Transformer Engine's extension is really loaded, in a process of its own.
 """
 
@@ -30,7 +30,7 @@ Versions = Mapping[str, str]
 
 
 class Pitfall(NamedTuple):
-    """One row of doctor's: what was looked at, what is wrong with it, what to do."""
+    """One row of doctor's table: what was examined, what is wrong with it, what to do."""
 
     what: str
     found: str
@@ -38,86 +38,72 @@ class Pitfall(NamedTuple):
 
 
 def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
-    """All that this machine falls into. `cuda`: what torch is built for, None for a CPU build, where most of it does not matter."""
+    """Return the pitfalls of this machine. `cuda`: what torch is built for; None for a CPU build, where most checks do not apply."""
     versions = list_distributions()
-    found: list[Pitfall | None] = [check_scale_variable(os.environ), *check_transformer_engine_packages(versions, cuda)]
+    pitfalls: list[Pitfall | None] = [check_scale_variable(os.environ), *check_transformer_engine_packages(versions, cuda)]
     if cuda is not None:
-        found += [check_cuda(cuda), check_cublas(versions), check_driver(cuda, driver), *check_engine_pins(versions, read_engine_pins())]
-        found += [
-            check_deep_gemm_packages(versions),
-            check_nvcc(versions, read_nvcc_release(find_nvcc())),
-            check_ld_bind_now(versions, os.environ),
-        ]
-        found.append(check_transformer_engine_import(versions))
-    return [each for each in found if each is not None]
+        pitfalls += [check_cuda(cuda), check_cublas(versions), check_driver(cuda, driver)]
+        pitfalls += check_engine_pins(versions, read_engine_pins())
+        pitfalls += [check_deep_gemm_packages(versions), check_nvcc(versions, read_nvcc_release(find_nvcc()))]
+        pitfalls += [check_ld_bind_now(versions, os.environ), check_transformer_engine_import(versions)]
+    return [pitfall for pitfall in pitfalls if pitfall is not None]
 
 
 def list_distributions() -> dict[str, str]:
-    """Version by normalised name of every distribution."""
-    return {_normal(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
+    """Return the version of every distribution by its normalized name."""
+    return {_normalize(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
 
 
 def check_scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
-    """Transformer Engine reads it once, when it is imported, for its own recipe; only "1" means FP32 scales to it."""
-    told = environment.get(SCALES_VARIABLE)
-    if told in (None, "0"):
+    """Transformer Engine reads the variable once, when it is imported, for its own recipe; only "1" means FP32 scales to it."""
+    value = environment.get(SCALES_VARIABLE)
+    if value in (None, "0"):
         return None
-    what = (
-        "asks Transformer Engine's recipe for FP32 scales, and precision.scale_format is pow2 by default"
-        if told == "1"
-        else "is neither 0 nor 1"
-    )
-    return Pitfall(
-        SCALES_VARIABLE, f"{told!r} {what}", "unset it: back ends here are told precision.scale_format by name, TE's own layers are not"
-    )
+    recipe = "asks Transformer Engine's recipe for FP32 scales, and precision.scale_format is pow2 by default"
+    fix = "unset it: back ends here are told precision.scale_format by name, TE's own layers are not"
+    return Pitfall(SCALES_VARIABLE, f"{value!r} {recipe if value == '1' else 'is neither 0 nor 1'}", fix)
 
 
 def check_transformer_engine_packages(versions: Versions, cuda: str | None) -> list[Pitfall]:
-    """From PyPI it is three packages, of one version and for torch's CUDA; built from source it is one, which cannot be wrong here."""
+    """From PyPI it is three packages, of one version and for torch's CUDA; built from source it is one, which always fits."""
     names = [name for name in ("transformer-engine", "transformer-engine-torch", *_CORES) if name in versions]
     if not names:
         return []
-    found = []
-    cores = [name for name in names if name in _CORES]
+    pitfalls, cores = [], [name for name in names if name in _CORES]
     if len({versions[name] for name in names}) > 1:
-        told = ", ".join(f"{name} {versions[name]}" for name in names)
-        found.append(Pitfall("Transformer Engine", f"its packages are of different versions: {told}", INSTALL))
+        listed = ", ".join(f"{name} {versions[name]}" for name in names)
+        pitfalls.append(Pitfall("Transformer Engine", f"its packages are of different versions: {listed}", INSTALL))
     if cores and "transformer-engine-torch" not in names:
-        found.append(Pitfall("Transformer Engine", "without transformer-engine-torch, its extension for PyTorch", INSTALL))
+        pitfalls.append(Pitfall("Transformer Engine", "without transformer-engine-torch, its extension for PyTorch", INSTALL))
     wrong = [name for name in cores if cuda is not None and _CORES[name] != parse_version(cuda)[0]]
     if wrong or len(cores) > 1:
         fix = f"pip uninstall {' '.join(wrong or cores)}, then {INSTALL}"
-        found.append(Pitfall("Transformer Engine", f"{', '.join(cores)} installed, torch is built for CUDA {cuda}", fix))
-    return found
+        pitfalls.append(Pitfall("Transformer Engine", f"{', '.join(cores)} installed, torch is built for CUDA {cuda}", fix))
+    return pitfalls
 
 
 def check_transformer_engine_import(versions: Versions) -> Pitfall | None:
-    """A real import: an extension built for another torch has symbols that this one lacks, and nothing else tells."""
+    """Import it for real: only that shows an extension built for another torch, which has symbols that this one lacks."""
     if "transformer-engine" not in versions:
         return None
     try:
-        done = subprocess.run([sys.executable, "-c", LOAD_STATEMENT], capture_output=True, text=True, timeout=120, check=False)
+        process = subprocess.run([sys.executable, "-c", LOAD_STATEMENT], capture_output=True, text=True, timeout=120, check=False)
     except subprocess.TimeoutExpired:
         return Pitfall("Transformer Engine", "is not imported after 120 s", INSTALL)
-    return None if done.returncode == 0 else explain_import_error(done.stderr, versions.get("torch", "unknown"))
+    return None if process.returncode == 0 else explain_import_error(process.stderr, versions.get("torch", "unknown"))
 
 
 def explain_import_error(stderr: str, torch: str) -> Pitfall:
-    """What an import's traceback means."""
+    """Return the pitfall that an import's traceback shows."""
     last = (stderr.strip().splitlines() or ["it ended without a message"])[-1]
     symbol = re.search(r"undefined symbol: (\w+)", last)
     if symbol and symbol[1].startswith("cublas"):
-        return Pitfall(
-            "Transformer Engine", f"cuBLAS lacks {symbol[1]}, which it names", "unset LD_BIND_NOW, or install a newer nvidia-cublas"
-        )
+        fix = "unset LD_BIND_NOW, or install a newer nvidia-cublas"
+        return Pitfall("Transformer Engine", f"cuBLAS lacks {symbol[1]}, which it names", fix)
     if symbol:
-        rebuild = "NVTE_PYTORCH_FORCE_BUILD=TRUE pip install --no-build-isolation --no-cache-dir --no-deps --force-reinstall"
-        package = "transformer-engine-torch"
-        return Pitfall(
-            "Transformer Engine",
-            f"its extension was built for another torch than {torch}: {symbol[0]}",
-            f"{rebuild} {package}, or {INSTALL}",
-        )
+        pip = "pip install --no-build-isolation --no-cache-dir --no-deps --force-reinstall transformer-engine-torch"
+        found = f"its extension was built for another torch than {torch}: {symbol[0]}"
+        return Pitfall("Transformer Engine", found, f"NVTE_PYTORCH_FORCE_BUILD=TRUE {pip}, or {INSTALL}")
     return Pitfall("Transformer Engine", f"cannot be imported: {last}", INSTALL)
 
 
@@ -125,22 +111,19 @@ def check_ld_bind_now(versions: Versions, environment: Mapping[str, str]) -> Pit
     """Transformer Engine 2.20 names a cuBLAS function, for grouped products, that CUDA 13.0's cuBLAS lacks; it is loaded lazily."""
     if "transformer-engine" not in versions or not environment.get("LD_BIND_NOW"):
         return None
-    return Pitfall(
-        "LD_BIND_NOW", "is set: Transformer Engine cannot be loaded where cuBLAS lacks a function that it never calls", "unset it"
-    )
+    found = "is set: Transformer Engine cannot be loaded where cuBLAS lacks a function that it never calls"
+    return Pitfall("LD_BIND_NOW", found, "unset it")
 
 
 def check_cuda(cuda: str) -> Pitfall | None:
     if parse_version(cuda) >= MIN_CUDA:
         return None
-    wanted = ".".join(map(str, MIN_CUDA))
-    return Pitfall(
-        "CUDA", f"torch is built for {cuda}; block-scaled products exist from {wanted} on", f"{INSTALL}, or precision.backend = emulated"
-    )
+    found = f"torch is built for {cuda}; block-scaled products exist from {'.'.join(map(str, MIN_CUDA))} on"
+    return Pitfall("CUDA", found, f"{INSTALL}, or precision.backend = emulated")
 
 
 def check_cublas(versions: Versions) -> Pitfall | None:
-    """The library is a package of its own, which another package may have taken back to an older version."""
+    """The library is a separate package, which another package may have downgraded."""
     for name in ("nvidia-cublas", "nvidia-cublas-cu12"):
         if name in versions and parse_version(versions[name])[:2] < MIN_CUDA:
             return Pitfall("cuBLAS", f"{name} {versions[name]} has no block-scaled products", INSTALL)
@@ -148,14 +131,14 @@ def check_cublas(versions: Versions) -> Pitfall | None:
 
 
 def check_driver(cuda: str, driver: str | None) -> Pitfall | None:
-    least = _DRIVERS.get(parse_version(cuda)[0])
-    if driver is None or least is None or not parse_version(driver) or parse_version(driver)[0] >= least:
+    oldest = _DRIVERS.get(parse_version(cuda)[0])
+    if driver is None or oldest is None or not parse_version(driver) or parse_version(driver)[0] >= oldest:
         return None
-    return Pitfall("driver", f"{driver} is older than CUDA {cuda} asks for", f"install driver {least} or newer")
+    return Pitfall("driver", f"{driver} is older than CUDA {cuda} asks for", f"install driver {oldest} or newer")
 
 
 def read_engine_pins() -> dict[str, str]:
-    """Exact versions that the installed SGLang asks for, of packages with compiled code."""
+    """Return the exact versions of compiled packages that the installed SGLang asks for."""
     try:
         requirements = importlib.metadata.requires("sglang") or []
     except importlib.metadata.PackageNotFoundError:
@@ -164,23 +147,22 @@ def read_engine_pins() -> dict[str, str]:
 
 
 def parse_pins(requirements: Sequence[str]) -> dict[str, str]:
-    """`{"torch": "2.14.1"}` of `["torch==2.14.1", "numpy", ...]`."""
+    """Return `{"torch": "2.14.1"}` for `["torch==2.14.1", "numpy", ...]`."""
     matches = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.]+)", text) for text in requirements if "extra ==" not in text)
-    return {_normal(match[1]): match[2] for match in matches if match and _normal(match[1]) in ENGINE_PINS}
+    return {_normalize(match[1]): match[2] for match in matches if match and _normalize(match[1]) in ENGINE_PINS}
 
 
 def check_engine_pins(versions: Versions, pins: Mapping[str, str]) -> list[Pitfall]:
-    """Compiled packages of other versions than SGLang was built and tested with."""
-    found = []
-    for name, wanted in pins.items():
-        here = versions.get(name)
-        if here is not None and here.partition("+")[0] != wanted:
-            found.append(Pitfall(name, f"{here}, and sglang {versions.get('sglang')} asks for {wanted}", INSTALL))
-    return found
+    """Return the compiled packages whose version is not the one that SGLang was built and tested with."""
+    return [
+        Pitfall(name, f"{versions[name]}, and sglang {versions.get('sglang')} asks for {pin}", INSTALL)
+        for name, pin in pins.items()
+        if name in versions and versions[name].partition("+")[0] != pin
+    ]
 
 
 def check_deep_gemm_packages(versions: Versions) -> Pitfall | None:
-    """Both are imported as `deep_gemm`: the one installed last wrote over the other's files."""
+    """Both are imported as `deep_gemm`: the one installed last overwrote the other's files."""
     if "sgl-deep-gemm" not in versions or "deep-gemm" not in versions:
         return None
     fix = "pip uninstall both, then install the one you want"
@@ -200,17 +182,17 @@ def check_nvcc(versions: Versions, nvcc: str | None) -> Pitfall | None:
 
 
 def read_nvcc_release(home: str | None) -> str | None:
-    """`13.0`, told by the compiler that `needs.find_nvcc` found: a folder with bin/nvcc, or the compiler itself."""
+    """Return the release, such as `13.0`, of the compiler that `find_nvcc` found: a folder with bin/nvcc, or the compiler itself."""
     if home is None:
         return None
     path = Path(home, "bin", "nvcc") if Path(home).is_dir() else Path(home)
     try:
-        told = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+        output = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-    match = re.search(r"release ([\d.]+)", told)
+    match = re.search(r"release ([\d.]+)", output)
     return match[1] if match else None
 
 
-def _normal(name: str) -> str:
+def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
