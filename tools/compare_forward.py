@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.cli.main import error_text
+from megatron_rl.cli.main import format_error
 from megatron_rl.config import ArchitectureConfig, Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
@@ -229,7 +229,7 @@ def main(
     try:
         found = run(_config(folder, config, model, mode, high, layers, tokens, context.args), folder, prompts, tokens)
     except MegatronRLError as error:
-        print(error_text(error), file=sys.stderr)
+        print(format_error(error), file=sys.stderr)
         raise typer.Exit(error.exit_code) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)

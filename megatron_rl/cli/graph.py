@@ -1,11 +1,10 @@
-"""The command `graph`: brings up trainer and engine as a run would, reads both graphs, shows them, and ends everything again."""
+"""The command `graph`: start trainer and engine as a run would, read both graphs, show them, and stop everything again."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -31,9 +30,9 @@ from parallel.layout import Layout
 
 
 def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool:
-    """Prints both graphs and what differs; True where nothing does. Under torchrun every rank calls it.
+    """Print both graphs and their differences; return whether there are none. Under torchrun every rank calls it.
 
-    Raises UserError before anything heavy starts, RunError where trainer or engine cannot be brought up or read.
+    Raise UserError before anything heavy starts, RunError where trainer or engine cannot be started or read.
     """
     for option, file in (("--svg", svg), ("--json", json_file)):
         if file is not None and not file.absolute().parent.is_dir():
@@ -45,7 +44,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
 
 
 def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparison | None:
-    """Both live graphs, on rank 0; None on other ranks."""
+    """Return both live graphs on rank 0, None on other ranks."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
@@ -57,11 +56,11 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparis
     shards = build_rank_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
     load_checkpoint(model, config.model.path, shards)
-    Actor(model, config.train, config.rollout.temperature)  # gives the weights their masters and gradient buffers, and quantises
+    Actor(model, config.train, config.rollout.temperature)  # creates masters and gradient buffers, and quantizes the weights
     training = read_training_graph(model)
     save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)
 
-    def rollout() -> list[PrecisionGraph]:
+    def read_rollout_graphs() -> list[PrecisionGraph]:
         engine = find_engine_launcher(config.rollout.engine)(config, folder / "engine", folder)
         try:
             engine.wait_until_ready()
@@ -69,12 +68,12 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparis
         finally:
             engine.stop()
 
-    graphs = run_on_rank0(rollout)
-    return None if training is None else GraphComparison(training, tuple(graphs))
+    rollout = run_on_rank0(read_rollout_graphs)
+    return None if training is None else GraphComparison(training, tuple(rollout))
 
 
 def _with_checkpoint(config: Config, layout: Layout, folder: Path) -> Config:
-    """The configuration with random weights in place of a checkpoint that a run would first have to make."""
+    """Return the configuration with random weights in place of a checkpoint that a run would first have to make."""
     if (config.model.path / "config.json").is_file():
         return config
     warm = config.model.warm_start.model_copy(update={"steps": 0})
@@ -85,18 +84,17 @@ def _with_checkpoint(config: Config, layout: Layout, folder: Path) -> Config:
 
 def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | None) -> bool:
     differences = comparison.differences
-    for graph, ranks in comparison.group_rollout_graphs().items():
-        if len(comparison.group_rollout_graphs()) > 1:
+    rollout_graphs = comparison.group_rollout_graphs()
+    for graph, ranks in rollout_graphs.items():
+        if len(rollout_graphs) > 1:
             print(f"engine rank {', '.join(map(str, ranks))}:")
         print_graphs(comparison.training, graph)
-    written: list[tuple[Path | None, Callable[[], str]]] = [
-        (svg, lambda: draw_svg(comparison.training, comparison.rollout[0])),
-        (json_file, lambda: json.dumps(comparison.to_json(), indent=1)),
-    ]
-    for file, text in written:
-        if file is not None:
-            file.write_text(text())
-            print(f"written: {file}")
+    if svg is not None:
+        svg.write_text(draw_svg(comparison.training, comparison.rollout[0]))
+        print(f"written: {svg}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(comparison.to_json(), indent=1))
+        print(f"written: {json_file}")
     if not differences:
         print("The rollout's graph is a subgraph of the training's forward pass.")
         return True

@@ -12,16 +12,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megatron_rl import __version__
 from megatron_rl.errors import MegatronRLError, UserError
 
-# What a local rank other than 0 waits before it prints its error. Where all ranks fail alike, torchrun ends this process
-# meanwhile and rank 0 alone is heard; a rank that fails alone is heard after the wait.
+if TYPE_CHECKING:
+    from megatron_rl.config import Config
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)]
+
 _OTHER_RANKS_WAIT_S = 2.0
+"""Wait of local ranks other than 0 before they print an error. Where all ranks fail alike, torchrun ends this process meanwhile and only
+rank 0 prints; a rank that fails alone prints after the wait."""
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,18 +48,16 @@ def _program(version: Annotated[bool, typer.Option("--version", help="Print the 
 @app.command(context_settings={"ignore_unknown_options": True})
 def train(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A TOML file such as configs/quickstart.toml.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    overrides: Overrides = None,
 ) -> None:
     """Train the policy that CONFIG describes, in this process or under torchrun."""
     with _expected_errors():
         if config.startswith("-"):
             raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
-        from megatron_rl.config import load_config
-
-        cfg = load_config(Path(config), overrides or [])
+        loaded_config = _load_config(Path(config), overrides)
         from megatron_rl.training.preflight import run_training
 
-        run_dir = run_training(cfg)
+        run_dir = run_training(loaded_config)
         if _rank("RANK") == 0:
             print(f"run folder: {run_dir}")
             if (page := run_dir / "report.html").exists():
@@ -64,7 +68,7 @@ def train(
 def evaluate(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Names data.eval, reward, rollout and precision.", show_default=False)],
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    overrides: Overrides = None,
     baseline: Annotated[Path | None, typer.Option(help="Another checkpoint, asked the same problems, to compare with.")] = None,
     samples: Annotated[int, typer.Option(help="Completions per problem.")] = 4,
     at: Annotated[str | None, typer.Option(help="The k of pass@k and maj@k, such as 1,8,64; default: powers of two.")] = None,
@@ -73,21 +77,19 @@ def evaluate(
 ) -> None:
     """Measure a checkpoint on the held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
     with _expected_errors():
-        from megatron_rl.config import load_config
-
-        cfg = load_config(config, overrides or [])
+        loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
-        folder = run_evaluation(cfg, EvalRequest(checkpoint, baseline, samples, at, greedy, output))
+        folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, samples, at, greedy, output))
         print(f"results: {folder / 'eval.json'}")
         print(f"page:    {folder / 'eval.html'}")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def plan(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes of the cluster; default: what train.layout fills.", show_default=False)] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
     gpu: Annotated[str, typer.Option(help="h100, h200, h800 or h20.")] = "h100",
@@ -98,19 +100,16 @@ def plan(
     """Tell what a run would hold, move and wait for on a cluster, without a GPU: memory by phase, block alignment, the sync, and the best
     layouts. Of the model, config.json alone is read."""
     with _expected_errors():
-        from megatron_rl.config import load_config
-
-        cfg = load_config(config, overrides or [])
+        loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.plan import PlanOptions, run_plan
 
-        given = tuple(overrides or [])
-        run_plan(cfg, PlanOptions(config, given, nodes, gpus_per_node, gpu, top, json, sbatch))
+        run_plan(loaded_config, PlanOptions(config, tuple(overrides or []), nodes, gpus_per_node, gpu, top, json, sbatch))
 
 
 @app.command(context_settings={"ignore_unknown_options": True})
 def graph(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     svg: Annotated[Path | None, typer.Option(help="Also draw one layer of both graphs into this file.")] = None,
     json: Annotated[Path | None, typer.Option(help="Also write both graphs and their differences into this file.")] = None,
 ) -> None:
@@ -118,13 +117,11 @@ def graph(
     subgraph of the training's forward pass. Of the modes only fp8_unified and bf16 promise that; in fp8_rollout the differences are
     the mode itself."""
     with _expected_errors():
-        from megatron_rl.config import load_config
-
-        cfg = load_config(config, overrides or [])
+        loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.graph import show_graph
 
-        alike = show_graph(cfg, svg, json)
-    if not alike:
+        matches = show_graph(loaded_config, svg, json)
+    if not matches:
         raise typer.Exit(1)
 
 
@@ -165,6 +162,12 @@ def main() -> None:
     app(prog_name="megatron-rl")
 
 
+def _load_config(path: Path, overrides: list[str] | None) -> Config:
+    from megatron_rl.config import load_config
+
+    return load_config(path, overrides or [])
+
+
 @contextmanager
 def _expected_errors() -> Iterator[None]:
     """Turn expected errors into their line and exit code; every other exception is a bug and keeps its traceback."""
@@ -173,24 +176,24 @@ def _expected_errors() -> Iterator[None]:
     except MegatronRLError as error:
         if _rank("LOCAL_RANK") > 0:
             time.sleep(_OTHER_RANKS_WAIT_S)
-        print(error_text(error), file=sys.stderr, flush=True)
+        print(format_error(error), file=sys.stderr, flush=True)
         raise typer.Exit(error.exit_code) from None
     except KeyboardInterrupt:
-        print(f"{_speaker()}: interrupted", file=sys.stderr, flush=True)
+        print(f"{_prefix()}: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
 
 
-def error_text(error: MegatronRLError) -> str:
-    """What the user reads: the failed part's last log lines, where there are any, then one line."""
+def format_error(error: MegatronRLError) -> str:
+    """Return what the user reads: the failed part's last log lines, where there are any, then one line."""
     tail = getattr(error, "log_tail", "").rstrip()
-    return (f"{tail}\n" if tail else "") + f"{_speaker()}: {error}"
+    return (f"{tail}\n" if tail else "") + f"{_prefix()}: {error}"
 
 
-def _speaker() -> str:
+def _prefix() -> str:
     return f"megatron-rl [rank {rank}]" if (rank := _rank("RANK")) else "megatron-rl"
 
 
 def _rank(variable: str) -> int:
-    """A rank as torchrun gives it; 0 outside of torchrun."""
+    """Return a rank from torchrun's environment variable; 0 outside of torchrun."""
     value = os.environ.get(variable, "")
     return int(value) if value.isdigit() else 0

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_rl import __version__
-from megatron_rl.cli.main import app, error_text
+from megatron_rl.cli.main import app, format_error
 from megatron_rl.errors import RunError, UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -137,4 +137,4 @@ def test_other_ranks_wait_and_name_themselves(train, monkeypatch):
 
 def test_error_text_without_a_log(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert error_text(RunError("broke")) == "megatron-rl: broke"
+    assert format_error(RunError("broke")) == "megatron-rl: broke"
