@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from hypothesis import settings
-
 from parallel.hf_widths import MoEGeometry
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -16,8 +14,6 @@ from parallel.shards import Shard
 from support.golden.slow_cut import ROLES, Case
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
-
-few_examples = settings(max_examples=25, deadline=None, derandomize=True)  # derandomized: CI and a person see the same cases
 
 
 def small_model(**changes: object) -> ModelGeometry:

@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -136,6 +137,12 @@ def until(condition: Callable[[], bool], seconds: float, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {seconds} s"
         time.sleep(0.1)
+
+
+def call_in_fresh_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
+    """Return `function(*arguments)` of a new interpreter that starts with these variables set. Raises what it raises."""
+    with mock.patch.dict(os.environ, environment), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def free_port() -> int:

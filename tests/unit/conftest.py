@@ -1,8 +1,12 @@
-"""Shared by unit tests: stand-ins for the libraries of the GPU back ends."""
+"""Shared by unit tests: hypothesis with few examples, stand-ins for the libraries of the GPU back ends."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unit", max_examples=25, deadline=None, derandomize=True)  # CI and a person see the same cases
+settings.load_profile("unit")
 
 
 @pytest.fixture

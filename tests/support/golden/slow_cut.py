@@ -107,15 +107,17 @@ def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
     for shard in shards:
         arrays[shard.name] = _laid(shard, source)
         if shard.role in ROLES:
-            spread = {
-                region.tensor.name: np.kron(source[scale_name(region.tensor.name)], np.ones((BLOCK, BLOCK), np.float32))
-                for region in shard.regions
-            }
+            spread = {region.tensor.name: _spread(source[scale_name(region.tensor.name)]) for region in shard.regions}
             elements = _laid(shard, spread)
             scales = elements[::BLOCK, ::BLOCK]
-            assert (np.kron(scales, np.ones((BLOCK, BLOCK)))[: shard.rows, : shard.cols] == elements).all(), f"{shard.name} cuts a block"
+            assert np.array_equal(_spread(scales)[: shard.rows, : shard.cols], elements), f"{shard.name} cuts a block"
             arrays[scale_name(shard.name)] = scales
     return arrays
+
+
+def _spread(scales: np.ndarray) -> np.ndarray:
+    """A scale per element of its block."""
+    return scales.repeat(BLOCK, 0).repeat(BLOCK, 1)
 
 
 def _laid(shard: Shard, source: Arrays) -> np.ndarray:

@@ -4,7 +4,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.data.arithmetic import HELD_OUT_ONE_IN, WIDTH, generate, is_held_out, write_demonstration
@@ -16,7 +16,6 @@ seeds = st.integers(0, 2**32)
 level_lists = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(level_lists, seeds)
 def test_a_question_keeps_every_value_in_range_and_has_the_right_answer(levels, seed):
     for index, problem in enumerate(generate(8, levels, seed, "train")):
@@ -29,7 +28,6 @@ def test_a_question_keeps_every_value_in_range_and_has_the_right_answer(levels, 
         assert problem.level == len(changes) == levels[index % len(levels)]
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(level_lists, seeds, seeds)
 def test_no_prompt_is_on_both_sides_whatever_the_seeds(levels, one_seed, other_seed):
     train = {problem.prompt for problem in generate(32, levels, one_seed, "train")}
@@ -72,7 +70,6 @@ def test_the_two_kinds_of_worked_example():
     assert step_by_step == pytest.approx(500, abs=100)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(level_lists, seeds, st.sampled_from([0.0, 0.5, 1.0]))
 def test_every_worked_example_earns_the_reward(levels, seed, share):
     rng = random.Random(seed)

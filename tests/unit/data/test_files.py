@@ -128,7 +128,7 @@ def test_rows_without_gold_are_left_out_and_counted(tmp_path, caplog):
         read(write(tmp_path, json.dumps(rows[1]).encode()))
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.binary() | st.text().map(str.encode) | st.dictionaries(st.text(), st.text()).map(json.dumps).map(str.encode),
     st.sampled_from(["train.jsonl", "train.json", "train.parquet"]),

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from support.processes import call_in_fresh_process
 
 from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data import load_problems, normalize_question
-from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.errors import UserError
 
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-ROOT = Path(__file__).resolve().parents[3]
 HUB_CARD = """---
 configs:
 - config_name: main
@@ -35,6 +31,8 @@ configs:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
+    from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer  # a fresh process below does without transformers
+
     folder = tmp_path_factory.mktemp("model")
     make_byte_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
@@ -172,20 +170,20 @@ def test_a_mixture_of_generated_and_published_problems(load, jsonl):
         load(train=[{**train[0], "weight": 2}, train[1]], eval=sets)[0].load_state_dict(stream.state_dict())
 
 
-def test_the_order_is_the_same_in_every_process(load, jsonl, tmp_path):
+def count_bytes(prompts: list[str], add_special_tokens: bool) -> dict[str, list[list[int]]]:
+    """A tokenizer that is quick to import."""
+    return {"input_ids": [list(prompt.encode()) for prompt in prompts]}
+
+
+def draw_prompts(train: str) -> tuple[list[str], list[str], dict]:
+    data = DataConfig(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
+    stream, held_out = load_problems(Config(model=ModelConfig(path=Path("m")), data=data), count_bytes)
+    return [p.prompt for p in held_out], [p.prompt for p in stream.next_batch(60)], stream.state_dict()
+
+
+def test_the_order_is_the_same_in_every_process(jsonl):
     train = jsonl("train.jsonl", [f"q{n}" for n in range(20)])
-    stream, held_out = load(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
-    code = f"""
-from pathlib import Path; from megatron_rl.config import Config, ModelConfig; from megatron_rl.config.data import DataConfig
-from megatron_rl.data import load_problems; from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
-make_byte_tokenizer(Path({str(tmp_path / "m")!r}))
-data = DataConfig(train=[dict(source="arithmetic"), dict(source={train!r})], format="gsm8k", eval_size=10)
-stream, held_out = load_problems(Config(model=ModelConfig(path=Path("m")), data=data), load_tokenizer(Path({str(tmp_path / "m")!r})))
-print([p.prompt for p in held_out], [p.prompt for p in stream.next_batch(60)], stream.state_dict())
-"""
-    expected = f"{[p.prompt for p in held_out]} {[p.prompt for p in stream.next_batch(60)]} {stream.state_dict()}\n"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True)
-    assert done.stdout == expected, done.stderr
+    assert call_in_fresh_process(draw_prompts, train, PYTHONHASHSEED="7") == draw_prompts(train)
 
 
 def test_a_data_set_of_the_hub(load, tmp_path, monkeypatch):

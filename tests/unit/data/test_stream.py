@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.data.stream import ProblemStream, WeightedInterleaver, mix_orders, shuffle_epochs
@@ -22,7 +22,6 @@ def mixed(sizes: list[int], weights: list[float], seed: int = 0) -> ProblemStrea
     return mix_orders([shuffle_epochs(problems(size, f"{index}:"), f"{seed}/{index}") for index, size in enumerate(sizes)], weights)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(1, 12), st.integers(1, 7), st.integers(0, 100))
 def test_every_epoch_holds_every_problem_once(size, batch, seed):
     stream = mix_orders([shuffle_epochs(problems(size), seed)], [1.0])
@@ -36,7 +35,6 @@ def test_epochs_are_shuffled_differently():
     assert [order.at(n) for n in range(50)] != [order.at(n) for n in range(50, 100)]
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(1, 400))
 def test_every_set_is_within_one_problem_of_its_share_at_any_time(weights, positions):
     turns, counts = WeightedInterleaver(weights), Counter()
@@ -55,7 +53,6 @@ def test_shares_converge_to_the_weights():
     assert Counter(Counter(problem.id for problem in drawn if problem.id[0] == "1").values()) == {40: 50}  # epochs of its own
 
 
-@settings(deadline=None)
 @given(WEIGHTS, st.integers(0, 200), st.integers(0, 30), st.integers(1, 30))
 def test_a_mixture_resumes_exactly_at_any_position(weights, position, more, batch):
     sizes = [3 + 2 * index for index in range(len(weights))]

@@ -9,7 +9,7 @@ from itertools import combinations, product
 from math import comb
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.evaluation.statistics import (
@@ -52,7 +52,6 @@ def test_pass_at_k_is_the_share_of_sub_samples_with_a_correct_one(case):
     assert pass_at_k(*case) == pytest.approx(float(pass_by_enumeration(*case)), abs=1e-12)
 
 
-@settings(deadline=None)
 @given(completions)
 def test_majority_at_k_is_that_of_all_sub_samples(sample):
     ks = range(1, len(sample) + 1)

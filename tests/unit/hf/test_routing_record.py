@@ -7,7 +7,7 @@ import base64
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from support.models import ARCHITECTURES
 
@@ -74,7 +74,6 @@ def test_another_turn_keeps_what_is_known():
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     LENGTHS,
     st.integers(1, 30),

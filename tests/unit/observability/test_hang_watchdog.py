@@ -2,103 +2,124 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import signal
-import subprocess
 import sys
 import time
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from support.processes import until
 
-from megatron_rl.observability.hang_watchdog import RankStatus, clear_rank_files, describe_ranks, read_rank_status, watch_for_hangs
-
-RANK = """
-import sys, time
-from pathlib import Path
-from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.hang_watchdog import (
+    RankStatus,
+    clear_rank_files,
+    describe_ranks,
+    enter_phase,
+    read_rank_status,
+    watch_for_hangs,
+)
 from megatron_rl.observability.rank_log import rank_log
 
-rank, folder, steps = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-
-def notify(line):
-    with (folder / "said").open("a") as file:
-        file.write(f"rank {rank} says {line}\\n")
-
-def wait_for_another_rank():
-    time.sleep(60)
-
-with rank_log(folder, rank, 2) as log, hang_watchdog.watch_for_hangs(folder, rank, 2, 2.0, log, notify):
-    while not all((folder / "ranks" / f"rank_0000{one}.json").exists() for one in range(2)):
-        time.sleep(0.05)
-    for step in range(1, steps + 1):
-        hang_watchdog.enter_phase("train", step)
-        time.sleep(0.5)
-    (folder / f"reached{rank}").touch()
-    wait_for_another_rank()
-"""
+STUCK_AFTER = 2.0  # seconds
+SCENARIOS = {"held": (2, 1), "speaker held": (1, 1), "all wait": (1, 2), "one goes on": (1, 30)}  # phases of 0.5 s of ranks 0 and 1
 
 
-@pytest.fixture
-def start(tmp_path):
-    """Starts ranks of a world of two; each goes through so many phases of 0.5 s, then waits for long. Ended after the test."""
-    ranks: list[subprocess.Popen[bytes]] = []
+def live(folder: Path, rank: int, phases: int) -> None:
+    """A rank of a world of two: it goes through its phases, then waits for long."""
 
-    def _start(*phases: int) -> list[subprocess.Popen[bytes]]:
-        for rank, count in enumerate(phases):
-            ranks.append(subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(tmp_path), str(count)]))
-        return ranks
+    def write_line(line: str) -> None:
+        with (folder / "lines").open("a") as file:
+            file.write(f"rank {rank} says {line}\n")
 
-    yield _start
-    for process in ranks:
+    def wait_for_another_rank() -> None:
+        time.sleep(600)
+
+    with rank_log(folder, rank, 2) as log, watch_for_hangs(folder, rank, 2, STUCK_AFTER, log, write_line):
+        while not all((folder / "ranks" / f"rank_0000{other}.json").exists() for other in range(2)):
+            time.sleep(0.05)
+        for step in range(1, phases + 1):
+            enter_phase("train", step)
+            time.sleep(0.5)
+        (folder / f"reached{rank}").touch()
+        wait_for_another_rank()
+
+
+@dataclass
+class World:
+    folder: Path
+    ranks: list[BaseProcess]
+    held: BaseProcess | None = None
+
+    def exit_codes(self) -> list[int | None]:
+        """None of a rank that is held."""
+        for process in self.ranks:
+            process.join(0 if process is self.held else 60)
+        return [process.exitcode for process in self.ranks]
+
+    def hold(self, rank: int) -> None:
+        until(lambda: (self.folder / f"reached{rank}").exists(), 60, f"rank {rank} waits")
+        self.held = self.ranks[rank]
+        os.kill(self.held.pid, signal.SIGSTOP)
+
+    def lines(self) -> list[str]:
+        file = self.folder / "lines"
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """All scenarios at once, since they mostly wait: two have a rank that is held in its last phase."""
+    spawn, worlds = multiprocessing.get_context("spawn"), {}
+    for name, phases in SCENARIOS.items():
+        folder = tmp_path_factory.mktemp("world")
+        worlds[name] = World(folder, [spawn.Process(target=live, args=(folder, rank, count)) for rank, count in enumerate(phases)])
+        for process in worlds[name].ranks:
+            process.start()
+    worlds["speaker held"].hold(0)
+    worlds["held"].hold(1)
+    yield worlds
+    for process in [process for world in worlds.values() for process in world.ranks]:
         process.kill()
-        process.wait(10)
+        process.join(10)
 
 
-def hold(process: subprocess.Popen[bytes], reached: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not reached.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGSTOP)
-
-
-def test_a_rank_that_is_held_is_named_and_the_others_end(start, tmp_path):
-    ranks = start(2, 1)
-    hold(ranks[1], tmp_path / "reached1")
-    assert ranks[0].wait(20) == 3
-    (line,) = (tmp_path / "said").read_text().splitlines()
+def test_a_rank_that_is_held_is_named_and_the_others_end(worlds):
+    world = worlds["held"]
+    assert world.exit_codes() == [3, None], "srun or torchrun ends the rank that is held"
+    (line,) = world.lines()
     assert line.startswith("rank 0 says the run stands still: rank 0: in train of step 2 for "), line
-    assert f"; rank 1: in train of step 1, not heard for 2 s (process {ranks[1].pid} on " in line.replace("for 3 s (", "for 2 s ("), line
-    assert line.endswith(f"(log.stuck_after); stacks: {tmp_path}/ranks/rank_*.log")
-    stacks = (tmp_path / "ranks" / "rank_00000.log").read_text()
+    assert re.search(rf"; rank 1: in train of step 1, not heard for [23] s \(process {world.held.pid} on ", line), line
+    assert line.endswith(f"(log.stuck_after); stacks: {world.folder}/ranks/rank_*.log")
+    stacks = (world.folder / "ranks" / "rank_00000.log").read_text()
     assert "the run stands still; the threads of this rank:" in stacks and "in wait_for_another_rank" in stacks
-    assert ranks[1].poll() is None, "srun or torchrun ends it"
 
 
-def test_the_first_rank_that_still_can_speaks(start, tmp_path):
-    ranks = start(1, 1)
-    hold(ranks[0], tmp_path / "reached0")
-    assert ranks[1].wait(20) == 3
-    assert (tmp_path / "said").read_text().startswith("rank 1 says the run stands still: rank 1: in train of step 1 for ")
+def test_the_first_rank_that_still_can_speaks(worlds):
+    assert worlds["speaker held"].exit_codes() == [None, 3]
+    (line,) = worlds["speaker held"].lines()
+    assert line.startswith("rank 1 says the run stands still: rank 1: in train of step 1 for ")
 
 
-def test_all_ranks_write_their_stacks_and_one_speaks(start, tmp_path):
-    ranks = start(1, 2)
-    assert [process.wait(20) for process in ranks] == [3, 3]
-    (line,) = (tmp_path / "said").read_text().splitlines()
+def test_all_ranks_write_their_stacks_and_one_speaks(worlds):
+    world = worlds["all wait"]
+    assert world.exit_codes() == [3, 3]
+    (line,) = world.lines()
     assert "rank 0: in train of step 1 for " in line and "; rank 1: in train of step 2 for " in line
-    logs = [(tmp_path / "ranks" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
+    logs = [(world.folder / "ranks" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
     assert all("in wait_for_another_rank" in log for log in logs)
-    clear_rank_files(tmp_path)
-    assert sorted(file.name for file in (tmp_path / "ranks").iterdir()) == ["rank_00000.log", "rank_00001.log"]
+    clear_rank_files(world.folder)
+    assert sorted(file.name for file in (world.folder / "ranks").iterdir()) == ["rank_00000.log", "rank_00001.log"]
 
 
-def test_a_rank_may_wait_long_for_one_that_goes_on(start, tmp_path):
-    start(1, 12)
-    time.sleep(5)
-    assert (tmp_path / "reached0").exists() and not (tmp_path / "said").exists()
-    assert read_rank_status(tmp_path / "ranks", 0).seconds > 2
+def test_a_rank_may_wait_long_for_one_that_goes_on(worlds):
+    world = worlds["one goes on"]
+    until(lambda: read_rank_status(world.folder / "ranks", 0).seconds > STUCK_AFTER + 1, 60, "rank 0 waits for long")
+    assert (world.folder / "reached0").exists() and not (world.folder / "reached1").exists() and not world.lines()
 
 
 def test_a_limit_of_its_own_does_not_count(tmp_path):

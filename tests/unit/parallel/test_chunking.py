@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.geometries import few_examples, plan_case, small_model, source_shards, target_shards
+from support.geometries import plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Case, cases
 
@@ -20,7 +20,6 @@ def whole(name: str, rows: int, cols: int, kind: str) -> Transfer:
     return Transfer(0, name, Rect(0, 0, rows, cols), 0, name, Rect(0, 0, rows, cols), kind)
 
 
-@few_examples
 @given(st.data())
 def test_every_row_of_every_tensor_lies_in_one_chunk_of_bounded_size(data):
     itemsize = {"fp8": 1, "high": 2, "scale": 4}
@@ -57,7 +56,6 @@ def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
     assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == ("scale", (2, 8))
 
 
-@few_examples
 @given(cases(), st.integers(1, 5))
 def test_the_engine_gets_the_same_through_tiny_chunks(case, times):
     source = slow_cut.checkpoint(case.model)

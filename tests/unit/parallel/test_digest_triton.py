@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from support.fp8_reference import run_sums
+from support.processes import call_in_fresh_process
 
 from parallel.digest import Hash
 
@@ -19,51 +17,44 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed: GPU builds of torch bring it"
 )
 
-CASES = """
-import torch
-from parallel.digest_triton import run_sums
-from support import fp8_reference as device_sums
 
-generator = torch.Generator().manual_seed(0)
-for size in (0, 1, 3, 4, 4096, 4097, 256 << 10, (256 << 10) + 4, 600_001):
-    flat = torch.randint(0, 256, (size + 4,), dtype=torch.uint8, generator=generator)
-    for start in (0, 1, 4):  # also off the alignment of a word
-        assert torch.equal(run_sums(flat[start : start + size]), device_sums.run_sums(flat[start : start + size])), (size, start)
-"""
+def compare_with_a_plain_loop() -> None:
+    from parallel.digest_triton import run_sums as kernel_sums
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from parallel.digest_triton import COLUMNS, RUN, sum_runs as kernel
-
-fixed = {(3,): COLUMNS, (4,): RUN}
-signature = {"words": "*i32", "sums": "*i64", "count": "i32", "COLUMNS": "constexpr", "RUN": "constexpr"}
-source = ASTSource(kernel, signature, fixed, {(number,): [["tt.divisibility", 16]] for number in range(3)})
-ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
-assert "ld.global.v4.b32" in ptx, "loads word by word"
-"""
+    generator = torch.Generator().manual_seed(0)
+    for size in (0, 1, 3, 4, 4096, 4097, 256 << 10, (256 << 10) + 4, 600_001):
+        flat = torch.randint(0, 256, (size + 4,), dtype=torch.uint8, generator=generator)
+        for start in (0, 1, 4):  # also off the alignment of a word
+            part = flat[start : start + size]
+            assert torch.equal(kernel_sums(part), run_sums(part)), (size, start)
 
 
-def run(code: str, **environment: str) -> None:
-    """In a process of its own: the interpreter is chosen when Triton is first imported."""
-    root = Path(__file__).resolve().parents[3]
-    environment |= {"PYTHONPATH": ":".join([str(root), str(root / "tests"), *sys.path]), "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+def compile_for_hopper() -> str:
+    """The kernel's PTX."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from parallel.digest_triton import COLUMNS, RUN, sum_runs
+
+    signature = {"words": "*i32", "sums": "*i64", "count": "i32", "COLUMNS": "constexpr", "RUN": "constexpr"}
+    aligned = {(number,): [["tt.divisibility", 16]] for number in range(3)}
+    source = ASTSource(sum_runs, signature, {(3,): COLUMNS, (4,): RUN}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
 
 
 @needs_triton
 @pytest.mark.slow
 def test_the_kernels_sums_are_those_of_a_plain_loop():
-    run(CASES, TRITON_INTERPRET="1")
+    """Every case is asserted in the process. The interpreter is chosen when Triton is first imported."""
+    call_in_fresh_process(compare_with_a_plain_loop, TRITON_INTERPRET="1")
 
 
 @needs_triton
 @pytest.mark.slow
 def test_it_compiles_for_hopper_with_wide_loads(tmp_path):
     """Needs no GPU: Triton brings its own assembler."""
-    run(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+    assert "ld.global.v4.b32" in call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)), "loads word by word"
 
 
 @pytest.fixture

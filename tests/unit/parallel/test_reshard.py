@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from support.geometries import few_examples, plan_case, small_model, source_shards, target_shards
+from support.geometries import plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Case, cases
 
@@ -41,7 +41,7 @@ def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
         assert not padding.any() or by_name[name].role in ("embedding", "lm_head")
 
 
-@settings(few_examples, max_examples=60)
+@settings(max_examples=40)
 @given(cases())
 def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
     source = slow_cut.checkpoint(case.model)
@@ -53,7 +53,6 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
         assert_written_once(shards, written[rank])
 
 
-@few_examples
 @given(cases())
 def test_without_fp8_roles_every_element_moves_as_it_is(case):
     plan = plan_case(case, frozenset())
@@ -66,7 +65,6 @@ def test_without_fp8_roles_every_element_moves_as_it_is(case):
     )
 
 
-@few_examples
 @given(cases())
 def test_export_writes_the_checkpoint_back(case):
     source = slow_cut.checkpoint(case.model)
@@ -76,7 +74,6 @@ def test_export_writes_the_checkpoint_back(case):
     assert all((times == 1).all() for times in written[0].values())
 
 
-@few_examples
 @given(cases())
 def test_import_fills_the_trainers_shards(case):
     source = slow_cut.checkpoint(case.model)
@@ -119,7 +116,6 @@ def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow
     return {name: blocks.data.view(torch.uint8).numpy(), scale_name(name): blocks.scale.numpy()}
 
 
-@few_examples
 @given(cases())
 def test_fp8_moves_are_whole_blocks_with_one_scale_each(case):
     plan = plan_case(case)
@@ -155,7 +151,6 @@ def test_equal_expert_parallelism_moves_nothing_across_ranks(ep):
     assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
 
 
-@few_examples
 @given(cases())
 def test_sources_that_overlap_each_other_write_every_byte_once(case):
     """Engines and a whole checkpoint as sources: kv heads are held by several ranks, and all rectangles of one side cut the other's."""

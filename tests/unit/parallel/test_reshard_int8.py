@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from support.geometries import small_model
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, cases
@@ -68,7 +68,6 @@ def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shar
             assert shard.role not in ROLES or (arrays[scale_name(shard.name, "int8")] == 1).all(), shard.name
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
 @given(cases())
 def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
     sources = build_trainer_shards(case.model, case.train)

@@ -3,73 +3,65 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+import itertools
+import re
 
 import pytest
+import torch
+from support.fp8_reference import check_into, check_kernel, uneven
+from support.processes import call_in_fresh_process
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: GPU builds of torch bring it")
 
-CASES = """
-import itertools, torch
-from support.fp8_reference import check_into, check_kernel, uneven
 
-for form, dtype, (tokens, width) in itertools.product(
-    ("pow2", "fp32"), (torch.float32, torch.bfloat16), ((128, 128), (130, 256), (3, 128), (256, 384))
-):
-    check_kernel(uneven(tokens, width, dtype), form)
-    check_into(uneven(tokens, width, dtype), form)
-for form in ("pow2", "fp32"):
-    check_kernel(torch.zeros(130, 128), form)
-    check_kernel(uneven(640, 128, torch.bfloat16), form, groups=[128, 0, 384, 128])
-    check_kernel(torch.empty(0, 128), form)
-"""
+def compare_with_the_reference() -> None:
+    shapes = (128, 128), (130, 256), (3, 128), (256, 384)
+    for scale_format, dtype, (tokens, width) in itertools.product(("pow2", "fp32"), (torch.float32, torch.bfloat16), shapes):
+        check_kernel(uneven(tokens, width, dtype), scale_format)
+        check_into(uneven(tokens, width, dtype), scale_format)
+    for scale_format in ("pow2", "fp32"):
+        check_kernel(torch.zeros(130, 128), scale_format)
+        check_kernel(uneven(640, 128, torch.bfloat16), scale_format, groups=[128, 0, 384, 128])
+        check_kernel(torch.empty(0, 128), scale_format)
 
 
-COMPILE = """
-import re, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from megatron_rl.precision.backends.triton_quantize import LAUNCH, quantize_tile as kernel
+def compile_for_hopper() -> list[str]:
+    """PTX of three variants of the kernel."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "group_start": "*i64", "group_length": "*i64"}
-pointers |= {"row_scale": "*fp32", "column_scale": "*fp32"}
-sizes = dict.fromkeys(("tokens", "padded_tokens", "width", "row_scale_stride", "row_scale_step"), "i32")
-for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
-    fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
-    signature = {name: ({**pointers, **sizes}).get(name, "constexpr") for name in kernel.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in pointers or n in ("width", "padded_tokens")}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): value for name, value in fixed.items()}, aligned)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"]
-    assert not re.search("fma|div[.](approx|full)", ptx), "not rounded as the reference"
-    assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "stores byte by byte"
-"""
+    from megatron_rl.precision.backends.triton_quantize import LAUNCH
+    from megatron_rl.precision.backends.triton_quantize import quantize_tile as kernel
 
-
-def run(code: str, **environment: str) -> None:
-    """In a process of its own: the interpreter is chosen when Triton is first imported."""
-    root = Path(__file__).resolve().parents[3]
-    environment |= {"PYTHONPATH": ":".join([str(root), str(root / "tests"), *sys.path]), "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr[-3000:]
+    pointers = {"x": "*bf16", "row_data": "*u8", "column_data": "*u8", "group_start": "*i64", "group_length": "*i64"}
+    pointers |= {"row_scale": "*fp32", "column_scale": "*fp32"}
+    sizes = dict.fromkeys(("tokens", "padded_tokens", "width", "row_scale_stride", "row_scale_step"), "i32")
+    names, compiled = kernel.arg_names, []
+    for pow2, columns, grouped in ((True, True, False), (False, True, True), (True, False, False)):
+        fixed = dict(POW2=pow2, ROWS=True, COLUMNS=columns, GROUPED=grouped, EPSILON=1e-10, LARGEST=448.0, TILE=128)
+        signature = {name: ({**pointers, **sizes}).get(name, "constexpr") for name in names}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in (*pointers, "width", "padded_tokens")}
+        source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
+        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"])
+    return compiled
 
 
 @pytest.mark.slow
 def test_bytes_and_scales_are_the_references():
-    run(CASES, TRITON_INTERPRET="1")
+    """`check_kernel` and `check_into` assert. The interpreter is chosen when Triton is first imported."""
+    call_in_fresh_process(compare_with_the_reference, TRITON_INTERPRET="1")
 
 
 @pytest.mark.slow
 def test_it_compiles_for_hopper_with_the_references_rounding(tmp_path):
     """Needs no GPU: Triton brings its own assembler."""
-    run(COMPILE, TRITON_CACHE_DIR=str(tmp_path))
+    for ptx in call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)):
+        assert not re.search("fma|div[.](approx|full)", ptx), "not rounded as the reference"
+        assert "st.global.v4" in ptx and "st.global.b8" not in ptx, "stores byte by byte"
 
 
 def test_other_widths_and_groups_are_refused():
-    import torch
-
     from megatron_rl.precision.backends.triton_quantize import quantize_activation
 
     for shape, groups in (((128, 100), None), ((128, 128), [100, 28]), ((256, 128), [128])):

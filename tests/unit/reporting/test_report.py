@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from html.parser import HTMLParser
@@ -36,6 +37,18 @@ STEP = {
     "memory/train_mb": 900.0,
 }  # fmt: skip
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
+
+
+@pytest.fixture(autouse=True)
+def render_once(monkeypatch):
+    """Plots of the same rows are drawn once: most pages here show the rows of `full_rows`."""
+    monkeypatch.setattr("megatron_rl.reporting.plots.render_svg", lambda plot, rows: render(plot.title, json.dumps(rows)))
+
+
+@functools.cache
+def render(title: str, rows: str) -> str:
+    (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == title)
+    return render_svg(plot, json.loads(rows))
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.config.data import DataSourceConfig
@@ -34,7 +34,6 @@ def test_arithmetic_refuses_everything_else(text):
     assert arithmetic.reward(text, _problem("62")) == Reward(0.0, False)
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.text(), st.integers(0, 99), st.integers(0, 99))
 def test_arithmetic_depends_on_the_last_integer_only(text, said, gold):
     assert arithmetic.reward(f"{text}#{said}", _problem(str(gold))).correct == (said == gold)
@@ -71,7 +70,6 @@ def test_the_fast_path_leaves_expressions_to_math_verify(text):
     assert math_reward.compare_integers(text, "5") is None
 
 
-@settings(deadline=None)  # a busy machine is no failure
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_the_fast_path_compares_values(said, gold):
     for text in (rf"\boxed{{{said:,}}}", f"#### {said}", f"The answer is {said}."):
@@ -180,14 +178,14 @@ def test_real_math500_golds_verify():
 def test_shuffled_math500_golds_fail():
     golds = [json.loads(line)["answer"] for line in MATH_500.read_text().splitlines()]
     shuffled = random.Random(0).sample(golds, len(golds))
-    pairs = [(rf"\boxed{{{said}}}", gold) for said, gold in zip(shuffled, golds, strict=True) if said != gold]
-    assert len(pairs) > 480
+    pairs = [(rf"\boxed{{{said}}}", gold) for said, gold in zip(shuffled, golds, strict=True) if said != gold][:200]
+    assert len(pairs) == 200
     assert _correct(*map(list, zip(*pairs, strict=True))) <= 1
 
 
 @needs_gsm8k
 def test_real_gsm8k_golds_verify_through_math_verify_too():
-    for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:200]:
+    for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:50]:
         text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
         assert math_reward.compare_integers(text, problem.answer) is None
         assert math_reward.reward(text, problem).correct

@@ -34,13 +34,13 @@ class Misbehaving(BaseHTTPRequestHandler):
         self.server.seen.append((dict(self.headers), body))
         count = len(body["texts"])
         if self.path == "/hang":
-            time.sleep(3)
+            self.server.released.wait(60)
         if self.path == "/drip":
             self.send_response(200)
             self.send_header("Content-Length", "1000")
             self.end_headers()
-            for _ in range(12):
-                self.wfile.write(b" ")
+            for _ in range(240):
+                self.wfile.write(b" ")  # ends when the client hangs up
                 time.sleep(0.25)
         first = len(self.server.seen) == 1
         status = {"/busy": 503, "/broken": 500}.get(self.path, 503 if first and self.path == "/busy-once" else 200)
@@ -62,9 +62,11 @@ class Misbehaving(BaseHTTPRequestHandler):
 def server():
     with ThreadingHTTPServer(("127.0.0.1", 0), Misbehaving) as running:
         running.seen, running.handle_error, running.daemon_threads = [], lambda *_: None, True
-        thread = threading.Thread(target=running.serve_forever)
+        running.released = threading.Event()
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,))
         thread.start()
         yield running
+        running.released.set()
         running.shutdown()
         thread.join()
 
@@ -102,7 +104,7 @@ def test_a_server_that_fails_costs_the_samples_only(server, path, error, request
     server.seen.clear()
     start = time.monotonic()
     rewards = client(server, path, timeout=0.5, retries=1).score(TEXTS, PROBLEMS)
-    assert time.monotonic() - start < 2.8
+    assert time.monotonic() - start < 30
     assert len(rewards) == 5 and all(reward.error.startswith(error) and not reward.correct for reward in rewards), rewards[0]
     assert len(server.seen) == requests
 

@@ -1,13 +1,13 @@
 """The pool of reward workers: order, speed, and samples that hang, raise, crash or eat memory."""
 
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -21,39 +21,7 @@ from megatron_rl.types import Problem, Reward
 GSM8K_TEST = Path(__file__).resolve().parents[3].parent / "shared" / "data" / "gsm8k" / "test.jsonl"
 MEMORY_MB = 2048
 
-
-HOSTILE = """
-    import os, signal, sys, time
-    from megatron_rl.types import Reward
-
-    def reward(text, problem):
-        print("noise on stdout")
-        if text == "hang":
-            time.sleep(1000)
-        if text == "hang in C":
-            pow(3, 10 ** 11)
-        if text == "slow":
-            time.sleep(0.3)
-        if text == "raise":
-            raise ValueError("no verdict")
-        if text == "exit":
-            sys.exit(3)
-        if text == "hard exit":
-            os._exit(7)
-        if text == "killed":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if text == "memory":
-            bytearray(2 ** 36)
-        if text == "wrong type":
-            return 1.0
-        if text == "nan":
-            return Reward(float("nan"), True)
-        if text == "modules":
-            return Reward(0.0, False, ",".join(sorted(sys.modules)))
-        if text == "pid":
-            return Reward(float(os.getpid()), True)
-        return Reward(float(text == problem.answer), text == problem.answer)
-"""
+HOSTILE = "support.hostile:reward"
 
 
 def pool_of(name: str, workers: int, timeout: float, memory_mb: int = MEMORY_MB) -> RewardPool:
@@ -62,14 +30,6 @@ def pool_of(name: str, workers: int, timeout: float, memory_mb: int = MEMORY_MB)
 
 def judged(pool: RewardPool, texts: list[str], problems: list[Problem]) -> list[Reward]:
     return [reward for [reward] in pool.score(texts, problems)]
-
-
-@pytest.fixture
-def hostile(tmp_path, monkeypatch):
-    """The name of a reward function that misbehaves on request."""
-    (tmp_path / "hostile_reward.py").write_text(textwrap.dedent(HOSTILE))
-    monkeypatch.syspath_prepend(tmp_path)
-    return "hostile_reward:reward"
 
 
 def _problems(count: int) -> list[Problem]:
@@ -99,25 +59,25 @@ def test_rewards_come_in_the_order_of_the_samples():
         ("nan", "ValueError: the reward function returned nan"),
     ],
 )
-def test_a_bad_sample_costs_only_itself(hostile, text, error):
+def test_a_bad_sample_costs_only_itself(text, error):
     problems = _problems(40)
     texts = [problem.answer for problem in problems]
     texts[5] = texts[23] = text
-    with pool_of(hostile, 2, 0.5 if "timeout" in error else 20.0) as pool:  # a busy machine must not look like a hanging sample
+    with pool_of(HOSTILE, 2, 0.5 if "timeout" in error else 20.0) as pool:  # a busy machine must not look like a hanging sample
         rewards = judged(pool, texts, problems)
         assert rewards[5] == rewards[23] == Reward(0.0, False, error)
         assert [reward for number, reward in enumerate(rewards) if number not in (5, 23)] == [Reward(1.0, True)] * 38
         assert judged(pool, ["0"], problems[:1])[0].correct
 
 
-def test_the_timeout_counts_for_each_sample_not_for_its_chunk(hostile):
-    with pool_of(hostile, 1, 1.5) as pool:
+def test_the_timeout_counts_for_each_sample_not_for_its_chunk():
+    with pool_of(HOSTILE, 1, 1.5) as pool:
         rewards = judged(pool, ["slow"] * 8, _problems(8))
     assert [reward.error for reward in rewards] == [""] * 8
 
 
-def test_a_worker_killed_while_idle_costs_no_sample(hostile):
-    with pool_of(hostile, 1, 5.0) as pool:
+def test_a_worker_killed_while_idle_costs_no_sample():
+    with pool_of(HOSTILE, 1, 5.0) as pool:
         pid = int(judged(pool, ["pid"], _problems(1))[0].value)
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
@@ -125,8 +85,8 @@ def test_a_worker_killed_while_idle_costs_no_sample(hostile):
     assert reward.correct and int(reward.value) != pid
 
 
-def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free(hostile):
-    pool = pool_of(hostile, 4, 5.0)
+def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free():
+    pool = pool_of(HOSTILE, 4, 5.0)
     thread = threading.Thread(target=pool.__enter__)  # Linux sends the death signal when the starting thread ends
     thread.start()
     thread.join()
@@ -134,8 +94,8 @@ def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free(h
         assert all(reward.correct for reward in judged(pool, [str(index) for index in range(64)], _problems(64)))
 
 
-def test_a_worker_imports_little_and_ignores_ctrl_c(hostile):
-    with pool_of(hostile, 1, 5.0) as pool:
+def test_a_worker_imports_little_and_ignores_ctrl_c():
+    with pool_of(HOSTILE, 1, 5.0) as pool:
         pid = int(judged(pool, ["pid"], _problems(1))[0].value)
         os.kill(pid, signal.SIGINT)
         modules = judged(pool, ["modules"], _problems(1))[0].error.split(",")
@@ -143,31 +103,31 @@ def test_a_worker_imports_little_and_ignores_ctrl_c(hostile):
     assert not {"torch", "numpy", "pydantic", "transformers", "sympy"} & set(modules)
 
 
-def test_closing_ends_the_workers(hostile):
-    with pool_of(hostile, 1, 5.0) as pool:
+def test_closing_ends_the_workers():
+    with pool_of(HOSTILE, 1, 5.0) as pool:
         pid = int(judged(pool, ["pid"], _problems(1))[0].value)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
+def keep_a_worker_busy(pid: Connection) -> None:
+    """A process of its own: it tells its worker's pid, then waits for a sample that hangs."""
+    with pool_of(HOSTILE, 1, 60.0) as pool:
+        pid.send(int(judged(pool, ["pid"], _problems(1))[0].value))
+        judged(pool, ["hang"], _problems(1))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
-def test_a_busy_worker_dies_with_its_parent(hostile, tmp_path):
-    script = f"""
-import sys
-sys.path[:0] = {sys.path!r}
-from megatron_rl.rewards.worker_pool import RewardPool
-from megatron_rl.types import Problem
-with RewardPool([({hostile!r}, {{}})], 1, 60.0, {MEMORY_MB}) as pool:
-    problems = [Problem("0", "?", "0")] * 2
-    print(int(pool.score(["pid"], problems[:1])[0][0].value), flush=True)
-    pool.score(["hang"], problems[:1])
-"""
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        worker_pid = int(parent.stdout.readline())
-        time.sleep(0.3)
-        parent.kill()
-    assert _gone_within(worker_pid, seconds=5)
+def test_a_busy_worker_dies_with_its_parent():
+    context = multiprocessing.get_context("spawn")
+    worker_pid, parent_end = context.Pipe(duplex=False)
+    parent = context.Process(target=keep_a_worker_busy, args=(parent_end,))
+    parent.start()
+    pid = worker_pid.recv()
+    time.sleep(0.3)
+    parent.kill()
+    parent.join(60)
+    assert _gone_within(pid, seconds=60)
 
 
 def _gone_within(pid: int, seconds: float) -> bool:

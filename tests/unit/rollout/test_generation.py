@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import numpy as np
 import pytest
 import torch
@@ -168,59 +166,11 @@ def test_the_trainer_never_reads_a_log_prob_of_the_environment():
     assert torch.tensor([0, *sequence.response_ids])[sequence.target_positions + 1].tolist() == [97, 98, 62, 99]
 
 
-HOSTILE = """
-    import os, re, time
-    from megatron_rl.rollout.environments.base import Message
-
-    class Hostile:
-        stop = (">",)
-
-        def __init__(self, problem):
-            if problem.answer == "no object":
-                raise ValueError("no object")
-            self.heard = []
-
-        def step(self, text):
-            self.heard.append(text)
-            if text == "hang":
-                time.sleep(1000)
-            if text == "hang in C":
-                re.match("(a+)+$", "a" * 40 + "b")
-            if text == "die":
-                os._exit(7)
-            if text == "raise":
-                raise KeyError("tool")
-            if text == "wrong type":
-                return "text"
-            if text == "no text":
-                return Message(None)
-            if text == "half a character":
-                return Message("\\ud800")
-            if text == "unpicklable":
-                self.heard = (part for part in "ab")
-            return None if text == "end" else Message("+".join(map(str, self.heard)))
-
-    class Speechless:
-        pass
-
-    class Unstoppable(Hostile):
-        stop = ">"
-"""
-
-
-@pytest.fixture
-def hostile(tmp_path, monkeypatch):
-    """The name of an environment that misbehaves on request."""
-    (tmp_path / "hostile_environment.py").write_text(textwrap.dedent(HOSTILE))
-    monkeypatch.syspath_prepend(tmp_path)
-    return "hostile_environment:Hostile"
-
-
-def test_a_broken_environment_costs_its_own_answer_only(hostile, caplog):
+def test_a_broken_environment_costs_its_own_answer_only(caplog):
     texts = ["one", "hang", "two", "hang in C", "die", "raise", "wrong type", "unpicklable", "no text"]
     texts += ["half a character", "end", "three"]
     episodes = [Episode(str(number), "", "") for number in range(len(texts))]
-    with EnvironmentPool(EnvironmentConfig(name=hostile, workers=1, timeout=0.5)) as pool:
+    with EnvironmentPool(EnvironmentConfig(name="support.hostile:Environment", workers=1, timeout=0.5)) as pool:
         assert pool.stop == (">",)
         replies = pool.step([*texts, "four"], [*episodes, Episode("none", "", "no object")])
         errors = [reply.error.partition(":")[0] for reply in replies]
@@ -237,11 +187,11 @@ def test_a_broken_environment_costs_its_own_answer_only(hostile, caplog):
     [
         ("calculater", "is not known; use one of calculator"),
         ("no_such_module:Tool", "cannot be imported [(]ModuleNotFoundError"),
-        ("hostile_environment:Missing", "cannot be imported [(]AttributeError"),
-        ("hostile_environment:Speechless", "has no method step"),
-        ("hostile_environment:Unstoppable", "must be a tuple of texts"),
+        ("support.hostile:Missing", "cannot be imported [(]AttributeError"),
+        ("support.hostile:Speechless", "has no method step"),
+        ("support.hostile:Unstoppable", "must be a tuple of texts"),
     ],
 )
-def test_a_bad_name_is_told_before_anything_starts(hostile, name, rule):
+def test_a_bad_name_is_told_before_anything_starts(name, rule):
     with pytest.raises(UserError, match=rule):
         load_environment(name)

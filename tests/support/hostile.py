@@ -1,0 +1,82 @@
+"""A reward function and environments that misbehave in every way a text asks for; workers load them by name.
+
+This module imports no more than they need, for a test counts what a worker imports.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+
+from megatron_rl.types import Reward
+
+
+def reward(text, problem):
+    print("noise on stdout")
+    if text == "hang":
+        time.sleep(1000)
+    if text == "hang in C":
+        pow(3, 10**11)
+    if text == "slow":
+        time.sleep(0.3)
+    if text == "raise":
+        raise ValueError("no verdict")
+    if text == "exit":
+        sys.exit(3)
+    if text == "hard exit":
+        os._exit(7)
+    if text == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "memory":
+        bytearray(2**36)
+    if text == "wrong type":
+        return 1.0
+    if text == "nan":
+        return Reward(float("nan"), True)
+    if text == "modules":
+        return Reward(0.0, False, ",".join(sorted(sys.modules)))
+    if text == "pid":
+        return Reward(float(os.getpid()), True)
+    return Reward(float(text == problem.answer), text == problem.answer)
+
+
+class Environment:
+    stop = (">",)
+
+    def __init__(self, problem):
+        if problem.answer == "no object":
+            raise ValueError("no object")
+        self.heard = []
+
+    def step(self, text):
+        from megatron_rl.rollout.environments.base import Message  # more than the worker of a reward function may import
+
+        self.heard.append(text)
+        if text == "hang":
+            time.sleep(1000)
+        if text == "hang in C":
+            re.match("(a+)+$", "a" * 40 + "b")
+        if text == "die":
+            os._exit(7)
+        if text == "raise":
+            raise KeyError("tool")
+        if text == "wrong type":
+            return "text"
+        if text == "no text":
+            return Message(None)
+        if text == "half a character":
+            return Message("\ud800")
+        if text == "unpicklable":
+            self.heard = (part for part in "ab")
+        return None if text == "end" else Message("+".join(map(str, self.heard)))
+
+
+class Speechless:
+    """Has no `step`."""
+
+
+class Unstoppable(Environment):
+    stop = ">"  # must be a tuple
