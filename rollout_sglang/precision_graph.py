@@ -1,7 +1,6 @@
-"""The rollout graph, read inside a scheduler process from the live SGLang model: weights, scales, and the callables that use them.
+"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them.
 
-A parameter that belongs to no operator read here, or a quantisation method that this file does not know, is refused: a graph that
-leaves something out proves nothing.
+A parameter that belongs to no operator read here, or an unknown quantization method, is refused: an incomplete graph proves nothing.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ _KNOWN_METHODS = (
 )
 
 _runner: Any = None
-"""SGLang's ModelRunner, which owns the attention backend and the cache; `check_weights` leaves it here."""
+"""SGLang's ModelRunner, which owns the attention backend and the cache; set by `check_weights`."""
 
 
 def check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wraps SGLang's ModelRunner.check_weights, through which requests for a graph come."""
+    """Wrap SGLang's ModelRunner.check_weights, which carries requests for a graph."""
     global _runner
     _runner = runner
     return original(runner, *args, **kwargs)
 
 
 def get_model_runner() -> Any:
-    """SGLang's ModelRunner of this process; one of our requests must have come before."""
+    """Return SGLang's ModelRunner of this process; None before the first of our requests."""
     return _runner
 
 
 def read_rank_graph(model: Any, activation_scales: Mapping[str, str]) -> PrecisionGraph:
-    """The graph of the model that this rank serves. `activation_scales` names the scale format of every FP8 module's activations
-    (`live.activation_scale_formats`). Raises ValueError for a module it does not know."""
+    """Return the graph of the model that this rank serves. `activation_scales`: module name -> scale format of its FP8 activations. Raise
+    ValueError for an unknown module."""
     return decoder_graph(_GraphReader(model, _runner, activation_scales).decoder())
 
 
@@ -63,14 +62,13 @@ class _GraphReader:
     def __init__(self, model: Any, runner: Any, activation_scales: Mapping[str, str]) -> None:
         self.model, self.runner, self.scales = model, runner, activation_scales
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.read: set[int] = set()
+        self.seen: set[int] = set()
         self.hidden = unquantized_format(model.model.embed_tokens.weight)
 
     def decoder(self) -> DecoderPrecision:
-        model = self.model
-        stack = model.model
+        model, stack = self.model, self.model.model
         fp32_head = getattr(model.logits_processor, "use_fp32_lm_head", False)
-        read = DecoderPrecision(
+        precision = DecoderPrecision(
             hidden=self.hidden,
             layers={number: self.layer(layer) for number, layer in enumerate(stack.layers)},
             embedding=self.linear(stack.embed_tokens),
@@ -79,9 +77,9 @@ class _GraphReader:
             logits=TensorFormat("fp32") if fp32_head else self.hidden,
         )
         for name, parameter in model.named_parameters():
-            if id(parameter) not in self.read:
+            if id(parameter) not in self.seen:
                 raise ValueError(f"the precision graph knows no operator of the engine that uses {name}")
-        return read
+        return precision
 
     def layer(self, layer: Any) -> LayerPrecision:
         residual = self.residual(layer.input_layernorm)
@@ -94,23 +92,23 @@ class _GraphReader:
         )
 
     def residual(self, norm: Any) -> TensorFormat:
-        """The stream that a norm adds to; it is wider than the rest where the norm says so."""
-        wider = getattr(norm, "override_orig_dtype", None)
-        return self.hidden if wider is None else TensorFormat(dtype_name(wider))
+        """Return the format of the residual stream that a norm adds to."""
+        dtype = getattr(norm, "override_orig_dtype", None)
+        return self.hidden if dtype is None else TensorFormat(dtype_name(dtype))
 
     def attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if hasattr(attention, "kv_b_proj"):
             return self.latent_attention(attention)
         if not hasattr(attention, "qkv_proj"):
             raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
-        heads = {name: self.norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
+        head_norms = {name: self.norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         backend, cache = type(self.runner.attn_backend).__name__, self.cache(attention.attn)
         return AttentionPrecision(
-            self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **heads
+            self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **head_norms
         )
 
     def latent_attention(self, attention: Any) -> MLAPrecision:
-        """Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values and never quantises it."""
+        """Read MLA. Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values, unquantized."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantises latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
@@ -130,21 +128,18 @@ class _GraphReader:
         )
 
     def cache(self, *attentions: Any) -> TensorFormat:
-        """Keys and values as the cache keeps them; an FP8 cache has scales of its own, one over a layer's keys and one over its values."""
-        self.read |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
+        """Return the format of keys and values in the cache; an FP8 cache has one scale for a layer's keys and one for its values."""
+        self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         dtype = self.runner.token_to_kv_pool.dtype
         return TensorFormat(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else TensorFormat(dtype_name(dtype))
 
     def mlp(self, mlp: Any) -> MLPPrecision:
         return MLPPrecision(self.linear(mlp.gate_up_proj), self.linear(mlp.down_proj))
 
-    def experts(self, block: Any) -> MoEPrecision:
-        gate, experts = block.gate, block.experts
-        shared = getattr(block, "shared_experts", None)
-        wider = "MoEGate" if not hasattr(gate, "quant_method") else type(gate.quant_method).__name__
-        logits = (
-            TensorFormat("fp32") if wider in ("MoEGate", "Fp32RouterMethod") else unquantized_format(gate.weight)
-        )  # see rollout_sglang.hooks.fp32_router
+    def experts(self, moe: Any) -> MoEPrecision:
+        gate, experts, shared = moe.gate, moe.experts, getattr(moe, "shared_experts", None)
+        fp32_logits = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
+        logits = TensorFormat("fp32") if fp32_logits else unquantized_format(gate.weight)
         router = self.linear(gate) if hasattr(gate, "quant_method") else self.norm(gate, self.hidden)
         return MoEPrecision(
             router=replace(router, bias=self.vector(gate, "e_score_correction_bias")),
@@ -154,52 +149,51 @@ class _GraphReader:
         )
 
     def stacked(self, experts: Any, name: str) -> WeightedOpPrecision:
-        """One of the two matrices of all experts, [experts, N, K]."""
+        """Read one of the two matrices of all experts, [experts, N, K]."""
         return self.product(experts, getattr(experts, name), _scale(experts, name), None)
 
     def linear(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
-        """A linear layer or an embedding, by its weight and its quantisation method. `x`: how it reads its input, where that is special."""
+        """Read a linear layer or an embedding. `x`: format of its input where it differs from the hidden states."""
         return self.product(module, module.weight, _scale(module, "weight"), x)
 
     def product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorFormat | None) -> WeightedOpPrecision:
         method = type(module.quant_method).__name__
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
-        self.read.add(id(weight))
+        self.seen.add(id(weight))
         bias, detail = self.vector(module, "bias"), f"{type(module).__name__}, {method}"
         if weight.dtype not in (*_FP8_DTYPES, torch.int8):
             return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail)
         name = self.names[id(module)]
         if scale is None:
             raise ValueError(f"the engine's {name} is {dtype_name(weight.dtype)} without scales")
-        self.read.add(id(scale))
-        quantises = self.scales.get(name, "unknown")
+        self.seen.add(id(scale))
+        activation_scale = self.scales.get(name, "unknown")
         if weight.dtype == torch.int8:
-            return WeightedOpPrecision(token_format(quantises), channel_format(weight, scale), bias, detail)
-        return WeightedOpPrecision(
-            group_format(_activation_group_size(module.quant_method), quantises), block_format(weight, scale), bias, detail
-        )
+            return WeightedOpPrecision(token_format(activation_scale), channel_format(weight, scale), bias, detail)
+        x = group_format(_activation_group_size(module.quant_method), activation_scale)
+        return WeightedOpPrecision(x, block_format(weight, scale), bias, detail)
 
     def norm(self, module: Any, x: TensorFormat) -> WeightedOpPrecision:
-        self.read.add(id(module.weight))
+        self.seen.add(id(module.weight))
         return WeightedOpPrecision(x, unquantized_format(module.weight), self.vector(module, "bias"), type(module).__name__)
 
     def vector(self, module: Any, name: str) -> TensorFormat | None:
-        """A bias; None where the module has none."""
+        """Read a bias; None where the module has none."""
         bias = getattr(module, name, None)
         if not isinstance(bias, torch.Tensor):
             return None
-        self.read.add(id(bias))
+        self.seen.add(id(bias))
         return unquantized_format(bias)
 
 
 def _scale(module: Any, weight: str) -> torch.Tensor | None:
-    """The scales of a module's FP8 or INT8 weight; None where it has none."""
+    """Return the scales of a module's FP8 or INT8 weight, None where it has none."""
     inverse = getattr(module, f"{weight}_scale_inv", None)
     return getattr(module, f"{weight}_scale", None) if inverse is None else inverse
 
 
 def _activation_group_size(method: Any) -> int | None:
-    """How many activations share a scale: the block width that SGLang hands to its kernel; None where it has no blocks."""
-    blocks = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
-    return blocks[1] if blocks else None
+    """Return how many activations share a scale: the block width that SGLang passes to its kernel, None without blocks."""
+    block_size = getattr(method, "weight_block_size", None) or getattr(method.quant_config, "weight_block_size", None)
+    return block_size[1] if block_size else None

@@ -1,7 +1,7 @@
-"""The training graph, read from the live Megatron model: what its modules hold and run, not what a configuration says.
+"""Reads the training graph from the live Megatron model: what its modules hold and run, not what a configuration says.
 
-FP8 linear layers are known by the blocks they hold. A parameter that belongs to no operator read here, or a module of another
-class than this file knows, is refused: a graph that leaves something out proves nothing.
+FP8 linear layers are recognized by their blocks. A parameter that belongs to no operator read here, or a module of an unknown class, is
+refused: an incomplete graph proves nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from parallel.formats import BLOCK
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
-    """The graph of what this rank holds: one model, or the chunks of a pipeline stage. Raises RunError for a module it does not know."""
+    """Return the graph of this rank's part: one model, or the chunks of a pipeline stage. Raise RunError for an unknown module."""
     chunks = model if isinstance(model, Sequence) else [model]
     return merge_graphs(decoder_graph(_Reader(chunk).decoder()) for chunk in chunks)
 
@@ -45,7 +45,7 @@ def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
 class _Reader:
     def __init__(self, model: GPTModel) -> None:
         self.model = model
-        self.read: set[int] = set()
+        self.seen: set[int] = set()
         embedding = getattr(model, "embedding", None)
         dtype = model.config.pipeline_dtype if embedding is None else embedding.word_embeddings.weight.dtype
         self.hidden = TensorFormat(dtype_name(dtype))
@@ -54,7 +54,7 @@ class _Reader:
     def decoder(self) -> DecoderPrecision:
         model = self.model
         first, last = getattr(model, "embedding", None), getattr(model, "output_layer", None)
-        read = DecoderPrecision(
+        precision = DecoderPrecision(
             hidden=self.hidden,
             layers={layer.layer_number - 1: self.layer(layer) for layer in model.decoder.layers},
             embedding=None if first is None else self.weighted(first.word_embeddings),
@@ -63,38 +63,38 @@ class _Reader:
             logits=None if last is None else self.hidden,
         )
         for name, parameter in model.named_parameters():
-            if id(parameter) not in self.read:
+            if id(parameter) not in self.seen:
                 raise RunError(f"the precision graph knows no operator of the trainer that uses {name}")
-        return read
+        return precision
 
     def layer(self, layer: Any) -> LayerPrecision:
         return LayerPrecision(
             input_norm=self.weighted(layer.input_layernorm, self.residual),
-            attention=self.attention(_known(layer.self_attention, SelfAttention, MLASelfAttention)),
+            attention=self.attention(_require_class(layer.self_attention, SelfAttention, MLASelfAttention)),
             post_attention_norm=self.weighted(layer.pre_mlp_layernorm, self.residual),
-            mlp=self.experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.mlp([_known(layer.mlp, MLP)]),
+            mlp=self.experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.mlp([_require_class(layer.mlp, MLP)]),
             residual=self.residual,
         )
 
     def attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if isinstance(attention, MLASelfAttention):
             return self.latent_attention(attention)
-        heads = {
+        head_norms = {
             name: self.weighted(norm)
             for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm))
             if norm is not None and not isinstance(norm, IdentityOp)
         }
         core = type(attention.core_attention).__name__
         return AttentionPrecision(
-            self.linear(attention.linear_qkv), self.linear(attention.linear_proj), self.hidden, self.hidden, detail=core, **heads
+            self.linear(attention.linear_qkv), self.linear(attention.linear_proj), self.hidden, self.hidden, detail=core, **head_norms
         )
 
     def latent_attention(self, attention: Any) -> MLAPrecision:
-        narrow = {}
+        q_latent = {}
         if hasattr(attention, "linear_q_down_proj"):
-            narrow = {"q_a": self.linear(attention.linear_q_down_proj), "q_a_norm": self.weighted(attention.q_layernorm)}
+            q_latent = {"q_a": self.linear(attention.linear_q_down_proj), "q_a_norm": self.weighted(attention.q_layernorm)}
         return MLAPrecision(
-            q_b=self.linear(attention.linear_q_up_proj if narrow else attention.linear_q_proj),
+            q_b=self.linear(attention.linear_q_up_proj if q_latent else attention.linear_q_proj),
             kv_a=self.linear(attention.linear_kv_down_proj),
             kv_a_norm=self.weighted(attention.kv_layernorm),
             kv_b=self.linear(attention.linear_kv_up_proj),
@@ -102,18 +102,20 @@ class _Reader:
             q=self.hidden,
             kv=self.hidden,
             detail=type(attention.core_attention).__name__,
-            **narrow,
+            **q_latent,
         )
 
     def mlp(self, mlps: Sequence[Any], count: int = 1) -> MLPPrecision:
-        """One MLP, or experts that are alike, as one."""
+        """Read one MLP, or experts as one."""
         return MLPPrecision(
-            _alike([self.linear(mlp.linear_fc1) for mlp in mlps]), _alike([self.linear(mlp.linear_fc2) for mlp in mlps]), count
+            _merge_experts([self.linear(mlp.linear_fc1) for mlp in mlps]),
+            _merge_experts([self.linear(mlp.linear_fc2) for mlp in mlps]),
+            count,
         )
 
     def experts(self, moe: Any) -> MoEPrecision:
-        router, local = moe.router, getattr(moe.experts, "local_experts", None)
-        if local is None:
+        router, local_experts = moe.router, getattr(moe.experts, "local_experts", None)
+        if local_experts is None:
             raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
         logits = TensorFormat(router.config.moe_router_dtype or self.hidden.dtype)
         correction = getattr(router, "expert_bias", None)  # a buffer
@@ -121,73 +123,72 @@ class _Reader:
         return MoEPrecision(
             router=replace(self.weighted(router), bias=None if correction is None else unquantized_format(correction)),
             logits=logits,
-            experts=self.mlp(local, count=router.weight.shape[0]),
+            experts=self.mlp(local_experts, count=router.weight.shape[0]),
             shared=None if shared is None else self.mlp([shared]),
         )
 
     def linear(self, layer: Any) -> WeightedOpPrecision:
-        """An FP8 layer by the blocks it holds, any other by its weight. Transformer Engine's own layers hide how they quantise."""
+        """Read an FP8 layer by its blocks, any other by its weight. Transformer Engine's own layers hide how they quantize."""
         if not type(layer).__module__.startswith("megatron_rl."):
-            _known(layer, ColumnParallelLinear, RowParallelLinear)
+            _require_class(layer, ColumnParallelLinear, RowParallelLinear)
         blocks = getattr(layer, "blocks", None)
         if blocks is None:
             return self.weighted(layer)
-        self.read.add(id(layer.weight))
+        self.seen.add(id(layer.weight))
         weight, master = block_format(*blocks), unquantized_format(layer.weight)
         x = tokens = self.hidden
         if getattr(layer, "quantizes_input", True):
             x = group_format(BLOCK, layer.scale_format)
             tokens = TensorFormat(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
         gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master)
-        computed_by = type(getattr(layer, "backend", None)).__name__
-        detail = type(layer).__name__ + (f", {computed_by}" if computed_by != "NoneType" else "")
+        backend = getattr(layer, "backend", None)
+        detail = type(layer).__name__ + ("" if backend is None else f", {type(backend).__name__}")
         return WeightedOpPrecision(x, weight, self.bias(layer), detail, gradients)
 
     def weighted(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
-        """A module that multiplies its weight in high precision."""
-        x, weight = x or self.hidden, module.weight
-        self.read.add(id(weight))
-        gradients = GradientFormats(x, unquantized_format(weight), x, x, _gradient(weight), _master(weight))
-        return WeightedOpPrecision(x, unquantized_format(weight), self.bias(module), type(module).__name__, gradients)
+        """Read a module that multiplies its weight in high precision."""
+        x, weight, format = x or self.hidden, module.weight, unquantized_format(module.weight)
+        self.seen.add(id(weight))
+        gradients = GradientFormats(x, format, x, x, _gradient(weight), _master(weight))
+        return WeightedOpPrecision(x, format, self.bias(module), type(module).__name__, gradients)
 
     def bias(self, module: Any) -> TensorFormat | None:
         bias = getattr(module, "bias", None)
         if not isinstance(bias, torch.Tensor):
             return None
-        self.read.add(id(bias))
+        self.seen.add(id(bias))
         return unquantized_format(bias)
 
     def lm_head(self, layer: Any) -> WeightedOpPrecision:
-        """The output layer; with tied embeddings it has no weight of its own."""
+        """Read the output layer; with tied embeddings it has no weight of its own."""
         if layer.weight is not None:
             return self.linear(layer)
         weight = self.model.shared_embedding_or_output_weight()
-        self.read.add(id(weight))
-        gradients = GradientFormats(
-            self.hidden, unquantized_format(weight), self.hidden, self.hidden, _gradient(weight), unquantized_format(weight)
-        )
-        return WeightedOpPrecision(self.hidden, unquantized_format(weight), None, f"{type(layer).__name__}, tied", gradients)
+        self.seen.add(id(weight))
+        format = unquantized_format(weight)
+        gradients = GradientFormats(self.hidden, format, self.hidden, self.hidden, _gradient(weight), format)
+        return WeightedOpPrecision(self.hidden, format, None, f"{type(layer).__name__}, tied", gradients)
 
 
 def _gradient(weight: Any) -> TensorFormat:
-    """Where the weight's gradient is accumulated: Megatron's buffer, or autograd's, which has the weight's dtype."""
+    """Return the format in which the gradient is accumulated: of Megatron's buffer, or autograd's, which has the weight's dtype."""
     return unquantized_format(getattr(weight, "main_grad", weight))
 
 
 def _master(weight: Any) -> TensorFormat:
-    """What the optimizer steps: the weight, or the FP32 copy of a 16-bit one, which a distributed optimizer may keep elsewhere."""
+    """Return the format of what the optimizer steps: the weight, or the FP32 copy of a 16-bit one, which may be on another rank."""
     return TensorFormat("fp32") if hasattr(weight, "main_param") else unquantized_format(weight)
 
 
-def _known(module: Any, *classes: type) -> Any:
-    """Raises RunError where `module` is none of these classes."""
+def _require_class(module: Any, *classes: type) -> Any:
+    """Return `module`. Raise RunError where it is none of these classes."""
     if not isinstance(module, classes):
         raise RunError(f"the precision graph does not know the trainer's module {type(module).__name__}")
     return module
 
 
-def _alike(parts: Sequence[WeightedOpPrecision]) -> WeightedOpPrecision:
-    """Experts as one operator; where they differ, in a precision that equals none."""
+def _merge_experts(parts: Sequence[WeightedOpPrecision]) -> WeightedOpPrecision:
+    """Return the experts as one operator; where they differ, in a precision that equals none."""
     if all(part == parts[0] for part in parts):
         return parts[0]
     return WeightedOpPrecision(

@@ -1,7 +1,7 @@
-"""How the operators of a decoder-only model hang together, told once for both sides.
+"""How the operators of a decoder-only model are connected, the same for trainer and engine.
 
-A side reads its live modules into a `DecoderPrecision`: which operators a layer has and in which precision each consumes its tensors.
-`decoder_graph` lays out the forward pass, and where the trainer tells how gradients are computed, the backward pass.
+Each side reads its live modules into a `DecoderPrecision`: which operators a layer has and in which precision each consumes its tensors.
+`decoder_graph` makes the edges of the forward pass, and of the backward pass where gradients are given.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from types import MappingProxyType
 from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorFormat
 
 Inputs = Mapping[str, tuple[str, TensorFormat]]
-"""Tensor -> (the operator that makes it, its precision)."""
+"""Tensor -> (operator that produces it, its precision)."""
 
 _LINEARS = ("linear", "router", "lm_head")
 
 
 @dataclass(frozen=True)
 class GradientFormats:
-    """How the two backward products of a linear layer read their operands, and in which precision the weight is learned."""
+    """Precision of the operands of a linear layer's two backward products, and of what the optimizer reads."""
 
     dy: TensorFormat
     """dy in DGrad."""
@@ -33,12 +33,12 @@ class GradientFormats:
     grad: TensorFormat
     """The accumulated weight gradient."""
     master: TensorFormat
-    """What the optimizer steps."""
+    """The weight that the optimizer steps."""
 
 
 @dataclass(frozen=True)
 class WeightedOpPrecision:
-    """An operator with a weight: how it reads its input `x` and its weight, and the gradients where it is trained."""
+    """An operator with a weight: precision of its input `x`, its weight, and its gradients where it is trained."""
 
     x: TensorFormat
     weight: TensorFormat
@@ -53,7 +53,7 @@ class AttentionPrecision:
     output: WeightedOpPrecision
     q: TensorFormat
     kv: TensorFormat
-    """Keys and values as the attention reads them: in a rollout, from the cache."""
+    """Keys and values as the attention reads them, in a rollout from the cache."""
     q_norm: WeightedOpPrecision | None = None
     k_norm: WeightedOpPrecision | None = None
     detail: str = ""
@@ -61,7 +61,7 @@ class AttentionPrecision:
 
 @dataclass(frozen=True)
 class MLAPrecision:
-    """Multi-latent attention: keys, values and, with `q_a`, queries go through a narrow latent."""
+    """Multi-latent attention: keys, values and, with `q_a`, queries are projected through a low-rank latent."""
 
     q_b: WeightedOpPrecision
     kv_a: WeightedOpPrecision
@@ -98,15 +98,15 @@ class LayerPrecision:
     post_attention_norm: WeightedOpPrecision
     mlp: MLPPrecision | MoEPrecision
     residual: TensorFormat
-    """The stream between the layers."""
+    """The residual stream."""
 
 
 @dataclass(frozen=True)
 class DecoderPrecision:
-    """What one rank holds: layers by their number in the whole model; the ends are None on a pipeline stage without them."""
+    """The part of one rank: layers by their number in the whole model; embedding and head are None on a pipeline stage without them."""
 
     hidden: TensorFormat
-    """What travels between operators."""
+    """Activations between operators."""
     layers: dict[int, LayerPrecision]
     embedding: WeightedOpPrecision | None = None
     norm: WeightedOpPrecision | None = None
@@ -122,141 +122,143 @@ class _Builder:
     gradients: dict[str, GradientFormats] = field(default_factory=dict)
 
     def op(self, name: str, op: str, inputs: Inputs = MappingProxyType({}), count: int = 1, detail: str = "") -> str:
-        """An operator and the edges into it. Returns its name."""
+        """Add an operator and the edges into it; return its name."""
         self.nodes[name] = Node(name, op, count, detail)
         self.edges += [Edge(source, name, tensor, format) for tensor, (source, format) in inputs.items()]
         return name
 
-    def weighted(self, name: str, op: str, source: str | None, read: WeightedOpPrecision, count: int = 1) -> str:
-        """`op` with its weight and bias."""
-        self.op(name, op, {"x": (source, read.x)} if source else {}, count, read.detail)
-        for tensor, format in (("weight", read.weight), ("bias", read.bias)):
+    def weighted(self, name: str, op: str, source: str | None, precision: WeightedOpPrecision, count: int = 1) -> str:
+        """Add an operator with its weight and bias; return its name."""
+        self.op(name, op, {"x": (source, precision.x)} if source else {}, count, precision.detail)
+        for tensor, format in (("weight", precision.weight), ("bias", precision.bias)):
             if format is not None:
                 weight = self.op(f"{name}.{tensor}", "weight", count=count)
                 self.edges.append(Edge(weight, name, tensor, format))
-        if read.gradients is not None:
-            self.gradients[name] = read.gradients
+        if precision.gradients is not None:
+            self.gradients[name] = precision.gradients
         return name
 
 
-def decoder_graph(read: DecoderPrecision) -> PrecisionGraph:
-    """The graph of what one rank holds; its neighbours' operators appear as names on edges only."""
-    build = _Builder(read.hidden)
-    if read.embedding is not None:
-        build.weighted("embedding", "embedding", None, read.embedding)
-    for number, layer in sorted(read.layers.items()):
-        _layer(build, f"layers.{number}.", layer, f"layers.{number - 1}.mlp.residual" if number else "embedding")
-    if read.norm is not None and read.lm_head is not None and read.logits is not None:
-        last = f"layers.{max(read.layers)}.mlp.residual" if read.layers else "embedding"
-        normed = build.weighted("norm", "norm", last, read.norm)
-        head = build.weighted("lm_head", "lm_head", normed, read.lm_head)
-        build.op("logprobs", "log_softmax", {"x": (head, read.logits)})
-    _add_backward(build)
-    return PrecisionGraph(tuple(build.nodes.values()), tuple(build.edges))
+def decoder_graph(model: DecoderPrecision) -> PrecisionGraph:
+    """Return the graph of one rank's part; other ranks' operators appear only as names on edges."""
+    builder = _Builder(model.hidden)
+    if model.embedding is not None:
+        builder.weighted("embedding", "embedding", None, model.embedding)
+    for number, layer in sorted(model.layers.items()):
+        _add_layer(builder, f"layers.{number}.", layer, f"layers.{number - 1}.mlp.residual" if number else "embedding")
+    if model.norm is not None and model.lm_head is not None and model.logits is not None:
+        last = f"layers.{max(model.layers)}.mlp.residual" if model.layers else "embedding"
+        normed = builder.weighted("norm", "norm", last, model.norm)
+        head = builder.weighted("lm_head", "lm_head", normed, model.lm_head)
+        builder.op("logprobs", "log_softmax", {"x": (head, model.logits)})
+    _add_backward(builder)
+    return PrecisionGraph(tuple(builder.nodes.values()), tuple(builder.edges))
 
 
-def _layer(build: _Builder, at: str, layer: LayerPrecision, source: str) -> None:
-    normed = build.weighted(f"{at}input_norm", "norm", source, layer.input_norm)
+def _add_layer(builder: _Builder, prefix: str, layer: LayerPrecision, source: str) -> None:
+    normed = builder.weighted(f"{prefix}input_norm", "norm", source, layer.input_norm)
     if isinstance(layer.attention, AttentionPrecision):
-        attended = _attention(build, f"{at}attention.", layer.attention, normed)
+        attended = _add_attention(builder, f"{prefix}attention.", layer.attention, normed)
     else:
-        attended = _latent_attention(build, f"{at}attention.", layer.attention, normed)
-    middle = build.op(f"{at}attention.residual", "add", {"residual": (source, layer.residual), "x": (attended, build.hidden)})
-    normed = build.weighted(f"{at}post_attention_norm", "norm", middle, layer.post_attention_norm)
+        attended = _add_latent_attention(builder, f"{prefix}attention.", layer.attention, normed)
+    residual = builder.op(f"{prefix}attention.residual", "add", {"residual": (source, layer.residual), "x": (attended, builder.hidden)})
+    normed = builder.weighted(f"{prefix}post_attention_norm", "norm", residual, layer.post_attention_norm)
     if isinstance(layer.mlp, MLPPrecision):
-        added: Inputs = {"x": (_mlp(build, f"{at}mlp.", layer.mlp, normed), build.hidden)}
+        outputs: Inputs = {"x": (_add_mlp(builder, f"{prefix}mlp.", layer.mlp, normed), builder.hidden)}
     else:
-        added = _experts(build, f"{at}mlp.", layer.mlp, normed)
-    build.op(f"{at}mlp.residual", "add", {"residual": (middle, layer.residual), **added})
+        outputs = _add_experts(builder, f"{prefix}mlp.", layer.mlp, normed)
+    builder.op(f"{prefix}mlp.residual", "add", {"residual": (residual, layer.residual), **outputs})
 
 
-def _attention(build: _Builder, at: str, read: AttentionPrecision, source: str) -> str:
-    qkv = q = k = build.weighted(f"{at}qkv", "linear", source, read.qkv)
-    if read.q_norm is not None:
-        q = build.weighted(f"{at}q_norm", "norm", qkv, read.q_norm)
-    if read.k_norm is not None:
-        k = build.weighted(f"{at}k_norm", "norm", qkv, read.k_norm)
-    rope = build.op(f"{at}rope", "rope", {"q": (q, build.hidden), "k": (k, build.hidden)})
-    core = build.op(f"{at}core", "attention", {"q": (rope, read.q), "k": (rope, read.kv), "v": (qkv, read.kv)}, detail=read.detail)
-    return build.weighted(f"{at}output", "linear", core, read.output)
+def _add_attention(builder: _Builder, prefix: str, precision: AttentionPrecision, source: str) -> str:
+    qkv = q = k = builder.weighted(f"{prefix}qkv", "linear", source, precision.qkv)
+    if precision.q_norm is not None:
+        q = builder.weighted(f"{prefix}q_norm", "norm", qkv, precision.q_norm)
+    if precision.k_norm is not None:
+        k = builder.weighted(f"{prefix}k_norm", "norm", qkv, precision.k_norm)
+    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (k, builder.hidden)})
+    inputs = {"q": (rope, precision.q), "k": (rope, precision.kv), "v": (qkv, precision.kv)}
+    core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
+    return builder.weighted(f"{prefix}output", "linear", core, precision.output)
 
 
-def _latent_attention(build: _Builder, at: str, read: MLAPrecision, source: str) -> str:
+def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecision, source: str) -> str:
     latent = source
-    if read.q_a is not None and read.q_a_norm is not None:
-        latent = build.weighted(f"{at}q_a_norm", "norm", build.weighted(f"{at}q_a", "linear", source, read.q_a), read.q_a_norm)
-    q = build.weighted(f"{at}q_b", "linear", latent, read.q_b)
-    kv_a = build.weighted(f"{at}kv_a", "linear", source, read.kv_a)
-    kv = build.weighted(f"{at}kv_b", "linear", build.weighted(f"{at}kv_a_norm", "norm", kv_a, read.kv_a_norm), read.kv_b)
-    rope = build.op(f"{at}rope", "rope", {"q": (q, build.hidden), "k": (kv_a, build.hidden)})
-    inputs = {"q": (rope, read.q), "k_rope": (rope, read.kv), "k": (kv, build.hidden), "v": (kv, build.hidden)}
-    core = build.op(f"{at}core", "attention", inputs, detail=read.detail)
-    return build.weighted(f"{at}output", "linear", core, read.output)
+    if precision.q_a is not None and precision.q_a_norm is not None:
+        q_a = builder.weighted(f"{prefix}q_a", "linear", source, precision.q_a)
+        latent = builder.weighted(f"{prefix}q_a_norm", "norm", q_a, precision.q_a_norm)
+    q = builder.weighted(f"{prefix}q_b", "linear", latent, precision.q_b)
+    kv_a = builder.weighted(f"{prefix}kv_a", "linear", source, precision.kv_a)
+    kv = builder.weighted(
+        f"{prefix}kv_b", "linear", builder.weighted(f"{prefix}kv_a_norm", "norm", kv_a, precision.kv_a_norm), precision.kv_b
+    )
+    rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (kv_a, builder.hidden)})
+    inputs = {"q": (rope, precision.q), "k_rope": (rope, precision.kv), "k": (kv, builder.hidden), "v": (kv, builder.hidden)}
+    core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
+    return builder.weighted(f"{prefix}output", "linear", core, precision.output)
 
 
-def _mlp(build: _Builder, at: str, read: MLPPrecision, source: str) -> str:
-    gate_up = build.weighted(f"{at}gate_up", "linear", source, read.gate_up, read.count)
-    act = build.op(f"{at}swiglu", "swiglu", {"x": (gate_up, build.hidden)}, read.count)
-    return build.weighted(f"{at}down", "linear", act, read.down, read.count)
+def _add_mlp(builder: _Builder, prefix: str, precision: MLPPrecision, source: str) -> str:
+    gate_up = builder.weighted(f"{prefix}gate_up", "linear", source, precision.gate_up, precision.count)
+    act = builder.op(f"{prefix}swiglu", "swiglu", {"x": (gate_up, builder.hidden)}, precision.count)
+    return builder.weighted(f"{prefix}down", "linear", act, precision.down, precision.count)
 
 
-def _experts(build: _Builder, at: str, read: MoEPrecision, source: str) -> Inputs:
-    """The mixture's sum, and the shared experts' output where there are any: what the residual stream adds."""
-    router = build.weighted(f"{at}router", "router", source, read.router)
-    down = _mlp(build, f"{at}experts.", read.experts, source)
-    summed = build.op(f"{at}experts.sum", "weighted_sum", {"x": (down, build.hidden), "logits": (router, read.logits)})
-    inputs = {"x": (summed, build.hidden)}
-    if read.shared is not None:
-        inputs["shared"] = (_mlp(build, f"{at}shared_experts.", read.shared, source), build.hidden)
+def _add_experts(builder: _Builder, prefix: str, precision: MoEPrecision, source: str) -> Inputs:
+    """Add a mixture of experts; return what the residual stream adds: their weighted sum, and the shared experts' output."""
+    router = builder.weighted(f"{prefix}router", "router", source, precision.router)
+    down = _add_mlp(builder, f"{prefix}experts.", precision.experts, source)
+    summed = builder.op(f"{prefix}experts.sum", "weighted_sum", {"x": (down, builder.hidden), "logits": (router, precision.logits)})
+    inputs = {"x": (summed, builder.hidden)}
+    if precision.shared is not None:
+        inputs["shared"] = (_add_mlp(builder, f"{prefix}shared_experts.", precision.shared, source), builder.hidden)
     return inputs
 
 
-def _add_backward(build: _Builder) -> None:
-    """The backward pass of every edge, where the operators tell their gradients.
+def _add_backward(builder: _Builder) -> None:
+    """Add the backward pass of every edge, where gradients are given.
 
     A linear layer A has two products: A.backward is DGrad, A.wgrad is WGrad. Every other operator has A.backward alone.
     """
-    if not build.gradients:
+    if not builder.gradients:
         return
-    operators = [node for node in build.nodes.values() if node.op != "weight"]
+    operators = [node for node in builder.nodes.values() if node.op != "weight"]
     for node in operators:
-        build.op(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", count=node.count)
+        builder.op(f"{node.name}.backward", "dgrad" if node.op in _LINEARS else "backward", count=node.count)
         if node.op in _LINEARS:
-            build.op(f"{node.name}.wgrad", "wgrad", count=node.count)
-    for edge in [edge for edge in build.edges if edge.phase == FORWARD]:
-        if build.nodes.get(edge.source, Node("", "")).op == "weight":
-            _weight_gradient(build, edge)
+            builder.op(f"{node.name}.wgrad", "wgrad", count=node.count)
+    for edge in [edge for edge in builder.edges if edge.phase == FORWARD]:
+        if builder.nodes.get(edge.source, Node("", "")).op == "weight":
+            _add_weight_gradient(builder, edge)
         else:
-            _activation_gradient(build, edge)
+            _add_activation_gradient(builder, edge)
 
 
-def _activation_gradient(build: _Builder, edge: Edge) -> None:
+def _add_activation_gradient(builder: _Builder, edge: Edge) -> None:
     source, target = edge.source, edge.target
-    told, made = build.gradients.get(target), build.gradients.get(source)
-    if made is not None and f"{source}.wgrad" in build.nodes:
-        build.edges.append(Edge(f"{target}.backward", f"{source}.backward", "dy", made.dy, "dgrad"))
-        build.edges.append(Edge(f"{target}.backward", f"{source}.wgrad", "dy", made.dy_wgrad, "wgrad"))
+    target_gradients, source_gradients = builder.gradients.get(target), builder.gradients.get(source)
+    if source_gradients is not None and f"{source}.wgrad" in builder.nodes:
+        builder.edges.append(Edge(f"{target}.backward", f"{source}.backward", "dy", source_gradients.dy, "dgrad"))
+        builder.edges.append(Edge(f"{target}.backward", f"{source}.wgrad", "dy", source_gradients.dy_wgrad, "wgrad"))
     else:
-        build.edges.append(Edge(f"{target}.backward", f"{source}.backward", f"d{edge.tensor}", build.hidden, "dgrad"))
-    if told is not None and edge.tensor == "x":
-        if f"{target}.wgrad" in build.nodes:
-            build.edges.append(Edge(source, f"{target}.wgrad", "x", told.x, "wgrad"))
-        else:
-            build.edges.append(Edge(source, f"{target}.backward", "x", told.x, "dgrad"))
+        builder.edges.append(Edge(f"{target}.backward", f"{source}.backward", f"d{edge.tensor}", builder.hidden, "dgrad"))
+    if target_gradients is not None and edge.tensor == "x":
+        product, phase = ("wgrad", "wgrad") if f"{target}.wgrad" in builder.nodes else ("backward", "dgrad")
+        builder.edges.append(Edge(source, f"{target}.{product}", "x", target_gradients.x, phase))
 
 
-def _weight_gradient(build: _Builder, edge: Edge) -> None:
-    """Into DGrad go the weights; out of WGrad comes the gradient; the master, where there is one, is stepped and becomes the weight."""
-    name, told = edge.target, build.gradients.get(edge.target)
-    if told is None:
+def _add_weight_gradient(builder: _Builder, edge: Edge) -> None:
+    """Add edges from the weight to DGrad, and from WGrad to the master, where there is one, and from there to the weight."""
+    name, gradients = edge.target, builder.gradients.get(edge.target)
+    if gradients is None:
         return
-    if edge.tensor == "weight" and build.nodes[name].op != "embedding":
-        build.edges.append(Edge(edge.source, f"{name}.backward", "weight", told.weight, "dgrad"))
-    made = f"{name}.wgrad" if edge.tensor == "weight" and f"{name}.wgrad" in build.nodes else f"{name}.backward"
-    count = build.nodes[name].count
-    if edge.tensor == "weight" and told.master != edge.format:
-        master = build.op(f"{edge.source}.master", "master", count=count)
-        build.edges.append(Edge(made, master, "grad", told.grad, "wgrad"))
-        build.edges.append(Edge(master, edge.source, "master", told.master, "update"))
+    if edge.tensor == "weight" and builder.nodes[name].op != "embedding":
+        builder.edges.append(Edge(edge.source, f"{name}.backward", "weight", gradients.weight, "dgrad"))
+    product = f"{name}.wgrad" if edge.tensor == "weight" and f"{name}.wgrad" in builder.nodes else f"{name}.backward"
+    count = builder.nodes[name].count
+    if edge.tensor == "weight" and gradients.master != edge.format:
+        master = builder.op(f"{edge.source}.master", "master", count=count)
+        builder.edges.append(Edge(product, master, "grad", gradients.grad, "wgrad"))
+        builder.edges.append(Edge(master, edge.source, "master", gradients.master, "update"))
     else:
-        build.edges.append(Edge(made, edge.source, "grad", told.grad, "wgrad"))
+        builder.edges.append(Edge(product, edge.source, "grad", gradients.grad, "wgrad"))

@@ -1,16 +1,15 @@
 """The precision graph: operators and weights are nodes, the tensors between them are edges that carry a precision.
 
-An edge tells how its target consumes a tensor: "e4m3 1x128 pow2" into a linear layer means that the layer quantises its input in
-groups of 128 with power-of-two scales. Trainer and engine are each read from their live modules (`mcore/graph.py`,
-`rollout_sglang/precision_graph.py`) into the same vocabulary, so that the two can be compared: the rollout's graph must be a subgraph of
-the
-training graph's forward pass, operator by operator and edge by edge (Jet-RL, arXiv 2601.14243). No torch here.
+An edge states how its target consumes a tensor: "e4m3 1x128 pow2" into a linear layer means that the layer quantizes its input in
+groups of 128 with power-of-two scales. Trainer and engine are read from their live modules (`mcore/precision_graph.py`,
+`rollout_sglang/precision_graph.py`) with the same operator names, so that the two can be compared: the rollout's graph must be a subgraph
+of the training graph's forward pass, operator by operator and edge by edge (Jet-RL, arXiv 2601.14243). No torch here.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
@@ -21,7 +20,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """The precision of a tensor: `dtype` ("bf16", "e4m3"), and for a quantised one the block of one scale and the scales' format."""
+    """The precision of a tensor: `dtype` ("bf16", "e4m3"), and for a quantized one the block that shares a scale and the scales' format."""
 
     dtype: str
     granularity: str = ""
@@ -37,7 +36,7 @@ class TensorFormat:
 
 @dataclass(frozen=True)
 class Node:
-    """An operator or a weight. `count`: how many alike, for experts. `detail`, the module's class, is told but not compared."""
+    """An operator or a weight. `count`: number of alike experts. `detail`, the module's class, is shown but not compared."""
 
     name: str
     op: str
@@ -50,7 +49,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Edge:
-    """A tensor on its way. `phase`: forward, dgrad (gradients of activations), wgrad (of weights) or update (master to weight)."""
+    """A tensor between two nodes. `phase`: forward, dgrad (gradients of activations), wgrad (of weights) or update (master to weight)."""
 
     source: str
     target: str
@@ -69,7 +68,7 @@ class PrecisionGraph:
     edges: tuple[Edge, ...]
 
     def select_forward(self) -> PrecisionGraph:
-        """The part that runs in a forward pass."""
+        """Return the part that runs in a forward pass."""
         edges = tuple(edge for edge in self.edges if edge.phase == FORWARD)
         used = {name for edge in edges for name in (edge.source, edge.target)}
         return PrecisionGraph(tuple(node for node in self.nodes if node.name in used), edges)
@@ -78,13 +77,13 @@ class PrecisionGraph:
         return {"nodes": [asdict(node) for node in self.nodes], "edges": [asdict(edge) for edge in self.edges]}
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> PrecisionGraph:
-        edges = (Edge(**{**edge, "format": TensorFormat(**edge["format"])}) for edge in told["edges"])
-        return cls(tuple(Node(**node) for node in told["nodes"]), tuple(edges))
+    def from_json(cls, data: dict[str, Any]) -> PrecisionGraph:
+        edges = (Edge(**{**edge, "format": TensorFormat(**edge["format"])}) for edge in data["edges"])
+        return cls(tuple(Node(**node) for node in data["nodes"]), tuple(edges))
 
 
 def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
-    """The whole graph of a model whose ranks each read their part. Raises ValueError where two ranks tell a part differently."""
+    """Merge the graphs of a model's ranks, each of its part. Raise ValueError where two ranks disagree about a part."""
     nodes: dict[str, Node] = {}
     edges: dict[tuple[str, ...], Edge] = {}
     for part in parts:
@@ -93,13 +92,14 @@ def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
                 raise ValueError(f"ranks disagree about {node.name}: {nodes[node.name]} and {node}")
         for edge in part.edges:
             if (other := edges.setdefault(edge.key, edge)) != edge:
-                raise ValueError(f"ranks disagree about {_arrow(edge)}: {other.format} and {edge.format}")
+                arrow = f"{edge.source} -> {edge.target} ({edge.tensor})"
+                raise ValueError(f"ranks disagree about {arrow}: {other.format} and {edge.format}")
     return PrecisionGraph(tuple(nodes.values()), tuple(edges.values()))
 
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """Something the two graphs do not share. `layer` is None outside of the layers; names in `node` and `text` are within the layer."""
+    """A difference of the two graphs. `layer` is None outside of the layers; names in `node` and `text` are within the layer."""
 
     layer: int | None
     node: str
@@ -107,34 +107,33 @@ class GraphDifference:
 
 
 def compare_graphs(rollout: PrecisionGraph, training: PrecisionGraph) -> list[GraphDifference]:
-    """What keeps `rollout` from being a subgraph of `training`'s forward pass, or leaves a part of that pass out. [] when all is shared."""
+    """Return what keeps `rollout` from being a subgraph of `training`'s forward pass, and what of that pass it lacks; [] for nothing."""
     forward = training.select_forward()
-    ours, theirs = ({node.name: node for node in graph.nodes} for graph in (rollout, forward))
-    found = []
-    for name in _union(ours, theirs):
-        here, there = (str(nodes[name]) if name in nodes else "absent" for nodes in (ours, theirs))
-        if here != there:
-            found.append(_difference(name, name, "", here, there))
-    shared = ours.keys() & theirs.keys()
-    rollout_edges, training_edges = ({edge.key: edge for edge in graph.edges} for graph in (rollout, forward))
-    for key in _union(rollout_edges, training_edges):
-        edge = rollout_edges.get(key) or training_edges[key]
-        here, there = (str(edges[key].format) if key in edges else "absent" for edges in (rollout_edges, training_edges))
-        if here != there and {edge.source, edge.target} <= shared:
-            found.append(_difference(edge.target, edge.source, edge.tensor, here, there))
-    return found
+    served, trained = ({node.name: str(node) for node in graph.nodes} for graph in (rollout, forward))
+    differences = [
+        _difference(name, name, "", served.get(name, "absent"), trained.get(name, "absent"))
+        for name in {**served, **trained}
+        if served.get(name) != trained.get(name)
+    ]
+    served_edges, trained_edges = ({edge.key: str(edge.format) for edge in graph.edges} for graph in (rollout, forward))
+    shared = served.keys() & trained.keys()
+    for source, target, tensor, phase in {**served_edges, **trained_edges}:
+        rollout_format, training_format = (edges.get((source, target, tensor, phase), "absent") for edges in (served_edges, trained_edges))
+        if rollout_format != training_format and {source, target} <= shared:
+            differences.append(_difference(target, source, tensor, rollout_format, training_format))
+    return differences
 
 
 def describe_differences(rollout: PrecisionGraph, training: PrecisionGraph) -> list[str]:
-    """`compare_graphs` as readable lines; layers that differ alike share one line."""
-    layers_of: dict[str, list[int | None]] = {}
+    """Return `compare_graphs` as readable lines; layers that differ alike share one line."""
+    layers_by_text: dict[str, list[int | None]] = {}
     for difference in compare_graphs(rollout, training):
-        layers_of.setdefault(difference.text, []).append(difference.layer)
-    return [f"{_places(layers)}{text}" for text, layers in layers_of.items()]
+        layers_by_text.setdefault(difference.text, []).append(difference.layer)
+    return [f"{_layers_prefix(layers)}{text}" for text, layers in layers_by_text.items()]
 
 
 def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
-    """The graph layer by layer, names within the layer; under None what lies outside of the layers."""
+    """Return the graph of each layer, with names within the layer; under None what is outside of the layers."""
     nodes: dict[int | None, list[Node]] = {None: []}
     edges: dict[int | None, list[Edge]] = {None: []}
     for node in graph.nodes:
@@ -148,16 +147,16 @@ def split_by_layer(graph: PrecisionGraph) -> dict[int | None, PrecisionGraph]:
     return {layer: PrecisionGraph(tuple(nodes[layer]), tuple(edges.get(layer, ()))) for layer in (None, *layers)}
 
 
-def fold_layers(of_layer: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
-    """(layers, what they share) for layers that are alike; first, with no layers, what lies outside of them."""
+def fold_layers(parts: Mapping[int | None, T]) -> list[tuple[tuple[int, ...], T]]:
+    """Return (layers, their part) with one entry for layers that are alike; first, with no layers, what is outside of them."""
     alike: dict[T, list[int]] = {}
-    for layer in sorted(layer for layer in of_layer if layer is not None):
-        alike.setdefault(of_layer[layer], []).append(layer)
-    return [((), of_layer[None]), *((tuple(layers), thing) for thing, layers in alike.items())]
+    for layer in sorted(layer for layer in parts if layer is not None):
+        alike.setdefault(parts[layer], []).append(layer)
+    return [((), parts[None]), *((tuple(layers), part) for part, layers in alike.items())]
 
 
 def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
-    """The graph as plain data, layers that are alike told once and an edge's precision as text."""
+    """Return the graph as plain data, with one entry for layers that are alike and an edge's precision as text."""
     return [
         {
             "part": format_title(layers),
@@ -169,34 +168,34 @@ def fold_to_json(graph: PrecisionGraph) -> list[dict[str, Any]]:
 
 
 def format_title(layers: Sequence[int]) -> str:
-    """ "layers 0..3", or "model" for what lies outside of the layers."""
+    """Return "layers 0..3", or "model" for what is outside of the layers."""
     return format_layers(layers) if layers else "model"
 
 
 def split_layer_name(name: str) -> tuple[int | None, str]:
-    """(layer, name within it); (None, name) outside of the layers."""
+    """Return (layer, name within it); (None, name) outside of the layers."""
     match = _LAYER.fullmatch(name)
     return (int(match[1]), match[2]) if match else (None, name)
 
 
 def get_edge_layer(edge: Edge) -> int | None:
-    """The layer an edge is told with: its target's; its source's where a gradient leaves the layer."""
-    back = edge.source.endswith(".backward") and edge.target.endswith(".backward")
-    return split_layer_name(edge.source if back else edge.target)[0]
+    """Return the layer that an edge is listed under: its target's, or its source's where a gradient leaves the layer."""
+    backward = edge.source.endswith(".backward") and edge.target.endswith(".backward")
+    return split_layer_name(edge.source if backward else edge.target)[0]
 
 
 def name_within_layer(name: str, layer: int | None) -> str:
-    """A name as seen from a layer: what enters it is `input`, whichever layer made it, and the way back leaves it there."""
-    place, inner = split_layer_name(name)
+    """Return a name as seen from a layer: its input is `input`, whichever layer it comes from, its gradient `input.backward`."""
+    owner, inner = split_layer_name(name)
     if layer is None:
-        return "last layer" if place is not None else name
-    if place == layer:
+        return "last layer" if owner is not None else name
+    if owner == layer:
         return inner
     return "input.backward" if name.endswith(".backward") else "input"
 
 
 def format_layers(layers: Sequence[int]) -> str:
-    """ "layers 0..3, 5" """
+    """Return "layers 0..3, 5"."""
     runs: list[list[int]] = []
     for layer in sorted(layers):
         if runs and layer == runs[-1][-1] + 1:
@@ -207,21 +206,12 @@ def format_layers(layers: Sequence[int]) -> str:
     return f"{'layer' if len(layers) == 1 else 'layers'} {text}"
 
 
-def _union(first: Iterable[Any], second: Iterable[Any]) -> Iterator[Any]:
-    """Both sets of keys, each key once, in order of appearance."""
-    return iter(dict.fromkeys([*first, *second]))
-
-
-def _difference(name: str, source: str, tensor: str, here: str, there: str) -> GraphDifference:
+def _difference(name: str, source: str, tensor: str, in_rollout: str, in_training: str) -> GraphDifference:
     layer, inner = split_layer_name(name)
-    what = f"{name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
-    return GraphDifference(layer, inner, f"{what} is {here} in the rollout, {there} in training")
+    subject = f"{name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
+    return GraphDifference(layer, inner, f"{subject} is {in_rollout} in the rollout, {in_training} in training")
 
 
-def _places(layers: Sequence[int | None]) -> str:
+def _layers_prefix(layers: Sequence[int | None]) -> str:
     numbers = [layer for layer in layers if layer is not None]
     return f"{format_layers(numbers)}: " if numbers else ""
-
-
-def _arrow(edge: Edge) -> str:
-    return f"{edge.source} -> {edge.target} ({edge.tensor})"

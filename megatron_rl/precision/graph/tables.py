@@ -14,29 +14,28 @@ Pair = tuple[PrecisionGraph, PrecisionGraph]
 
 
 def join_parts(training: PrecisionGraph, rollout: PrecisionGraph) -> list[tuple[tuple[int, ...], Pair]]:
-    """(layers, training part, rollout part), layers told once where they are alike on both sides."""
-    ours, theirs, empty = split_by_layer(training), split_by_layer(rollout), PrecisionGraph((), ())
-    return fold_layers({layer: (ours.get(layer, empty), theirs.get(layer, empty)) for layer in {**ours, **theirs}})
+    """Return (layers, (training part, rollout part)), one entry for layers that are alike on both sides."""
+    trained, served, empty = split_by_layer(training), split_by_layer(rollout), PrecisionGraph((), ())
+    return fold_layers({layer: (trained.get(layer, empty), served.get(layer, empty)) for layer in {**trained, **served}})
 
 
 def join_edges(pair: Pair) -> list[tuple[Edge | None, Edge | None]]:
-    """The forward edges of both sides, matched: (training, rollout), None where a side has none."""
-    ours, theirs = ({edge.key: edge for edge in graph.edges if edge.phase == FORWARD} for graph in pair)
-    return [(ours.get(key), theirs.get(key)) for key in {**ours, **theirs}]
+    """Match the forward edges of both sides: (training, rollout), None where a side has none."""
+    trained, served = ({edge.key: edge for edge in graph.edges if edge.phase == FORWARD} for graph in pair)
+    return [(trained.get(key), served.get(key)) for key in {**trained, **served}]
 
 
 def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Console | None = None) -> None:
-    """Prints one table per kind of layer, and the backward pass of the trainer's linear layers."""
+    """Print one table per kind of layer, and the backward pass of the trainer's linear layers."""
     console = console or Console()
     for layers, pair in join_parts(training, rollout):
         table = Table(
             "tensor", "training", "rollout", title=f"{format_title(layers)}: forward", title_justify="left", box=None, pad_edge=False
         )
-        for ours, theirs in join_edges(pair):
-            edge = ours or theirs
-            if edge is not None:
-                alike = ours is not None and theirs is not None and ours.format == theirs.format
-                table.add_row(_named(edge), _precision(ours, alike), _precision(theirs, alike))
+        for trained, served in join_edges(pair):
+            if edge := trained or served:
+                alike = trained is not None and served is not None and trained.format == served.format
+                table.add_row(_edge_name(edge), _format_text(trained, alike), _format_text(served, alike))
         console.print(table, Text())
         backward = Table("product", "operands", title=f"{format_title(layers)}: backward", title_justify="left", box=None, pad_edge=False)
         for node, operands in collect_backward_products(pair[0]):
@@ -46,21 +45,21 @@ def print_graphs(training: PrecisionGraph, rollout: PrecisionGraph, console: Con
 
 
 def collect_backward_products(part: PrecisionGraph) -> list[tuple[str, list[Edge]]]:
-    """DGrad and WGrad of every linear layer with what they multiply, each tensor once."""
-    found = []
+    """Return DGrad and WGrad of every linear layer with their operands, each tensor once."""
+    products = []
     for node in part.nodes:
         if node.op in ("dgrad", "wgrad"):
             incoming = {(edge.tensor, edge.format): edge for edge in part.edges if edge.target == node.name}
-            found.append((node.name, list(incoming.values())))
-    return found
+            products.append((node.name, list(incoming.values())))
+    return products
 
 
-def _named(edge: Edge) -> str:
+def _edge_name(edge: Edge) -> str:
     weight = f"{edge.target}.{edge.tensor}"
     return weight if edge.source == weight else f"{edge.source} -> {edge.target} ({edge.tensor})"
 
 
-def _precision(edge: Edge | None, alike: bool) -> Text:
+def _format_text(edge: Edge | None, alike: bool) -> Text:
     if edge is None:
         return Text(_ABSENT, "bold red")
     return Text(str(edge.format), "bold red" if not alike else "dark_orange" if edge.format.quantized else "")
