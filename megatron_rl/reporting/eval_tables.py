@@ -1,4 +1,4 @@
-"""The tables of an evaluation on a terminal."""
+"""Prints the tables of an evaluation on a terminal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.table import Table
 
 from megatron_rl.reporting.eval_text import (
     find_estimate,
+    format_group,
     format_interval,
-    format_line_name,
     format_p_value,
     format_points,
     list_widest_columns,
@@ -19,44 +19,39 @@ from megatron_rl.reporting.eval_text import (
 )
 from megatron_rl.reporting.metric_glossary import format_value
 
-_Column = tuple[str, str, str]
-
 
 def print_results(results: dict[str, Any]) -> None:
-    """A table for each side and one for the comparison; of pass@k and maj@k the largest k only."""
+    """Print a table for each side and one for the comparison; of pass@k and maj@k the largest k only."""
     console = Console(highlight=False, markup=False, emoji=False)
     columns = list_widest_columns(results)
+    titles = [title for title, _, _ in columns]
     for name, side in results["sides"].items():
-        _print(console, f"{name}: {side['path']}", columns, side["table"])
+        table = _make_table(f"{name}: {side['path']}", ["count", *titles, "tokens", "cut"])
+        for row in side["table"]:
+            estimates = [_break_line(format_interval(find_estimate(row, kind, k))) for _, kind, k in columns]
+            tokens, truncated = format_value(row["tokens"]["mean"], "number"), format_value(row["truncated"], "share")
+            table.add_row(format_group(row), str(row["problems"]), *estimates, tokens, truncated)
+        console.print(table)
+        if errors := side["table"][0]["errors"]:
+            console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
     if results["comparison"]:
-        shown = _table("checkpoint less baseline, in points", [*(title for title, _, _ in columns), "p", "up", "down"])
-        for line in results["comparison"]:
-            cells = [_two_lines(format_points(find_estimate(line, kind, k))) for _, kind, k in columns]
-            shown.add_row(format_line_name(line), *cells, format_p_value(line["p"]), str(line["better"]), str(line["worse"]))
-        console.print(shown)
+        table = _make_table("checkpoint less baseline, in points", [*titles, "p", "up", "down"])
+        for row in results["comparison"]:
+            estimates = [_break_line(format_points(find_estimate(row, kind, k))) for _, kind, k in columns]
+            table.add_row(format_group(row), *estimates, format_p_value(row["p"]), str(row["better"]), str(row["worse"]))
+        console.print(table)
     console.print(summarize(results), soft_wrap=True)
 
 
-def _print(console: Console, title: str, columns: list[_Column], lines: list[dict[str, Any]]) -> None:
-    shown = _table(title, ["count", *(heading for heading, _, _ in columns), "tokens", "cut"])
-    for line in lines:
-        cells = [_two_lines(format_interval(find_estimate(line, kind, k))) for _, kind, k in columns]
-        tokens = format_value(line["tokens"]["mean"], "number")
-        shown.add_row(format_line_name(line), str(line["problems"]), *cells, tokens, format_value(line["truncated"], "share"))
-    console.print(shown)
-    if errors := lines[0]["errors"]:
-        console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
-
-
-def _table(title: str, numbers: list[str]) -> Table:
-    """A table with columns of numbers behind one of names, which alone may be broken: it fits into 80 columns."""
-    shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("problems of")
+def _make_table(title: str, numbers: list[str]) -> Table:
+    """Return a table with columns of numbers behind one of names, which alone may be broken: it fits into 80 columns."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("problems of")
     for heading in numbers:
-        shown.add_column(heading, justify="right", no_wrap=True)
-    return shown
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
-def _two_lines(estimate: str) -> str:
-    """The interval below its value."""
+def _break_line(estimate: str) -> str:
+    """Put the interval below its value."""
     return estimate.replace(" (", "\n(")

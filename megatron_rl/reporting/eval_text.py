@@ -1,4 +1,4 @@
-"""`eval.json`, read back and put into words: what terminal, page and the run's report share."""
+"""Puts `eval.json` into words, for terminal, page and the run's report."""
 
 from __future__ import annotations
 
@@ -9,75 +9,75 @@ from typing import Any
 from megatron_rl.reporting.metric_glossary import format_value
 
 EstimateDict = dict[str, float | None]
-"""value, low, high; the last two are None where there is no interval."""
+"""value, low, high; the last two are None without an interval."""
 SCHEMA = 1
 
 
 def format_interval(estimate: EstimateDict) -> str:
-    """A share with its interval: "57.4 % (51.0–63.6)"."""
+    """Return a share with its interval: "57.4 % (51.0–63.6)"."""
     value, low, high = estimate["value"], estimate["low"], estimate["high"]
     return format_value(value, "share") + ("" if low is None or high is None else f" ({100 * low:.1f}–{100 * high:.1f})")
 
 
 def format_points(estimate: EstimateDict) -> str:
-    """A difference of shares in percentage points, with its interval: "+8.2 (+3.1…+13.3)"."""
+    """Return a difference of shares in percentage points, with its interval: "+8.2 (+3.1…+13.3)"."""
     value, low, high = estimate["value"], estimate["low"], estimate["high"]
     return f"{100 * (value or 0):+.1f}" + ("" if low is None or high is None else f" ({100 * low:+.1f}…{100 * high:+.1f})")
 
 
 def format_p_value(p: float) -> str:
-    """A p-value as text: "0.034", "< 0.0001"."""
+    """Return a p-value as text: "0.034", "< 0.0001"."""
     return "< 0.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
 
 
-def format_line_name(line: dict[str, Any]) -> str:
-    """Which problems a line of a table is about."""
-    if line["source"] is None:
+def format_group(row: dict[str, Any]) -> str:
+    """Return which problems a table row is about."""
+    if row["source"] is None:
         return "all"
-    return line["source"] if line["level"] is None else f"{line['source']}, level {line['level']}"
+    return row["source"] if row["level"] is None else f"{row['source']}, level {row['level']}"
 
 
 def list_columns(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The columns of estimates: (title, kind, k). pass@1, maj@1 and, where all completions vote, maj@2 are mean@K itself."""
+    """Return the columns of estimates: (title, kind, k). pass@1, maj@1 and, where all completions vote, maj@2 are mean@K itself."""
     columns = [(f"mean@{results['sampling']['samples']}", "mean", "")]
     columns += [(f"pass@{k}", "pass", str(k)) for k in results["ks"] if k > 1]
     return columns + [(f"maj@{k}", "maj", str(k)) for k in results["ks"] if k > 2]
 
 
 def list_widest_columns(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Of `list_columns` those with the largest k of each kind."""
+    """Return those of `list_columns` with the largest k of each kind."""
     return list({kind: (title, kind, k) for title, kind, k in list_columns(results)}.values())
 
 
-def find_estimate(line: dict[str, Any], kind: str, k: str) -> EstimateDict:
-    """The estimate of one column of `list_columns`."""
-    return line[kind][k] if k else line[kind]
+def find_estimate(row: dict[str, Any], kind: str, k: str) -> EstimateDict:
+    """Return a row's estimate in one column of `list_columns`."""
+    return row[kind][k] if k else row[kind]
 
 
 def summarize(results: dict[str, Any]) -> str:
-    """The result in one sentence."""
+    """Return the result in one sentence."""
     overall = results["sides"]["checkpoint"]["table"][0]
-    said = f"mean@{results['sampling']['samples']} is {format_value(overall['mean']['value'], 'share')} on {overall['problems']} problems"
+    text = f"mean@{results['sampling']['samples']} is {format_value(overall['mean']['value'], 'share')} on {overall['problems']} problems"
     if results["comparison"]:
-        whole = results["comparison"][0]
-        gap, p = whole["mean"]["value"], format_p_value(whole["p"])
-        than = "the same as the baseline's" if not gap else f"{abs(100 * gap):.1f} points {'above' if gap > 0 else 'below'} the baseline's"
-        said += f", {than} (p {p if p.startswith('<') else f'= {p}'})"
-    return said + "."
+        comparison = results["comparison"][0]
+        gap, p = comparison["mean"]["value"], format_p_value(comparison["p"])
+        position = f"{abs(100 * gap):.1f} points {'above' if gap > 0 else 'below'}" if gap else "the same as"
+        text += f", {position} the baseline's (p {p if p.startswith('<') else f'= {p}'})"
+    return text + "."
 
 
 def summarize_evaluations(run_dir: Path) -> list[dict[str, str]]:
-    """A line for each evaluation that lies in `run_dir/eval`, by RL step. One that is unfinished or damaged is left out."""
-    found = []
+    """Return a table row for each evaluation in `run_dir/eval`, by RL step, without unfinished and damaged ones."""
+    evaluations = []
     for path in sorted(run_dir.glob("eval/*/eval.json")):
         try:
             results = json.loads(path.read_text())
             overall = results["sides"]["checkpoint"]["table"][0]
-            said = ", ".join(f"{title} {format_interval(find_estimate(overall, kind, k))}" for title, kind, k in list_columns(results))
+            text = ", ".join(f"{title} {format_interval(find_estimate(overall, kind, k))}" for title, kind, k in list_columns(results))
             baseline = f"; against {results['sides']['baseline']['path']}: {summarize(results)}" if results["comparison"] else ""
             step = results["sides"]["checkpoint"]["step"]
-            line = {"folder": f"eval/{path.parent.name}", "step": str(step), "problems": str(overall["problems"]), "found": said + baseline}
+            row = {"folder": f"eval/{path.parent.name}", "step": str(step), "problems": str(overall["problems"]), "found": text + baseline}
         except (OSError, ValueError, KeyError, TypeError, IndexError):
             continue
-        found.append((step or 0, path.parent.name, line))
-    return [line for _, _, line in sorted(found, key=lambda entry: entry[:2])]
+        evaluations.append((step or 0, path.parent.name, row))
+    return [row for _, _, row in sorted(evaluations, key=lambda entry: entry[:2])]

@@ -1,4 +1,4 @@
-"""The words and numbers of the report: what each metric means, and how its value is written for a person."""
+"""The words and numbers of the report: what each metric means, and how its value is written."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ CAUSE_LABELS = {
     "version": "newer weights",
     "total": "engine to newest weights",
 }
-"""The rungs of `megatron_rl.training.mismatch_attribution`, in their order, as the report calls them."""
+"""How the report calls the `CAUSES` of `megatron_rl.training.mismatch_attribution`, in their order, and the total."""
 
 _PATTERNS = (
     (re.compile(r"mismatch/cause/(\w+)/abs_mean"), "mean |Δ log p| by the cause “{}”, in nats", "small"),
@@ -99,11 +99,11 @@ _PATTERNS = (
 )
 _UNSHOWABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 HIDDEN_METRICS = ("step", "unix_time")
-"""Keys of a row that are no measurement."""
+"""Keys of a row that are no measurements."""
 
 
 def describe_metric(key: str) -> tuple[str, str]:
-    """What a metric is, and the name of its format; ("", "number") for a metric that this file does not know."""
+    """Return what a metric means, and its format; ("", "number") for an unknown one."""
     if key in _MEANING:
         return _MEANING[key]
     for pattern, words, form in _PATTERNS:
@@ -113,7 +113,7 @@ def describe_metric(key: str) -> tuple[str, str]:
 
 
 def format_value(value: MetricValue, form: str) -> str:
-    """A value as text. `form`: share (0.5 is "50.0 %"), count, bytes, seconds, small (scientific where needed) or number."""
+    """Return a value as text. `form`: share (0.5 is "50.0 %"), count, bytes, seconds, small (scientific where needed) or number."""
     if value is None:
         return "not finite"
     if form == "share":
@@ -128,7 +128,7 @@ def format_value(value: MetricValue, form: str) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes with a decimal unit: 3_200_000 is "3.20 MB"."""
+    """Return bytes with a decimal unit: 3_200_000 is "3.20 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
@@ -137,7 +137,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as "45 s", "7 min 12 s" or "3 h 05 min"."""
+    """Return seconds as "45 s", "7 min 12 s" or "3 h 05 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -145,18 +145,17 @@ def format_duration(seconds: float) -> str:
 
 
 def format_toml(config: dict[str, object], prefix: str = "") -> str:
-    """A configuration as TOML sections; what was not set is a comment. For reading; values are written as JSON writes them."""
+    """Return a configuration as TOML sections, for reading: what was not set is a comment; values are written as in JSON."""
 
     def line(key: str, value: object) -> str:
         return f"# {key} is not set" if value is None else f"{key} = {json.dumps(value, ensure_ascii=False, default=str)}"
 
     lines = [line(key, value) for key, value in config.items() if not isinstance(value, dict)]
     text = "\n".join(([f"[{prefix}]"] if prefix and lines else []) + lines)
-    parts = [text] if text else []
-    parts += [format_toml(value, f"{prefix}.{key}" if prefix else key) for key, value in config.items() if isinstance(value, dict)]
-    return "\n\n".join(part for part in parts if part)
+    sections = [format_toml(value, f"{prefix}.{key}" if prefix else key) for key, value in config.items() if isinstance(value, dict)]
+    return "\n\n".join(section for section in (text, *sections) if section)
 
 
 def visible(text: str) -> str:
-    """The same text with control characters and unpaired surrogates as escapes such as \\x07, so that any completion can be shown."""
-    return _UNSHOWABLE.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """Replace control characters and unpaired surrogates by escapes such as \\x07, so that any completion can be shown."""
+    return _UNSHOWABLE.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -1,7 +1,7 @@
 """The report's plots: each is a small SVG drawing without scripts, colours or fonts of its own.
 
-Text and colours are left to the page: every colour drawn here is a stand-in that becomes a CSS variable, so that one drawing
-is legible on a light and on a dark page. Series differ in marker and dash as well as in colour.
+Every colour drawn here is a stand-in that becomes one of the page's CSS variables, so that one drawing is legible on a light and on a dark
+page. Series differ in marker and dash as well as in colour.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Panel:
     draw: Callable[[Axes, Rows], None] | None = None
 
     def find_series(self, rows: Rows) -> list[tuple[str, str]]:
-        """The series that these rows have at all."""
+        """Return (metric, label) of the series that occur in these rows."""
         present = {key for row in rows for key in row}
-        found = [(match[1], key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key))]
-        levels = sorted((int(name), key) for name, key in found if name.isdigit())
-        sets = sorted((name, key) for name, key in found if not name.isdigit())
+        matches = [(match[1], key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key))]
+        levels = sorted((int(name), key) for name, key in matches if name.isdigit())
+        sets = sorted((name, key) for name, key in matches if not name.isdigit())
         fixed = [(key, label) for key, label in self.series if key in present]
         return [*fixed, *((key, f"level {level}") for level, key in levels), *((key, name) for name, key in sets)]
 
@@ -70,29 +70,33 @@ class Plot:
     panels: tuple[Panel, ...]
 
 
+def finite_values(rows: Rows, key: str) -> list[float]:
+    """Return the values of a metric in the rows that have one; not finite ones (None) are left out."""
+    return [value for row in rows if (value := row.get(key)) is not None]
+
+
 def render_svg(plot: Plot, rows: Rows) -> str:
-    """The plot as an inline `<svg>` element; "" where the rows have nothing for it."""
+    """Return the plot as an inline `<svg>` element; "" if the rows have nothing for it."""
     panels = [panel for panel in plot.panels if panel.find_series(rows)]
     if not panels:
         return ""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+
+    def draw(figure: Figure) -> None:
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for panel, ax in zip(panels, axes, strict=True):
             if panel.draw:
                 panel.draw(ax, rows)
             else:
-                _lines(ax, rows, panel)
+                _draw_lines(ax, rows, panel)
             _finish_axes(ax, panel)
         _finish_steps(axes[-1], rows)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(buffer.getvalue(), plot.title)
+
+    return _render(draw, plot.title)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of `render_curves`: shares at `xs`, each in a band from `lows` to `highs`."""
+    """One curve of `render_curves`: shares at `xs`, each in a band from `lows` to `highs`."""
 
     label: str
     xs: Sequence[float]
@@ -101,57 +105,72 @@ class Curve:
     highs: Sequence[float]
 
 
-def render_curves(title: str, xlabel: str, lines: Sequence[Curve]) -> str:
-    """Shares over numbers that double, as an inline `<svg>` element."""
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+def render_curves(title: str, xlabel: str, curves: Sequence[Curve]) -> str:
+    """Return shares over numbers that double, as an inline `<svg>` element."""
+
+    def draw(figure: Figure) -> None:
         ax = figure.subplots()
-        for number, line in enumerate(lines):
-            color = _SERIES[number]
-            ax.fill_between(line.xs, line.lows, line.highs, color=color, alpha=0.13, linewidth=0)
-            ax.plot(line.xs, line.shares, color=color, linestyle=_DASHES[number], marker=_MARKERS[number], markersize=4.5, label=line.label)
+        for curve, color, dash, marker in zip(curves, _SERIES, _DASHES, _MARKERS, strict=False):
+            ax.fill_between(curve.xs, curve.lows, curve.highs, color=color, alpha=0.13, linewidth=0)
+            ax.plot(curve.xs, curve.shares, color=color, linestyle=dash, marker=marker, markersize=4.5, label=curve.label)
         ax.set_xscale("log", base=2)
-        ticks = sorted({x for line in lines for x in line.xs})
+        ticks = sorted({x for curve in curves for x in curve.xs})
         ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         ax.set_xlabel(xlabel)
-        _legend(ax)
+        _add_legend(ax)
         _finish_axes(ax, Panel("correct", kind="share"))
+
+    return _render(draw, title)
+
+
+def _render(draw: Callable[[Figure], None], title: str) -> str:
+    """Draw a figure and return it as an `<svg>` element of the page: no XML head, no metadata, a name for screen readers, the page's
+    colours and font."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+        draw(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    return _for_page(buffer.getvalue(), title)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg, count=1)
+    svg = re.sub(r"font: (\S+) [^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    for stand_in, css in _CSS.items():
+        svg = svg.replace(stand_in, css)
+    return svg.replace("#000000", "var(--ink)")
 
 
-def _lines(ax: Axes, rows: Rows, panel: Panel) -> None:
+def _draw_lines(ax: Axes, rows: Rows, panel: Panel) -> None:
     series = panel.find_series(rows)
     for number, (key, label) in enumerate(series):
         points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
         steps, values = [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
-        color, dash = (
-            number % len(_SERIES),
-            (number + number // len(_SERIES)) % len(_DASHES),
-        )  # the ninth has the first's colour, other dashes
+        # The ninth line has the color of the first, and other dashes.
+        color, dash = number % len(_SERIES), (number + number // len(_SERIES)) % len(_DASHES)
         style: dict[str, Any] = {"color": _SERIES[color], "linestyle": _DASHES[dash], "label": label}
         if len(points) <= _MARKED:
             style |= {"marker": _MARKERS[dash], "markersize": 4.5, "markeredgecolor": _PAPER, "markeredgewidth": 0.4}
         ax.plot(steps, values, **style)
-        lost = [step for step, value in points if value is None]
-        if lost:
-            ax.plot(lost, [0.03] * len(lost), "x", color=_SERIES[color], transform=ax.get_xaxis_transform(), label=f"{label}: not finite")
-    positive = [value for row in rows for key, _ in series if (value := row.get(key)) is not None and value > 0]
-    smallest = min((value for row in rows for key, _ in series if (value := row.get(key)) is not None), default=0.0)
+        if not_finite := [step for step, value in points if value is None]:
+            style = {"color": _SERIES[color], "transform": ax.get_xaxis_transform(), "label": f"{label}: not finite"}
+            ax.plot(not_finite, [0.03] * len(not_finite), "x", **style)
+    finite = [value for key, _ in series for value in finite_values(rows, key)]
+    positive = [value for value in finite if value > 0]
     if panel.kind == "log" and positive:
-        if smallest > 0:
+        if min(finite) > 0:
             ax.set_yscale("log")
         else:  # an exact 0 (or a negative estimate) has no place on a log axis: it is linear below the smallest positive value
             ax.set_yscale("symlog", linthresh=min(positive))
     if panel.legend or len(ax.get_lines()) > 1:
-        _legend(ax)
+        _add_legend(ax)
 
 
-def _legend(ax: Axes, **more: Any) -> None:
+def _add_legend(ax: Axes) -> None:
     longest = max((len(label) for label in ax.get_legend_handles_labels()[1]), default=0)
     columns = max(1, min(4, int(410 / (43 + 4.8 * longest))))  # points: the figure's width; a line with its gap, and a letter
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.4, columnspacing=1.4, **more)
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=columns, borderaxespad=0.2, handlelength=2.4, columnspacing=1.4)
 
 
 def _finish_axes(ax: Axes, panel: Panel) -> None:
@@ -175,48 +194,35 @@ def _finish_steps(ax: Axes, rows: Rows) -> None:
     ax.set_xlim(min(steps) - margin, max(steps) + margin)
 
 
-def _reward(ax: Axes, rows: Rows) -> None:
-    """Mean reward in a band of one standard deviation."""
+def _draw_reward(ax: Axes, rows: Rows) -> None:
+    """Draw the mean reward in a band of one standard deviation."""
     band = [(row["step"] or 0, mean, row.get("reward/std") or 0.0) for row in rows if (mean := row.get("reward/mean")) is not None]
     steps, low, high = [step for step, _, _ in band], [mean - std for _, mean, std in band], [mean + std for _, mean, std in band]
     ax.fill_between(steps, low, high, color=_SERIES[0], alpha=0.16, linewidth=0, label="± 1 standard deviation")
-    _lines(ax, rows, Panel("", (("reward/mean", "mean"),)))
-    _legend(ax)
+    _draw_lines(ax, rows, Panel("", (("reward/mean", "mean"),)))
+    _add_legend(ax)
 
 
-def _phases(ax: Axes, rows: Rows) -> None:
-    """Seconds of each phase of each step, one on the other; "other" is what the whole step took beyond its phases."""
+def _draw_phases(ax: Axes, rows: Rows) -> None:
+    """Draw the seconds of each phase of each step as a stack; "other" is the rest of the whole step."""
     first = min(int(row["step"] or 0) for row in rows)
     count = max(int(row["step"] or 0) for row in rows) - first + 1
     edges = [first - 0.5 + number for number in range(count + 1)]
-    below = [0.0] * count
+    bottom = [0.0] * count
     for number, phase in enumerate((*PHASES, "other")):
         seconds = [0.0] * count
         for row in rows:
-            place = int(row["step"] or 0) - first
-            whole = float(row.get("time/step") or 0.0)
-            seconds[place] = max(0.0, whole - below[place]) if phase == "other" else float(row.get(f"time/{phase}") or 0.0)
+            index = int(row["step"] or 0) - first
+            step_seconds = float(row.get("time/step") or 0.0)
+            seconds[index] = max(0.0, step_seconds - bottom[index]) if phase == "other" else float(row.get(f"time/{phase}") or 0.0)
         if any(seconds):
-            above = [low + more for low, more in zip(below, seconds, strict=True)]
-            ax.stairs(above, edges, baseline=below, fill=True, facecolor=_SERIES[number], edgecolor=_PAPER, linewidth=0.4, label=phase)
-            below = above
-    _legend(ax)
-
-
-def _for_page(text: str, title: str) -> str:
-    """matplotlib's SVG file -> an element of the page: no XML head, no metadata, a name for screen readers, the page's colours and font."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', text, count=1)
-    text = re.sub(r"font: (\S+) [^;\"]*", r"font-size: \1", text)
-    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
-    for stand_in, css in _CSS.items():
-        text = text.replace(stand_in, css)
-    return text.replace("#000000", "var(--ink)")
+            top = [low + height for low, height in zip(bottom, seconds, strict=True)]
+            ax.stairs(top, edges, baseline=bottom, fill=True, facecolor=_SERIES[number], edgecolor=_PAPER, linewidth=0.4, label=phase)
+            bottom = top
+    _add_legend(ax)
 
 
 _CAUSES = [cause for cause in CAUSE_LABELS if cause != "total"]
-_level = r"eval/(?:level|source)_(.+)"
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
         Plot(
@@ -227,12 +233,12 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
         Plot(
             "Held-out accuracy by level or set",
             "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
-            (Panel("correct", kind="share", pattern=_level),),
+            (Panel("correct", kind="share", pattern=r"eval/(?:level|source)_(.+)"),),
         ),
         Plot(
             "Reward",
             "The mean should rise; when the band closes, all completions score alike and there is little left to learn from.",
-            (Panel("reward", (("reward/mean", "mean"),), draw=_reward),),
+            (Panel("reward", (("reward/mean", "mean"),), draw=_draw_reward),),
         ),
         Plot(
             "Completion length",
@@ -338,7 +344,7 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
         Plot(
             "Time by phase",
             "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
-            (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_phases),),
+            (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_draw_phases),),
         ),
         Plot(
             "Memory by phase",

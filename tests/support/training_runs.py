@@ -384,7 +384,7 @@ def break_after_a_signal(rank: int) -> RunError:
 CHANGED = "linear_fc1.weight"
 
 
-def run_attribution(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], fault: str = "") -> dict[str, float]:
+def measure_causes(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], fault: str = "") -> dict[str, float]:
     """The metrics of the ladder. `fault`: the engine computes a little otherwise ("kernels"), scales its inputs in the other format
     ("activations"), holds a first scale that is twice as large ("weights"), or an optimizer step follows ("version")."""
     trainer = Trainer(folder, precision)
