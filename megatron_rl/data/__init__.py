@@ -1,7 +1,7 @@
-"""Problems: where they come from, what is held out, and the order in which the loop sees them.
+"""Problems: where they come from, which are held out, and the order in which the loop sees them.
 
-`load_problems` is the entry. Its parts: `sets` reads one set (`files`, `hub`, `formats`), `arithmetic` makes one, `prompts` writes the
-template around a question, `stream` orders and mixes. Two questions are the same when they differ in white space and case only.
+`load_problems` is the entry. Its parts: `sets` reads one set (`files`, `hub`, `formats`), `arithmetic` generates one, `prompt_template`
+makes a prompt of a question, `stream` orders and mixes. Questions that differ only in white space and case are the same question.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from megatron_rl.types import Problem
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ProblemStream", "check_data", "load_problems"]
+__all__ = ["ProblemOrder", "ProblemStream", "check_data", "load_problems"]
 
 _log = logging.getLogger(__name__)
 
 
 def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[ProblemStream, list[Problem]]:
-    """The stream of train problems and the held-out problems (empty where `data.eval` is), prompts templated.
+    """Return the stream of train problems and the held-out problems (empty where `data.eval` is), with templated prompts.
 
-    Held-out problems stand set by set in the order of `data.eval`, each with its set's label as `source`: `data.eval_size` of a set, or
+    Held-out problems come set by set in the order of `data.eval`, each with its set's label as `source`: `data.eval_size` of a set, or
     all when it has fewer, no question twice within a set. The train sets lose every question that any held-out set has, scored or not, and
-    what they repeat of themselves or of a set before; prompts of more than `data.max_prompt_tokens` tokens are left out everywhere.
-    All counts are logged as warnings. Raises UserError for bad files, bad levels, bad templates, and when a set has nothing left.
+    repetitions within themselves and of earlier sets; prompts of more than `data.max_prompt_tokens` tokens are left out everywhere.
+    All counts are logged as warnings. Raise UserError for bad files, bad levels, bad templates, and when a set has nothing left.
     """
     data = cfg.data
     builder = _PromptBuilder(make_prompt_formatter(data, tokenizer), tokenizer, data.max_prompt_tokens)
@@ -49,7 +49,7 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
 
 
 def check_data(data: DataConfig, model: Path) -> None:
-    """Reads every set and the template once: what is wrong with them is told now, not after minutes of start-up.
+    """Read every set and the template once, so that their errors appear now and not after minutes of start-up.
 
     `model` is the folder of the checkpoint with the tokenizer, which need not exist yet.
     """
@@ -61,7 +61,7 @@ def check_data(data: DataConfig, model: Path) -> None:
             else:
                 read_problem_set(source, data.format, field, quiet=True)
     if data.chat:
-        if not model.is_dir():  # it will get the project's byte-level tokenizer
+        if not model.is_dir():  # it will get the project's byte-level tokenizer, which has no chat template
             raise missing_chat_template_error(model)
         from megatron_rl.data.byte_tokenizer import load_tokenizer
 
@@ -69,44 +69,44 @@ def check_data(data: DataConfig, model: Path) -> None:
 
 
 def normalize_question(question: str) -> str:
-    """What two questions have in common that count as the same one."""
+    """Return what two spellings of the same question have in common."""
     return " ".join(question.split()).casefold()
 
 
 @dataclasses.dataclass(frozen=True)
 class _PromptBuilder:
-    """Turns bare questions into prompts, and knows which are too long."""
+    """Makes prompts of bare questions, and leaves out those that are too long."""
 
-    prompt: Callable[[str], str]
+    format_prompt: Callable[[str], str]
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
 
     def apply_template(self, problem: Problem) -> Problem:
-        return dataclasses.replace(problem, prompt=self.prompt(problem.prompt))
+        return dataclasses.replace(problem, prompt=self.format_prompt(problem.prompt))
 
     def check_lengths(self, problems: Sequence[Problem]) -> list[bool]:
-        """Whether each templated prompt is short enough."""
-        found = self.tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
-        return [len(ids_T) <= self.max_tokens for ids_T in found]
+        """Return for each templated prompt whether it is short enough."""
+        ids = self.tokenizer([problem.prompt for problem in problems], add_special_tokens=False)["input_ids"]
+        return [len(ids_T) <= self.max_tokens for ids_T in ids]
 
-    def build(self, problems: Sequence[Problem], where: str) -> list[Problem]:
-        """The problems with prompts instead of questions, without those that are too long, which are counted."""
-        asked = [self.apply_template(problem) for problem in problems]
-        kept = [problem for problem, fits in zip(asked, self.check_lengths(asked), strict=True) if fits]
-        dropped = len(asked) - len(kept)
+    def build(self, problems: Sequence[Problem], source: str) -> list[Problem]:
+        """Return the problems with prompts instead of questions; those that are too long are left out and counted."""
+        templated = [self.apply_template(problem) for problem in problems]
+        kept = [problem for problem, fits in zip(templated, self.check_lengths(templated), strict=True) if fits]
+        dropped = len(templated) - len(kept)
         if not kept:
-            rule = f"all {dropped} prompts of {where} are longer than that many tokens"
+            rule = f"all {dropped} prompts of {source} are longer than that many tokens"
             raise UserError("data.max_prompt_tokens", self.max_tokens, rule, "raise it or shorten the template")
         if dropped:
-            _log.warning("%s: left out %d of %d problems with prompts over %d tokens", where, dropped, len(asked), self.max_tokens)
+            _log.warning("%s: left out %d of %d problems with prompts over %d tokens", source, dropped, len(templated), self.max_tokens)
         return kept
 
 
 def _candidates(source: DataSourceConfig, data: DataConfig) -> list[Problem]:
-    """The distinct questions of a held-out set."""
+    """Return the distinct questions of a held-out set."""
     if source.source == GENERATED_SOURCE:
-        made = arithmetic.generate(data.eval_size, data.levels, data.seed, "eval")
-        return [dataclasses.replace(problem, source=source.label) for problem in made]
+        problems = arithmetic.generate(data.eval_size, data.levels, data.seed, "eval")
+        return [dataclasses.replace(problem, source=source.label) for problem in problems]
     return _distinct(read_problem_set(source, data.format, "data.eval"), set(), f"data.eval ({source.label})")
 
 
@@ -119,15 +119,15 @@ def _sample(usable: list[Problem], source: DataSourceConfig, data: DataConfig) -
     return usable
 
 
-def _distinct(problems: list[Problem], seen: set[str], where: str) -> list[Problem]:
-    """The first of each question that is not in `seen`, which it extends; the others are counted."""
+def _distinct(problems: list[Problem], seen: set[str], source: str) -> list[Problem]:
+    """Return the first problem of each question that is not in `seen`, and extend `seen`; the others are counted."""
     kept = []
     for problem in problems:
         if (key := normalize_question(problem.prompt)) not in seen:
             seen.add(key)
             kept.append(problem)
     if len(kept) < len(problems):
-        _log.warning("%s: left out %d problems whose question came before", where, len(problems) - len(kept))
+        _log.warning("%s: left out %d problems whose question came before", source, len(problems) - len(kept))
     return kept
 
 
@@ -143,17 +143,17 @@ def _train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str])
 
 
 def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str], seen: set[str]) -> ProblemOrder:
-    where = f"data.train ({source.label})"
+    name = f"data.train ({source.label})"
     problems = read_problem_set(source, data.format, "data.train")
     allowed = [problem for problem in problems if normalize_question(problem.prompt) not in reserved]
     if len(allowed) < len(problems):
-        _log.warning("%s: left out %d problems that data.eval also holds", where, len(problems) - len(allowed))
+        _log.warning("%s: left out %d problems that data.eval also holds", name, len(problems) - len(allowed))
     if not allowed:
         raise UserError("data.train", source.source, "every problem of it is also in data.eval", "give another file for one of them")
-    distinct = _distinct(allowed, seen, where)
+    distinct = _distinct(allowed, seen, name)
     if not distinct:
         raise UserError("data.train", source.source, "every problem of it is in a set before it", "leave it out")
-    return shuffle_epochs(builder.build(distinct, where), f"{data.seed}/{source.label}")
+    return shuffle_epochs(builder.build(distinct, name), f"{data.seed}/{source.label}")
 
 
 def _generated(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str]) -> ProblemOrder:
@@ -167,5 +167,5 @@ def _generated(source: DataSourceConfig, data: DataConfig, builder: _PromptBuild
     arithmetic.check_levels(data.levels)
     for position in range(len(data.levels)):  # a level that can never fit fails now, not in the middle of a run
         problem_at(position)
-    decisive = (data.levels, data.seed, builder.prompt("{question}"), data.max_prompt_tokens, sorted(reserved))
-    return ProblemOrder(problem_at, compute_fingerprint(*decisive))
+    prompt = builder.format_prompt("{question}")
+    return ProblemOrder(problem_at, compute_fingerprint(data.levels, data.seed, prompt, data.max_prompt_tokens, sorted(reserved)))

@@ -2,11 +2,11 @@
 
 A problem of level n starts with a digit and applies n operations, + or - with a digit 1..9, from left to right; every intermediate
 result is a digit again. The question of level 2 `5+3-6      =` has two worked examples: step by step, every intermediate result
-(`8,2#2`), and direct (`#2`). What stands after the `#` is the answer. Questions are padded to one width, and a step takes as many
+(`8,2#2`), and direct (`#2`). The answer follows the `#`. Questions are padded to one width, and a step takes as many
 characters in the answer as in the question: so each step stands at a fixed distance from its operation, which a model of two layers
 learns to read within a minute on a CPU.
 
-Train and held-out questions can never meet: a hash of the question's own text says on which side it lies, whatever the seed.
+Train and held-out questions never overlap: a hash of the question's own text decides on which side it is, whatever the seed.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from megatron_rl.types import Problem
 HELD_OUT_ONE_IN = 8
 """One question in this many is held out."""
 ENUMERATED_LEVELS = 3
-"""Up to this level all questions are listed (90, 810 and 7,290); above it they are drawn, and there are more than anyone scores."""
+"""Up to this level all questions are listed (90, 810 and 7,290); above it they are drawn, from more than anyone scores."""
 MOST_DRAWN_PER_LEVEL = 4_000
-"""Held-out questions that may be asked for of each level that is drawn; the sparsest, level 4, has about twice as many."""
+"""Most held-out questions of a level that is drawn; the sparsest, level 4, has about twice as many."""
 WIDTH = 11
 """Characters of a question before its `=`, padding included: enough for level 5; longer questions are not padded."""
 MOST_REDRAWS = 1_000
 
 
 def is_held_out(question: str) -> bool:
-    """Whether `question` (without template) belongs to the held-out side; depends on nothing but its text."""
+    """Return whether `question` (without template) is held out; depends on its text only."""
     return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def generate(count: int, levels: Sequence[int], seed: int, split: Literal["train", "eval"]) -> list[Problem]:
-    """`count` problems, taking turns through `levels`; the same arguments give the same list on every machine.
+    """Return `count` problems, cycling through `levels`; the same arguments give the same list on every machine.
 
-    `train` draws with replacement; `eval` holds distinct questions. A level named twice gets twice the share.
-    Raises UserError for a bad level, and when `eval` asks for more questions than exist.
+    `train` draws with replacement; `eval` has distinct questions. A level named twice gets twice the share. Raise UserError for a bad
+    level, and when `eval` needs more questions than exist.
     """
     check_levels(levels)
     if split == "train":
         return [make_train_problem(position, levels, seed) for position in range(count)]
-    turns = [levels[index % len(levels)] for index in range(count)]
+    cycle = [levels[index % len(levels)] for index in range(count)]
     rng = random.Random(f"{seed}/eval")
-    drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(turns).items())}
-    return [_problem(next(drawn[level]), level) for level in turns]
+    drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(cycle).items())}
+    return [_problem(next(drawn[level]), level) for level in cycle]
 
 
 def make_train_problem(position: int, levels: Sequence[int], seed: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
-    """The problem at `position` of the endless train stream of `seed`: the first draw on the train side that `accept` lets through.
+    """Return the problem at `position` of the endless train stream of `seed`: the first draw on the train side that `accept` accepts.
 
-    Raises UserError when `accept` refuses every one of many draws.
+    Raise UserError when `accept` refuses all of many draws.
     """
     level = levels[position % len(levels)]
     rng = random.Random(f"{seed}/train/{position}")
@@ -71,9 +71,9 @@ def make_train_problem(position: int, levels: Sequence[int], seed: int, accept: 
 
 
 def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
-    """A worked answer to a generated problem, without end token: step by step with probability `step_by_step_share`, else direct.
+    """Return a worked answer to a generated problem, without end token: step by step with probability `step_by_step_share`, else direct.
 
-    Raises UserError for a problem that this module did not generate: it has no steps to show.
+    Raise UserError for a problem that this module did not generate: it has no steps to show.
     """
     prefix = f"{GENERATED_SOURCE}:"
     if not problem.id.startswith(prefix):
@@ -91,14 +91,14 @@ def check_levels(levels: Sequence[int]) -> None:
 
 
 def _problem(question: str, level: int) -> Problem:
-    """The id holds the bare expression: unique, the same in every run, and what `write_demonstration` reads under any prompt template."""
+    """Return the problem; its id holds the bare expression: unique, equal in every run, and read by `write_demonstration`."""
     expression = question.rstrip("= ")
     answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
     return Problem(f"{GENERATED_SOURCE}:{expression}", question, str(answer), level, GENERATED_SOURCE)
 
 
 def _operations(value: int) -> list[int]:
-    """The signed digits that keep `value` in 0..9."""
+    """Return the signed digits that keep `value` in 0..9."""
     return [change for change in range(-value, 10 - value) if change]
 
 
@@ -117,7 +117,7 @@ def _draw_question(rng: random.Random, level: int) -> str:
 
 @functools.cache
 def _listed_held_out(level: int) -> tuple[str, ...]:
-    """Every held-out question of one level in a fixed order."""
+    """Return every held-out question of one level in a fixed order."""
     chains = [(str(start), start) for start in range(10)]
     for _ in range(level):
         chains = [(f"{text}{change:+d}", value + change) for text, value in chains for change in _operations(value)]
@@ -125,7 +125,7 @@ def _listed_held_out(level: int) -> tuple[str, ...]:
 
 
 def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
-    """`count` distinct held-out questions of one level in random order."""
+    """Return `count` distinct held-out questions of one level in random order."""
     listed = _listed_held_out(level) if level <= ENUMERATED_LEVELS else None
     available = MOST_DRAWN_PER_LEVEL if listed is None else len(listed)
     if count > available:
@@ -133,9 +133,9 @@ def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
         raise UserError("data.eval_size", None, rule, "lower it or add levels")
     if listed is not None:
         return rng.sample(listed, count)
-    found: dict[str, None] = {}  # a dict keeps the order of the draws
-    while len(found) < count:
+    questions: dict[str, None] = {}  # a dict keeps the order of the draws
+    while len(questions) < count:
         question = _draw_question(rng, level)
         if is_held_out(question):
-            found[question] = None
-    return list(found)
+            questions[question] = None
+    return list(questions)

@@ -1,7 +1,7 @@
-"""The tokenizer: a byte-level one made by the project, and loading the one that lies in a checkpoint folder.
+"""The tokenizer: a byte-level one made by the project, and loading the one of a checkpoint folder.
 
-The byte-level tokenizer has one entry per byte and three special tokens, 259 in all. Any text is encodable, nothing is learnt,
-and nothing must be downloaded: right for a model made from scratch.
+The byte-level tokenizer has one entry per byte and three special tokens, 259 in all. It encodes any text, learns nothing and needs no
+download: right for a model made from scratch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Rows of a local file: JSONL (one object per line), JSON (one array of objects) or Parquet, recognised by name and first character.
+"""Rows of a local file: JSONL (one object per line), JSON (one array of objects) or Parquet, recognized by name and first character.
 
-Each row comes with its place, a line's number in JSONL and a row's elsewhere, from 1, so that every fault names file and place.
+Each row comes with its number from 1, of the line in JSONL and of the row elsewhere, so that every error names file and number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ SOURCE_FIX = "give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on
 
 
 def read_file_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
-    """(place, decoded row) of every row in file order; blank lines are skipped.
+    """Yield (number, decoded row) of every row in file order; blank lines are skipped.
 
-    `field` is the configuration field that named the file. Raises UserError for a missing or unreadable file, and for what is no
-    JSON, with its place.
+    `field` is the configuration field that named the file. Raise UserError for a missing or unreadable file, and for a row that is not
+    JSON, with its number.
     """
     if not path.is_file():
         raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", SOURCE_FIX)
@@ -37,21 +37,21 @@ def read_file_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
         try:
             if text := _decoded(line).strip():
                 yield number, _json(text)
-        except RowError as wrong:
-            raise UserError(field, f"{path}:{number}", wrong.rule, wrong.fix) from None
+        except RowError as error:
+            raise UserError(field, f"{path}:{number}", error.rule, error.fix) from None
 
 
 def _array_rows(content: bytes, path: Path, field: str) -> Iterator[tuple[int, object]]:
     try:
         rows = _json(_decoded(content))
-    except RowError as wrong:
-        raise UserError(field, str(path), wrong.rule, "correct the file") from None
+    except RowError as error:
+        raise UserError(field, str(path), error.rule, "correct the file") from None
     assert isinstance(rows, list)  # it starts with a bracket
     yield from enumerate(rows, start=1)
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
-    """The first row whole, so that a refusal can name all columns; of the others what formats read: worked solutions are long."""
+    """Yield the first row whole, so that an error can name all columns, and of the others what formats read: worked solutions are long."""
     import pyarrow.lib  # tens of milliseconds, and most runs read no Parquet
     import pyarrow.parquet
 

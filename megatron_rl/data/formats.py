@@ -1,4 +1,4 @@
-r"""Formats: in which columns a published data set keeps question, gold answer and level, and how the gold is written there.
+r"""Formats: the columns in which a published data set keeps question, gold answer and level, and how the gold answer is written.
 
     gsm8k       question, answer: a worked solution that ends in `#### 1,080`
     arithmetic  question, answer: a worked solution that ends in `#62`
@@ -6,11 +6,12 @@ r"""Formats: in which columns a published data set keeps question, gold answer a
     deepmath    question, final_answer, difficulty; also as prompt, ground_truth
     aime        problem or question, answer or expected_answer: an integer from 0 to 999
 
-Other columns are ignored. A row whose answer is null or blank has no gold: published files hold some.
+Other columns are ignored. A row whose answer is null or blank has no gold answer: published files contain some.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _CORRECT = "correct or remove this row"
 
 
 class RowError(ValueError):
-    """What is wrong with a row, and the fix; becomes a UserError where the file and the row's number are known."""
+    """What is wrong with a row, and the fix; becomes a UserError with the file and the row's number."""
 
     def __init__(self, rule: str, fix: str = _CORRECT) -> None:
         self.rule, self.fix = rule, fix
@@ -35,7 +36,7 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class ProblemRow:
-    """What a problem is made of. `gold` is empty where the row has no answer; `level` is 0 where it has none."""
+    """The contents of a row. `gold` is empty where it has no answer; `level` is 0 where it has none."""
 
     question: str
     gold: str
@@ -43,24 +44,24 @@ class ProblemRow:
 
 
 def read_row(row: object, format: FormatName) -> ProblemRow:
-    """Question, gold and level of one decoded row. Raises RowError: not of this format, with the format that would fit."""
+    """Return question, gold and level of one decoded row. Raise RowError for another format, with the format that would fit."""
     if not isinstance(row, Mapping):
         raise RowError(f"must be a JSON object, not {type(row).__name__}")
     try:
         return _READERS[format].read(row)
     except _ColumnError as missing:
-        fix = f"set {fitting}" if (fitting := _fitting(row)) else _CORRECT
-        raise RowError(f"format {format} needs the field {missing}, found {_listed(row)}", fix) from None
-    except RowError as wrong:
-        raise RowError(wrong.rule, f"{_CORRECT}, or set {fitting}" if (fitting := _fitting(row)) else _CORRECT) from None
+        fix = f"set {formats}" if (formats := _fitting_formats(row)) else _CORRECT
+        raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
+    except RowError as error:
+        raise RowError(error.rule, f"{_CORRECT}, or set {formats}" if (formats := _fitting_formats(row)) else _CORRECT) from None
 
 
 def missing_format_error(row: object) -> RowError:
-    """The error for a file whose format nobody named: its columns and what they fit."""
+    """Return the error for a file without a configured format: its columns and the formats that they fit."""
     if not isinstance(row, Mapping):
         return RowError(f"must be a JSON object, not {type(row).__name__}")
-    fitting = _fitting(row) or f"format to one of {', '.join(_READERS)}, and name the fields as it does"
-    return RowError(f"needs a format; its fields are {_listed(row)}", f"set {fitting}")
+    formats = _fitting_formats(row) or f"format to one of {', '.join(_READERS)}, and name the fields as it does"
+    return RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {formats}")
 
 
 class _ColumnError(Exception):
@@ -69,7 +70,7 @@ class _ColumnError(Exception):
 
 @dataclass(frozen=True)
 class _Reader:
-    """Columns by what they hold, the preferred one first, and how a column's text gives the gold."""
+    """Columns by their content, the preferred one first, and how a column's text gives the gold answer."""
 
     question: tuple[str, ...]
     answer: Mapping[str, Callable[[str, str], str]]
@@ -80,21 +81,22 @@ class _Reader:
         return (*self.question, *self.answer, *self.level)
 
     def read(self, row: Mapping[str, Any]) -> ProblemRow:
-        question = _text(row, _present(row, self.question))
+        question_column = _find_column(row, self.question)
+        question = _text(row, question_column)
         if not question.strip():
-            raise RowError(f"the field {_present(row, self.question)} is empty")
-        _present(row, self.answer)
-        filled = next((name for name in self.answer if not _is_blank(row.get(name))), None)
-        gold = self.answer[filled](filled, _text(row, filled, integers=True)) if filled else ""
+            raise RowError(f"the field {question_column} is empty")
+        _find_column(row, self.answer)
+        answer_column = next((name for name in self.answer if not _is_blank(row.get(name))), None)
+        gold = self.answer[answer_column](answer_column, _text(row, answer_column, integers=True)) if answer_column else ""
         return ProblemRow(question, gold, next((_level(row[name]) for name in self.level if name in row), 0))
 
 
-def _present(row: Mapping[str, Any], names: Iterable[str]) -> str:
-    """The first of `names` that the row has."""
-    found = next((name for name in names if name in row), None)
-    if found is None:
-        raise _ColumnError(" or ".join(names))
-    return found
+def _find_column(row: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the first of `names` that the row has. Raise _ColumnError where it has none."""
+    for name in names:
+        if name in row:
+            return name
+    raise _ColumnError(" or ".join(names))
 
 
 def _is_blank(value: Any) -> bool:
@@ -102,7 +104,7 @@ def _is_blank(value: Any) -> bool:
 
 
 def _text(row: Mapping[str, Any], name: str, integers: bool = False) -> str:
-    """The column as text, where `integers` may stand for it. Raises RowError for other types and for what no tokenizer can encode."""
+    """Return the column as text; `integers` are accepted, too. Raise RowError for other types and for what no tokenizer can encode."""
     value = row[name]
     if integers and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -114,33 +116,33 @@ def _text(row: Mapping[str, Any], name: str, integers: bool = False) -> str:
 
 
 def _level(value: object) -> int:
-    """`5`, `"Level 5"` and `5.5` are 5; 0 for what is no level, such as null, `"Level ?"` and -1."""
+    """Return 5 for `5`, `"Level 5"` and `5.5`; 0 for what is no level, such as null, `"Level ?"` and -1."""
     match = _LEVEL.fullmatch(str(value))
     return int(match[1]) if match else 0
 
 
-def _as_it_is(column: str, text: str) -> str:
+def _strip(column: str, text: str) -> str:
     return text.strip()
 
 
 def _after(marker: str) -> Callable[[str, str], str]:
-    alone = re.compile(rf"(?<!#){marker}(?!#)")
+    pattern = re.compile(rf"(?<!#){marker}(?!#)")
 
-    def gold(column: str, text: str) -> str:
-        found = list(alone.finditer(text))
-        if not found:
+    def read_gold(column: str, text: str) -> str:
+        matches = list(pattern.finditer(text))
+        if not matches:
             raise RowError(f"the field {column} has no {marker} before the gold answer")
-        number = text[found[-1].end() :].strip()
+        number = text[matches[-1].end() :].strip()
         return number.replace(",", "") if _GROUPED_NUMBER.fullmatch(number) else number
 
-    return gold
+    return read_gold
 
 
 def _boxed(column: str, text: str) -> str:
-    r"""The last `\boxed{...}`; `\fbox{...}` and `\boxed 5` occur too."""
+    r"""Return the content of the last `\boxed{...}`; `\fbox{...}` and `\boxed 5` occur, too."""
     text = text.replace(r"\fbox", r"\boxed")
-    if (found := last_boxed(text)) is not None:
-        return found.strip()
+    if (content := last_boxed(text)) is not None:
+        return content.strip()
     if bare := re.findall(r"\\boxed\s+([^\s$.,]+)", text):
         return str(bare[-1])
     raise RowError(rf"the field {column} has no \boxed{{}} with the gold answer")
@@ -156,8 +158,8 @@ def _up_to_three_digits(column: str, text: str) -> str:
 _READERS: dict[FormatName, _Reader] = {
     "gsm8k": _Reader(("question",), {"answer": _after("####")}),
     "arithmetic": _Reader(("question",), {"answer": _after("#")}),
-    "math": _Reader(("problem",), {"answer": _as_it_is, "solution": _boxed}, ("level", "difficulty")),
-    "deepmath": _Reader(("question", "prompt"), {"final_answer": _as_it_is, "ground_truth": _as_it_is}, ("difficulty",)),
+    "math": _Reader(("problem",), {"answer": _strip, "solution": _boxed}, ("level", "difficulty")),
+    "deepmath": _Reader(("question", "prompt"), {"final_answer": _strip, "ground_truth": _strip}, ("difficulty",)),
     "aime": _Reader(
         ("problem", "Problem", "question"),
         {"answer": _up_to_three_digits, "Answer": _up_to_three_digits, "expected_answer": _up_to_three_digits},
@@ -169,17 +171,15 @@ KNOWN_COLUMNS = frozenset(column for reader in _READERS.values() for column in r
 """Every column that some format reads."""
 
 
-def _listed(row: Mapping[str, Any]) -> str:
+def _list_columns(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, row)) or "none"
 
 
-def _fitting(row: Mapping[str, Any]) -> str:
-    """The formats that read this row to the end; empty where none does."""
-    fitting = []
+def _fitting_formats(row: Mapping[str, Any]) -> str:
+    """Return the formats that can read this row; empty where none can."""
+    formats = []
     for name, reader in _READERS.items():
-        try:
+        with contextlib.suppress(RowError, _ColumnError):
             if reader.read(row).gold:
-                fitting.append(f'format = "{name}"')
-        except (RowError, _ColumnError):
-            continue
-    return " or ".join(fitting)
+                formats.append(f'format = "{name}"')
+    return " or ".join(formats)

@@ -1,7 +1,7 @@
 """Rows of a data set on the Hugging Face hub, through `datasets`: `hf:OWNER/NAME:SPLIT` or `hf:OWNER/NAME:CONFIG:SPLIT`.
 
-What was downloaded once is read from the cache (HF_HOME, HF_DATASETS_CACHE), without a network too (HF_HUB_OFFLINE=1). The folder of a
-local clone may stand in the place of OWNER/NAME. Data sets that are programs are not run.
+Downloads are cached (HF_HOME, HF_DATASETS_CACHE) and then need no network (HF_HUB_OFFLINE=1). The folder of a local clone can replace
+OWNER/NAME. Data sets that are programs are not run.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_rl.errors import UserError
 
 
 def read_hub_rows(source: str, field: str) -> Iterator[tuple[int, object]]:
-    """(number from 1, row) of every row of the split. The first row is whole, the others hold what formats read.
+    """Yield (number from 1, row) of every row of the split. The first row is whole, the others hold what formats read.
 
-    Raises UserError for a name of another shape, and for a data set, configuration or split that cannot be had.
+    Raise UserError for a name of another shape, and for a data set, configuration or split that cannot be had.
     """
     repository, *rest = source.removeprefix(HUB_PREFIX).split(":")
     if not repository or len(rest) not in (1, 2) or not all(rest):

@@ -1,4 +1,4 @@
-"""From a question to the text that the policy is given: the template around it, then the tokenizer's chat template where asked for."""
+"""From a question to the prompt: the template around it, then the tokenizer's chat template where configured."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from megatron_rl.errors import UserError
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-_PLACE = "{question}"
+_PLACEHOLDER = "{question}"
 
 
 def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str]:
-    """A function from a bare question to its whole prompt, without special tokens other than those the chat template writes.
+    """Return a function from a bare question to its whole prompt, without special tokens other than those the chat template writes.
 
-    Raises UserError for a template file that cannot be read or holds no `{question}`; where `data.chat` is on also for a tokenizer
+    Raise UserError for a template file that cannot be read or holds no `{question}`; where `data.chat` is on also for a tokenizer
     without chat template, and for one that refuses or drops the system's message or the question.
     """
     template = read_template(data)
 
-    def around(question: str) -> str:
-        """Plain replacement: braces in a question or elsewhere in the template mean nothing."""
-        return template.replace(_PLACE, question)
+    def fill_template(question: str) -> str:
+        """Replace plainly: other braces in question or template mean nothing."""
+        return template.replace(_PLACEHOLDER, question)
 
     if not data.chat:
-        return around
+        return fill_template
     if not tokenizer.chat_template:
         raise missing_chat_template_error(tokenizer.name_or_path)
 
-    def chat(question: str) -> str:
+    def apply_chat_template(question: str) -> str:
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
-        messages = [*system, {"role": "user", "content": around(question)}]
+        messages = [*system, {"role": "user", "content": fill_template(question)}]
         prompt: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return prompt
 
-    _check_chat(chat, data, tokenizer.name_or_path)
-    return chat
+    _check_chat(apply_chat_template, data, tokenizer.name_or_path)
+    return apply_chat_template
 
 
 def read_template(data: DataConfig) -> str:
-    """The text around each question. Raises UserError for a file that cannot be read, or holds no place for the question."""
+    """Return the text around each question. Raise UserError for a file that cannot be read or holds no `{question}`."""
     file = data.prompt_template_file
     if file is None:
         return data.prompt_template
@@ -52,9 +52,9 @@ def read_template(data: DataConfig) -> str:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(field, str(file), f"cannot be read ({reason})", f"give a text file that holds {_PLACE}") from None
-    if _PLACE not in text:
-        raise UserError(field, str(file), f"holds no {_PLACE}", "put it where the question belongs")
+        raise UserError(field, str(file), f"cannot be read ({reason})", f"give a text file that holds {_PLACEHOLDER}") from None
+    if _PLACEHOLDER not in text:
+        raise UserError(field, str(file), f"holds no {_PLACEHOLDER}", "put it where the question belongs")
     return text
 
 
@@ -63,13 +63,13 @@ def missing_chat_template_error(folder: str | Path) -> UserError:
     return UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
 
 
-def _check_chat(chat: Callable[[str], str], data: DataConfig, folder: str) -> None:
-    """A chat template is a program: some raise at a system's message, others ignore it."""
+def _check_chat(format_prompt: Callable[[str], str], data: DataConfig, folder: str) -> None:
+    """Raise UserError for a chat template that fails, or drops the question or the system's message; a template is a program."""
     from jinja2 import TemplateError
 
     question = "What is 1 + 1?"
     try:
-        prompt = chat(question)
+        prompt = format_prompt(question)
     except TemplateError as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise UserError("data.chat", None, f"the chat template of {folder} fails ({reason})", "leave out data.system_prompt") from None

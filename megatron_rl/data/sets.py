@@ -16,29 +16,28 @@ _log = logging.getLogger(__name__)
 
 
 def read_problem_set(source: DataSourceConfig, default_format: FormatName | None, field: str, quiet: bool = False) -> list[Problem]:
-    """The problems of a file or hub data set in their order; `prompt` is the bare question, `source` the set's label.
+    """Return the problems of a file or hub data set in their order; `prompt` is the bare question, `source` the set's label.
 
-    `default_format` holds where `source` names none; `field` is the configuration field that named the set. Rows without a gold
-    answer are left out, counted and, unless `quiet`, logged. Raises UserError for what cannot be read, a
-    malformed row (with its place), a format that is missing or does not fit (with the columns seen and what fits), and a set
-    without problems.
+    `default_format` applies where `source` names none; `field` is the configuration field that named the set. Rows without a gold answer
+    are left out, counted and, unless `quiet`, logged. Raise UserError for what cannot be read, a malformed row (with its number), a format
+    that is missing or does not fit (with the columns found and what fits), and a set without problems.
     """
-    format, where = source.format or default_format, source.source
-    rows = read_hub_rows(where, field) if where.startswith(HUB_PREFIX) else read_file_rows(Path(where), field)
+    format, location = source.format or default_format, source.source
+    rows = read_hub_rows(location, field) if location.startswith(HUB_PREFIX) else read_file_rows(Path(location), field)
     problems, unanswered = [], []
     for number, content in rows:
         try:
             if format is None:
                 raise missing_format_error(content)
             row = read_row(content, format)
-        except RowError as wrong:
-            raise UserError(field, f"{where}:{number}", wrong.rule, wrong.fix) from None
+        except RowError as error:
+            raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None
         if row.gold:
             problems.append(Problem(f"{source.label}:{number}", row.question, row.gold, row.level, source.label))
         else:
             unanswered.append(number)
     if not problems:
-        raise UserError(field, where, "holds no problems" + (" with a gold answer" if unanswered else ""), SOURCE_FIX)
+        raise UserError(field, location, "holds no problems" + (" with a gold answer" if unanswered else ""), SOURCE_FIX)
     if unanswered and not quiet:
-        _log.warning("%s = %s: left out %d rows without a gold answer, the first is %d", field, where, len(unanswered), unanswered[0])
+        _log.warning("%s = %s: left out %d rows without a gold answer, the first is %d", field, location, len(unanswered), unanswered[0])
     return problems

@@ -18,7 +18,7 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.data import ProblemStream
+from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
@@ -171,7 +171,7 @@ class StreamedWorker:
     """Answers to a real stream's problems; the "engine's" log-probs come from the process's own random numbers, of all three kinds."""
 
     def __init__(self) -> None:
-        self.stream = ProblemStream(lambda position: Problem(str(position), "", ""), "numbers")
+        self.stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), "", ""), "numbers"))
 
     def state_dict(self) -> dict[str, Any]:
         return self.stream.state_dict()

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_rl.config import Config
-from megatron_rl.data import ProblemStream
+from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, build_sample_rows, compute_accuracies, compute_rollout_metrics
 from megatron_rl.types import Completion, Generation, Problem, Reward
@@ -126,7 +126,7 @@ class FakeRewards:
 def make_worker(engine: FakeEngine, rewards: object, **sections: dict[str, object]) -> RolloutWorker:
     rollout = {"prompts_per_step": 2, "group_size": 4, **sections.pop("rollout", {})}
     config = Config.model_validate({"model": {"path": "m"}, "rollout": rollout, **sections}, strict=False)
-    stream = ProblemStream(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint")
+    stream = ProblemStream(ProblemOrder(lambda position: Problem(str(position), f"q{position}", "x"), "fingerprint"))
     held_out = [Problem("held", "h", "x", level=level) for level in (1, 2)]
     return RolloutWorker(config, engine, stream, held_out, FakeTokenizer(), rewards)
 
