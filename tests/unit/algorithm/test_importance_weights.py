@@ -51,18 +51,13 @@ KINDS = ["tis", "sequence_tis", "icepop", "geometric_mask"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights(kind, sequences):
+def test_weights_and_their_statistics_by_sign_of_the_advantage(kind, sequences):
     """float32 log-probs near -2: 1e-6 is a few roundings."""
-    assign_corrections(sequences, AlgorithmConfig(correction=kind))
+    metrics = assign_corrections(sequences, AlgorithmConfig(correction=kind))
+    weights = by_hand(kind)
     for sequence, expected in zip(sequences, by_hand(kind), strict=True):
         assert sequence.importance_weights.tolist() == pytest.approx(expected, abs=1e-6)
         assert not sequence.importance_weights.requires_grad
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_statistics_by_sign_of_the_advantage(kind, sequences):
-    metrics = assign_corrections(sequences, AlgorithmConfig(correction=kind))
-    weights = by_hand(kind)
     for name, members in (("positive", [0]), ("negative", [1, 2])):
         flat = [value for member in members for value in weights[member]]
         assert metrics[f"correction/mean_{name}"] == pytest.approx(sum(flat) / len(flat), abs=1e-6)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.advantages import assign_advantages, compute_advantages
+from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
@@ -111,15 +112,16 @@ def in_float64(batch: MicroBatch) -> MicroBatch:
 
 
 def run(
-    config: AlgorithmConfig, sequences: list[TrainingSample], logprobs: Tokens, most: int
+    config: AlgorithmConfig, sequences: list[TrainingSample], logprobs: Tokens, most: int, elsewhere: float = -50.0
 ) -> tuple[float, list[list[float]], dict[str, float]]:
-    """(loss, gradient by sequence, metrics) as the trainer makes them: sums over micro-batches over the answer tokens of the step."""
+    """(loss, gradient by sequence, metrics) as the trainer makes them: sums over micro-batches over the answer tokens of the step.
+    All other tokens have the log-prob `elsewhere`."""
     assign_loss_weights(sequences, config.aggregate, LONGEST)
     tokens = sum(len(sequence.old_logprobs) for sequence in sequences)
     total, gradients, metrics = 0.0, [[]] * len(sequences), {}
     for batch in make_micro_batches(sequences, most):
         batch = exact_weights(in_float64(batch), sequences)
-        values = torch.full(batch.mask.shape, -50.0, dtype=torch.float64)
+        values = torch.full(batch.mask.shape, elsewhere, dtype=torch.float64)
         for index, places in batch.iter_target_positions(sequences):
             values[0, places] = torch.tensor(logprobs[index], dtype=torch.float64)
         values.requires_grad_()
@@ -207,6 +209,41 @@ def test_clip_counts_are_tokens_without_policy_gradient(settings, sequences, now
     assert metrics["clip/positive"] + metrics["clip/negative"] > 0
 
 
+@pytest.mark.parametrize(
+    "ratio, advantage, counts",
+    [
+        (1.29, 1.0, (1, 0)),
+        (1.27, 1.0, (0, 0)),
+        (0.1, 1.0, (0, 0)),
+        (0.79, -1.0, (0, 1)),
+        (0.81, -1.0, (0, 0)),
+        (9.0, -1.0, (0, 0)),
+        (9.0, 0.0, (0, 0)),
+    ],
+)
+def test_each_side_of_the_clip(ratio, advantage, counts):
+    old = torch.tensor([-2.0])
+    sample = TrainingSample([1], [2], advantage, old_logprobs=old, reference_logprobs=old)
+    _, _, metrics = run(AlgorithmConfig(clip_low=0.2, clip_high=0.28), [sample], [[-2.0 + math.log(ratio)]], 1)
+    assert (metrics["clip/positive"], metrics["clip/negative"]) == counts
+
+
+@pytest.mark.parametrize("elsewhere", [0.0, -80.0, -1000.0])
+def test_what_is_no_answer_token_never_matters(elsewhere, sequences, now):
+    """Prompt tokens and padding have log-probs too, and some are astronomically improbable to the policy."""
+    config = AlgorithmConfig(kl_coef=0.05)
+    assert run(config, sequences, now, 1000, elsewhere) == run(config, sequences, now, 1000)
+
+
+def test_policy_and_kl_are_reported_apart(sequences, now):
+    config = AlgorithmConfig(kl_coef=0.05)
+    loss, _, metrics = run(config, sequences, now, 20)
+    without, _, other = run(AlgorithmConfig(), sequences, now, 20)
+    assert metrics["loss/policy"] == pytest.approx(without, rel=1e-12)
+    assert metrics["loss/policy"] + 0.05 * metrics["loss/kl"] == pytest.approx(loss, rel=1e-12)
+    assert "loss/kl" not in other
+
+
 def test_cispo_keeps_the_gradient_of_clipped_tokens(sequences, now):
     _, gradients, metrics = run(AlgorithmConfig(name="cispo", clip_low=0.2), sequences, now, 1000)
     assert metrics["clip/positive"] > 0 and metrics["clip/negative"] > 0
@@ -275,6 +312,15 @@ def test_excluded_sequences_leave_the_loss_as_if_they_were_not_there(sequences, 
     assert run(config, sequences, now, 3)[0] == 0.0
 
 
+def test_k3_estimates_the_kl_divergence():
+    """Its expectation under p is KL(p || q) exactly, here summed over a small vocabulary; no term of it is negative."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 20, generator=generator, dtype=torch.float64).log_softmax(-1)
+    assert (p.exp() * k3(q - p)).sum().item() == pytest.approx((p.exp() * (p - q)).sum().item(), rel=1e-12)
+    differences = torch.linspace(-20, 20, 401, dtype=torch.float64)
+    assert (k3(differences) >= 0).all() and (k3(differences) == 0).sum() == 1
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_kl_in_the_reward(estimator):
     """Two groups of two; every number by hand in Python floats."""
@@ -298,10 +344,7 @@ def test_kl_in_the_reward_is_not_in_the_loss_too(sequences, now):
     assert with_kl == without
 
 
-@pytest.mark.parametrize(
-    "length, added",
-    [(0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20000, -3616 / 4096), (30000, -1.0)],
-)
+@pytest.mark.parametrize("length, added", [(0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20000, -3616 / 4096), (30000, -1.0)])
 def test_overlong_punishment_with_the_papers_numbers(length, added):
     """arXiv 2503.14476, eq. 13 with L_max 20480 and L_cache 4096."""
     assert compute_overlong_penalty(length, 20480, 0.2, 1.0) == pytest.approx(added)

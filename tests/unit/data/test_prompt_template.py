@@ -48,8 +48,7 @@ def test_a_template_file(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, wrong",
-    [(b"no place", "holds no {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")],
+    "content, wrong", [(b"no place", "holds no {question}"), (b"\xff{question}", "it is not UTF-8"), (None, "No such file or directory")]
 )
 def test_a_template_file_that_is_none(tokenizer, tmp_path, content, wrong):
     file = tmp_path / "ask.txt"

@@ -12,14 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.evaluation.statistics import (
-    estimate_difference,
-    estimate_mean,
-    majority_at_k,
-    pass_at_k,
-    powers_of_two,
-    sign_flip_p_value,
-)
+from megatron_rl.evaluation.statistics import estimate_difference, estimate_mean, majority_at_k, pass_at_k, powers_of_two, sign_flip_p_value
 
 Completion = tuple[str | None, bool]
 completions = st.lists(st.tuples(st.sampled_from([None, "a", "b", "c", "d"]), st.booleans()), min_size=1, max_size=8)

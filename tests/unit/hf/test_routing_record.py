@@ -74,12 +74,7 @@ def test_another_turn_keeps_what_is_known():
 LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7)
 
 
-@given(
-    LENGTHS,
-    st.integers(1, 30),
-    st.integers(1, 3),
-    st.integers(1, 4),
-)
+@given(LENGTHS, st.integers(1, 30), st.integers(1, 3), st.integers(1, 4))
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replicas, multiple):
     found = [
         TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))

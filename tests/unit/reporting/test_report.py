@@ -79,10 +79,7 @@ def sample(step: int, text: str = "#2", correct: bool = True) -> dict:
         "reward": 1.0,
         "correct": correct,
         "advantage": -0.5,
-    } | {
-        "finish_reason": "length",
-        "error": text,
-    }
+    } | {"finish_reason": "length", "error": text}
 
 
 class Page(HTMLParser):

@@ -152,10 +152,7 @@ def test_a_function_that_cannot_be_loaded_is_reported():
 def test_workers_that_cannot_start_break_the_run(tmp_path, monkeypatch):
     (tmp_path / "suicidal_reward.py").write_text("import os; os._exit(9)")
     monkeypatch.syspath_prepend(tmp_path)
-    with (
-        pytest.raises(RunError, match=r"do not start: worker died \(exit code 9\)"),
-        pool_of("suicidal_reward:reward", 2, 5.0) as pool,
-    ):
+    with pytest.raises(RunError, match=r"do not start: worker died \(exit code 9\)"), pool_of("suicidal_reward:reward", 2, 5.0) as pool:
         judged(pool, ["#1"], _problems(1))
 
 

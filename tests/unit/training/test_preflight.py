@@ -8,7 +8,6 @@ import json
 import pytest
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import list_tensors, make_fp8_checkpoint, write_sparse_safetensors
-from support.models import ARCHITECTURES
 from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
@@ -77,14 +76,8 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
             ["--model.path=nowhere"],
             "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder, or add [model.create]",
         ),
-        (
-            ["--data.train=no.jsonl"],
-            f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}",
-        ),
-        (
-            ["--data.eval=no.jsonl"],
-            f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}",
-        ),
+        (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
+        (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),
         (
             ["--rollout.max_new_tokens=513"],
@@ -143,20 +136,6 @@ def test_layouts_that_pass(workplace, monkeypatch, ranks, sizes, layout):
 def test_layouts_that_do_not_fit_the_model_or_the_launch(workplace, monkeypatch, ranks, sizes, line):
     monkeypatch.setenv("WORLD_SIZE", ranks)
     assert refused(*(f"--train.layout.{size}" for size in sizes)).startswith(line)
-
-
-def test_experts_need_sequence_parallelism(workplace, monkeypatch):
-    (workplace / "model" / "config.json").write_text(json.dumps(ARCHITECTURES["qwen3_moe"]))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    line = refused("--train.layout.tp=2", "--train.layout.sequence_parallel=false")
-    assert line == "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out"
-
-
-def test_more_ranks_than_the_layout_needs(workplace, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert refused().startswith(
-        "train.layout: needs 1 ranks (tp * cp * pp * dp), this launch has 4; start with torchrun --nproc-per-node 1, or change"
-    )
 
 
 @pytest.mark.parametrize("ranks, overrides", [("2", ["--train.layout.tp=2"]), ("1", ["--rollout.tp=2"])])
