@@ -40,7 +40,7 @@ class MLAGeometry:
 
 
 def parse_widths(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ModelGeometry. Raises GeometryError for an unknown architecture, a missing field or one that is not supported."""
+    """Return the fields of a ModelGeometry. Raise GeometryError for an unknown architecture, or a missing or unsupported field."""
     kind = config.get("model_type")
     if kind not in SUPPORTED_MODEL_TYPES:
         raise GeometryError(
@@ -53,7 +53,7 @@ def parse_widths(config: Mapping[str, Any]) -> dict[str, Any]:
     kv_heads = heads if kind == "deepseek_v3" else _positive(config, "num_key_value_heads", heads if kind == "llama" else None)
     if heads % kv_heads:
         raise GeometryError("num_attention_heads", heads, f"must be a multiple of num_key_value_heads ({kv_heads})", _CORRECT)
-    found: dict[str, Any] = {
+    widths: dict[str, Any] = {
         "kind": kind,
         "layers": _positive(config, "num_hidden_layers"),
         "hidden": _positive(config, "hidden_size"),
@@ -64,15 +64,15 @@ def parse_widths(config: Mapping[str, Any]) -> dict[str, Any]:
         "tied": bool(config.get("tie_word_embeddings", False)),
     }
     if kind == "deepseek_v3":
-        latent = _latent(config)
-        return {**found, "head_dim": latent.nope_dim + latent.rope_dim, "latent": latent, "experts": _deepseek_experts(config)}
-    found["head_dim"] = _head_dim(config, found["hidden"], heads)
+        latent = _parse_mla(config)
+        return {**widths, "head_dim": latent.nope_dim + latent.rope_dim, "latent": latent, "experts": _parse_deepseek_experts(config)}
+    widths["head_dim"] = _parse_head_dim(config, widths["hidden"], heads)
     if kind == "qwen3_moe":
-        found["experts"] = _qwen_experts(config)
-    return found
+        widths["experts"] = _parse_qwen_experts(config)
+    return widths
 
 
-def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
+def _parse_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     if config.get("head_dim") is not None or config["model_type"] not in ("llama", "qwen2"):  # the others have defaults of their own
         return _positive(config, "head_dim")
     if hidden % heads:
@@ -80,7 +80,7 @@ def _head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def _latent(config: Mapping[str, Any]) -> MLAGeometry:
+def _parse_mla(config: Mapping[str, Any]) -> MLAGeometry:
     return MLAGeometry(
         q_rank=0 if config.get("q_lora_rank", "missing") is None else _positive(config, "q_lora_rank"),
         kv_rank=_positive(config, "kv_lora_rank"),
@@ -90,27 +90,27 @@ def _latent(config: Mapping[str, Any]) -> MLAGeometry:
     )
 
 
-def _deepseek_experts(config: Mapping[str, Any]) -> MoEGeometry:
-    layers, leading = _positive(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
-    every = _positive(config, "moe_layer_freq", 1)
+def _parse_deepseek_experts(config: Mapping[str, Any]) -> MoEGeometry:
+    layers, first_dense = _positive(config, "num_hidden_layers"), config.get("first_k_dense_replace", 0)
+    moe_step = _positive(config, "moe_layer_freq", 1)
     ffn = _positive(config, "moe_intermediate_size")
     return MoEGeometry(
         count=_positive(config, "n_routed_experts"),
         ffn=ffn,
         shared_ffn=ffn * (config.get("n_shared_experts") or 0),
-        dense_layers=frozenset(layer for layer in range(layers) if layer < leading or layer % every),
+        dense_layers=frozenset(layer for layer in range(layers) if layer < first_dense or layer % moe_step),
         correction_bias=config.get("topk_method", "noaux_tc") == "noaux_tc",
     )
 
 
-def _qwen_experts(config: Mapping[str, Any]) -> MoEGeometry:
-    layers, every = _positive(config, "num_hidden_layers"), _positive(config, "decoder_sparse_step", 1)
-    plain = set(config.get("mlp_only_layers") or ())
-    count = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes the first name
+def _parse_qwen_experts(config: Mapping[str, Any]) -> MoEGeometry:
+    layers, moe_step = _positive(config, "num_hidden_layers"), _positive(config, "decoder_sparse_step", 1)
+    mlp_only = set(config.get("mlp_only_layers") or ())
+    count_field = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5 writes the first name
     return MoEGeometry(
-        count=_positive(config, count),
+        count=_positive(config, count_field),
         ffn=_positive(config, "moe_intermediate_size"),
-        dense_layers=frozenset(layer for layer in range(layers) if layer in plain or (layer + 1) % every),
+        dense_layers=frozenset(layer for layer in range(layers) if layer in mlp_only or (layer + 1) % moe_step),
     )
 
 

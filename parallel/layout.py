@@ -45,12 +45,12 @@ class Layout:
                 raise GeometryError(f"layout.{name}", size, "must be a positive integer")
         if self.vpp > 1 and self.pp == 1:
             raise GeometryError("layout.vpp", self.vpp, "needs more than one pipeline stage", "set layout.pp above 1, or layout.vpp = 1")
-        width, experts = self.tp * self.cp * self.dp, self.ep * self.etp
-        if self.ep > 1 and width % experts:
+        stage_ranks, expert_ranks = self.world_size // self.pp, self.ep * self.etp
+        if self.ep > 1 and stage_ranks % expert_ranks:
             rule = f"ep * etp = {self.ep} * {self.etp} must divide tp * cp * dp = {self.tp} * {self.cp} * {self.dp}"
             raise GeometryError("layout.ep", self.ep, rule, "set layout.etp = 1, or change layout.ep or layout.dp")
-        if width % experts:
-            raise GeometryError("layout.etp", self.etp, f"must divide tp * cp * dp = {width}", "use a divisor of it")
+        if stage_ranks % expert_ranks:
+            raise GeometryError("layout.etp", self.etp, f"must divide tp * cp * dp = {stage_ranks}", "use a divisor of it")
 
     @property
     def world_size(self) -> int:
@@ -59,28 +59,28 @@ class Layout:
     @property
     def edp(self) -> int:
         """Replicas of every expert's weights in a pipeline stage."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+        return self.world_size // self.pp // (self.ep * self.etp)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where `rank` stands. Raises ValueError outside 0..world_size-1."""
+        """Return the coordinates of `rank`. Raise ValueError outside 0..world_size-1."""
         if not 0 <= rank < self.world_size:
             sizes = f"tp({self.tp}) * cp({self.cp}) * dp({self.dp}) * pp({self.pp})"
             raise ValueError(f"rank {rank} is outside {sizes} = {self.world_size}")
-        stage, within = divmod(rank, self.world_size // self.pp)
+        stage, stage_rank = divmod(rank, self.world_size // self.pp)
         return Coordinates(
-            tp=within % self.tp,
-            cp=within // self.tp % self.cp,
-            dp=within // (self.tp * self.cp),
+            tp=stage_rank % self.tp,
+            cp=stage_rank // self.tp % self.cp,
+            dp=stage_rank // (self.tp * self.cp),
             pp=stage,
-            etp=within % self.etp,
-            ep=within // self.etp % self.ep,
-            edp=within // (self.etp * self.ep),
+            etp=stage_rank % self.etp,
+            ep=stage_rank // self.etp % self.ep,
+            edp=stage_rank // (self.etp * self.ep),
         )
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in each dimension of a layout; `ep`, `etp` and `edp` are its place among the experts."""
+    """A rank's index in each dimension of a layout; `ep`, `etp` and `edp` are those of the experts' weights."""
 
     tp: int = 0
     cp: int = 0

@@ -1,8 +1,8 @@
-"""How Megatron-Core cuts a model: each rank's parameters as regions of the checkpoint.
+"""How Megatron-Core shards a model: each rank's parameters as regions of the checkpoint.
 
-linear_qkv holds, per query group g, [the q heads of g | k_g | v_g]; tensor-parallel ranks own equal runs of these rows: whole groups,
+linear_qkv holds, per query group g, [the q heads of g | k_g | v_g]; tensor-parallel ranks own equal ranges of these rows: whole groups,
 or parts of one where there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
-linear_fc2 split columns. Norms and routers are replicated. Experts are cut likewise, by the layout's ep and etp.
+linear_fc2 are split by columns. Norms and routers are replicated. Experts are split in the same way, by the layout's ep and etp.
 
 Names are those of Megatron's local modules (norms apart from the linear layers), with layers numbered over the whole model. So are
 experts: `...experts.local_experts.E` has E over all experts, where Megatron itself counts from 0 on every expert-parallel rank.
@@ -31,10 +31,10 @@ from parallel.shards import (
 
 
 def padded_vocabulary(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Rows of Megatron's embedding: `vocab` rounded up to a multiple of `multiple * tp`.
+    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `multiple * tp`.
 
     `multiple` is Megatron's make_vocab_size_divisible_by. With 1 only what tensor parallelism needs is added, which is nothing for the
-    vocabularies of most models; `parallel.sglang_shards.padded_vocabulary` instead makes both sides cut alike. Padding rows are no regions.
+    vocabularies of most models; with `parallel.sglang_shards.padded_vocabulary` both sides split it alike. Padding belongs to no region.
     """
     return -(-vocab // (multiple * tp)) * multiple * tp
 
@@ -48,11 +48,11 @@ def build_megatron_shards(
     vocab_rows: int | None = None,
     split_latent: bool = False,
 ) -> list[Shard]:
-    """All parameters of the rank at `coordinates`. Raises GeometryError where the layout does not divide the model.
+    """Return all parameters of the rank at `coordinates`. Raise GeometryError where the layout does not divide the model.
 
-    `quantized`: rows in the order in which the trainer must quantise them; it differs from the parameter's where that would cut
+    `quantized`: rows in the order in which the trainer must quantise them; it differs from the parameter's own where that would cut
     blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
-    `split_latent`: MLA's down projections are cut by rows over tensor-parallel ranks, as Megatron's local ColumnParallelLinear does;
+    `split_latent`: MLA's down projections are split by rows over tensor-parallel ranks, as Megatron's local ColumnParallelLinear does;
     Transformer Engine's, the default here, are replicated.
     """
     check_layout(model, layout)
@@ -61,14 +61,14 @@ def build_megatron_shards(
         raise GeometryError(
             "vocab_rows", rows, f"must be a multiple of tp ({layout.tp}) and at least the vocabulary ({model.vocab})", "pad it further"
         )
-    alike = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
-    return list(_shards(model, layout, alike, quantized, rows, split_latent))
+    first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
+    return list(_shards(model, layout, first_replica, quantized, rows, split_latent))
 
 
 def build_trainer_shards(
     model: ModelGeometry, layout: Layout, *, quantized: bool = False, vocab_rows: int | None = None
 ) -> dict[int, list[Shard]]:
-    """`build_megatron_shards` of every rank of a layout."""
+    """Return `build_megatron_shards` of every rank of a layout."""
     return {
         rank: build_megatron_shards(model, layout, layout.coordinates(rank), quantized=quantized, vocab_rows=vocab_rows)
         for rank in range(layout.world_size)
@@ -76,33 +76,28 @@ def build_trainer_shards(
 
 
 def compute_row_order(model: ModelGeometry, layout: Layout, coordinates: Coordinates, name: str) -> list[int] | None:
-    """The order in which parameter `name` must be quantised: row i of its blocks is row `order[i]` of the parameter.
+    """Return the order in which parameter `name` must be quantised: row i of its blocks is row `order[i]` of the parameter.
 
-    None where the parameter's own order is right. Otherwise the blocks are those of [q ; k ; v] of the rank: quantise
-    `weight[order]`, and give back values with the inverse permutation. Raises GeometryError for a name that the rank does not hold.
+    None where the parameter's own order is right. Otherwise the blocks are those of [q ; k ; v] of the rank: quantise `weight[order]`,
+    and undo the order with the inverse permutation. Raises GeometryError for a name that the rank does not hold.
     """
-    kept, wanted = (
-        next((shard for shard in build_megatron_shards(model, layout, coordinates, quantized=quantized) if shard.name == name), None)
-        for quantized in (False, True)
-    )
-    if kept is None or wanted is None:
+    shard = next((shard for shard in build_megatron_shards(model, layout, coordinates) if shard.name == name), None)
+    if shard is None:
         raise GeometryError("parameter", name, "is not held by this rank", "use a name of build_megatron_shards")
-    if kept.regions == wanted.regions:
+    reordered = reorder_for_quantization(shard)
+    if reordered.regions == shard.regions:
         return None
-    row_of = {
-        (region.tensor.name, region.tensor_rect.row + offset): region.shard_row + offset
-        for region in kept.regions
-        for offset in range(region.tensor_rect.rows)
-    }
-    return [
-        row_of[region.tensor.name, region.tensor_rect.row + offset]
-        for region in wanted.regions
-        for offset in range(region.tensor_rect.rows)
-    ]
+    row_of = {tensor_row: row for row, tensor_row in enumerate(_list_tensor_rows(shard))}
+    return [row_of[tensor_row] for tensor_row in _list_tensor_rows(reordered)]
+
+
+def _list_tensor_rows(shard: Shard) -> list[tuple[str, int]]:
+    """Return (tensor, row of it) for every row of a shard that has no padding."""
+    return [(tensor.name, row) for tensor, rect, *_ in shard.regions for row in range(rect.row, rect.row + rect.rows)]
 
 
 def check_layout(model: ModelGeometry, layout: Layout) -> None:
-    """Raises GeometryError where a layout does not divide a model's heads, layers or experts."""
+    """Raise GeometryError where a layout does not divide a model's heads, layers or experts."""
     _must_divide("tp", layout.tp, model.heads, "num_attention_heads")
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
@@ -125,13 +120,13 @@ def _must_divide(name: str, size: int, length: int, what: str) -> None:
 def _shards(
     model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantized: bool, vocab_rows: int, split_latent: bool
 ) -> tuple[Shard, ...]:
-    rank = _MegatronShardBuilder(model, layout, coordinates, vocab_rows, split_latent)
-    return tuple(reorder_for_quantization(shard) if quantized else shard for shard in rank.build())
+    shards = _MegatronShardBuilder(model, layout, coordinates, vocab_rows, split_latent).build()
+    return tuple(map(reorder_for_quantization, shards) if quantized else shards)
 
 
 def reorder_for_quantization(shard: Shard) -> Shard:
-    """The shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else itself. FP8 or not is the
-    plan's business."""
+    """Return the shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else the shard itself. The
+    plan decides whether it is FP8 at all."""
     if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard) is None:
         return shard
     by_tensor = sorted(shard.regions, key=lambda region: ("qkv".index(region.tensor.name.split(".")[-2][0]), region.tensor_rect.row))
@@ -149,18 +144,18 @@ class _MegatronShardBuilder:
     def build(self) -> list[Shard]:
         layout, coordinates = self.layout, self.coordinates
         first, last = coordinates.pp == 0, coordinates.pp == layout.pp - 1
-        found = []
+        shards = []
         if first:
-            found.append(self._vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"))
+            shards.append(self._vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"))
         for layer in list_stage_layers(self.model.layers, layout, coordinates.pp):
-            found += self._layer(layer)
+            shards += self._layer(layer)
         if last:
-            found.append(stack_regions("decoder.final_layernorm.weight", [take_all(self.tensors["model.norm.weight"])]))
+            shards.append(self._whole("decoder.final_layernorm.weight", "model.norm.weight"))
             if not self.model.tied:
-                found.append(self._vocabulary("output_layer.weight", "lm_head.weight"))
+                shards.append(self._vocabulary("output_layer.weight", "lm_head.weight"))
             elif not first:  # the last stage keeps its own copy of the tied embedding
-                found.append(self._vocabulary("output_layer.weight", "model.embed_tokens.weight"))
-        return found
+                shards.append(self._vocabulary("output_layer.weight", "model.embed_tokens.weight"))
+        return shards
 
     def _vocabulary(self, name: str, hf: str) -> Shard:
         return split_vocabulary(name, self.tensors[hf], self.vocab_rows, self.coordinates.tp, self.layout.tp)
@@ -177,31 +172,31 @@ class _MegatronShardBuilder:
         ]
 
     def _attention(self, hf: str, mcore: str) -> list[Shard]:
-        found = [self._qkv(mcore + "linear_qkv.weight", [self.tensors[f"{hf}{part}_proj.weight"] for part in "qkv"])]
+        shards = [self._qkv(mcore + "linear_qkv.weight", [self.tensors[f"{hf}{part}_proj.weight"] for part in "qkv"])]
         if self.model.qkv_bias:
-            found.append(self._qkv(mcore + "linear_qkv.bias", [self.tensors[f"{hf}{part}_proj.bias"] for part in "qkv"]))
+            shards.append(self._qkv(mcore + "linear_qkv.bias", [self.tensors[f"{hf}{part}_proj.bias"] for part in "qkv"]))
         if self.model.qk_norm:
-            found += [self._whole(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight") for part in "qk"]
-        return [*found, self._cols(mcore + "linear_proj.weight", hf + "o_proj.weight")]
+            shards += [self._whole(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight") for part in "qk"]
+        return [*shards, self._cols(mcore + "linear_proj.weight", hf + "o_proj.weight")]
 
     def _qkv(self, name: str, qkv: list[HFTensor]) -> Shard:
-        """This rank's run of rows of all groups laid one below the other."""
+        """Stack this rank's range of rows of all groups, which lie one below the other."""
         model, tp = self.model, self.layout.tp
-        heights = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # rows of q, k, v in one group
-        size = model.kv_heads * sum(heights)
+        group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
+        size = model.kv_heads * sum(group_rows)
         if size % tp:
             raise GeometryError(
                 "layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}"
             )
         first, last = self.coordinates.tp * size // tp, (self.coordinates.tp + 1) * size // tp
         regions: list[Region] = []
-        for group in range(first // sum(heights), -(-last // sum(heights))):
-            row = group * sum(heights)
-            for tensor, height in zip(qkv, heights, strict=True):
-                start, end = max(first, row), min(last, row + height)
+        for group in range(first // sum(group_rows), -(-last // sum(group_rows))):
+            row = group * sum(group_rows)
+            for tensor, rows in zip(qkv, group_rows, strict=True):
+                start, end = max(first, row), min(last, row + rows)
                 if start < end:
-                    regions.append(take_rows(tensor, group * height + start - row, end - start))
-                row += height
+                    regions.append(take_rows(tensor, group * rows + start - row, end - start))
+                row += rows
         return stack_regions(name, regions)
 
     def _latent_attention(self, hf: str, mcore: str) -> list[Shard]:
@@ -234,15 +229,15 @@ class _MegatronShardBuilder:
     def _moe(self, hf: str, mcore: str) -> list[Shard]:
         experts = self.model.experts
         assert experts is not None
-        found = [self._whole(mcore + "router.weight", hf + "gate.weight")]
+        shards = [self._whole(mcore + "router.weight", hf + "gate.weight")]
         if experts.correction_bias:
-            found.append(self._whole(mcore + "router.expert_bias", hf + "gate.e_score_correction_bias"))
+            shards.append(self._whole(mcore + "router.expert_bias", hf + "gate.e_score_correction_bias"))
         per_rank = experts.count // self.layout.ep
         for expert in range(self.coordinates.ep * per_rank, (self.coordinates.ep + 1) * per_rank):
-            found += self._mlp(f"{hf}experts.{expert}.", f"{mcore}experts.local_experts.{expert}.", expert=True)
+            shards += self._mlp(f"{hf}experts.{expert}.", f"{mcore}experts.local_experts.{expert}.", expert=True)
         if experts.shared_ffn:
-            found += self._mlp(hf + "shared_experts.", mcore + "shared_experts.")
-        return found
+            shards += self._mlp(hf + "shared_experts.", mcore + "shared_experts.")
+        return shards
 
     def _whole(self, name: str, hf: str) -> Shard:
         return stack_regions(name, [take_all(self.tensors[hf])])
@@ -255,7 +250,8 @@ class _MegatronShardBuilder:
 
 
 def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:
-    """The layers of a pipeline stage, by global number: of its virtual chunk v, those of block v * pp + stage."""
-    per_block = layers // (layout.pp * layout.vpp)
-    starts = [(chunk * layout.pp + stage) * per_block for chunk in range(layout.vpp)]
-    return [layer for start in starts for layer in range(start, start + per_block)]
+    """Return the layers of a pipeline stage, by global number. Of pp * vpp equal parts of the layers, the stage's virtual stage v is part
+    v * pp + stage."""
+    per_part = layers // (layout.pp * layout.vpp)
+    starts = [(virtual_stage * layout.pp + stage) * per_part for virtual_stage in range(layout.vpp)]
+    return [layer for start in starts for layer in range(start, start + per_part)]

@@ -1,6 +1,6 @@
 """The geometry of a model: every tensor of its Hugging Face checkpoint, by name, with its shape and its role.
 
-How ranks hold them is told by `parallel.megatron_shards` and `parallel.sglang_shards`, in the words of `parallel.shards`.
+`parallel.megatron_shards` and `parallel.sglang_shards` say which parts of them each rank holds, in the vocabulary of `parallel.shards`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ModelGeometry:
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
-        """Reads a config.json. Raises GeometryError for an architecture this project does not know, or a missing field."""
+        """Read a config.json. Raise GeometryError for an architecture this project does not know, or a missing field."""
         return cls(**parse_widths(config))
 
     @property
@@ -51,7 +51,7 @@ class ModelGeometry:
         return self.experts is not None and layer not in self.experts.dense_layers
 
     def tensors(self) -> dict[str, HFTensor]:
-        """Every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed.
+        """Return every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed.
 
         DeepSeek-V3's extra layers for multi-token prediction are left out, as transformers leaves them out.
         """
@@ -59,45 +59,45 @@ class ModelGeometry:
 
     @cached_property
     def _tensors(self) -> dict[str, HFTensor]:
-        found = [HFTensor("model.embed_tokens.weight", self.vocab, self.hidden, "embedding")]
+        tensors = [HFTensor("model.embed_tokens.weight", self.vocab, self.hidden, "embedding")]
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}."
-            found.append(_vector(prefix + "input_layernorm.weight", self.hidden, "norm"))
-            found += self._attention(prefix + "self_attn.") if self.latent is None else self._latent_attention(prefix + "self_attn.")
-            found.append(_vector(prefix + "post_attention_layernorm.weight", self.hidden, "norm"))
-            found += self._moe(prefix + "mlp.") if self.has_experts(layer) else self._mlp(prefix + "mlp.", self.ffn)
-        found.append(_vector("model.norm.weight", self.hidden, "norm"))
+            tensors.append(_vector(prefix + "input_layernorm.weight", self.hidden, "norm"))
+            tensors += self._attention(prefix + "self_attn.") if self.latent is None else self._latent_attention(prefix + "self_attn.")
+            tensors.append(_vector(prefix + "post_attention_layernorm.weight", self.hidden, "norm"))
+            tensors += self._moe(prefix + "mlp.") if self.has_experts(layer) else self._mlp(prefix + "mlp.", self.ffn)
+        tensors.append(_vector("model.norm.weight", self.hidden, "norm"))
         if not self.tied:
-            found.append(HFTensor("lm_head.weight", self.vocab, self.hidden, "lm_head"))
-        return {tensor.name: tensor for tensor in found}
+            tensors.append(HFTensor("lm_head.weight", self.vocab, self.hidden, "lm_head"))
+        return {tensor.name: tensor for tensor in tensors}
 
     def _attention(self, prefix: str) -> list[HFTensor]:
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        found = [HFTensor(f"{prefix}{name}.weight", size, self.hidden, "attention_qkv") for name, size in rows.items()]
+        tensors = [HFTensor(f"{prefix}{name}.weight", size, self.hidden, "attention_qkv") for name, size in rows.items()]
         if self.qkv_bias:
-            found += [_vector(f"{prefix}{name}.bias", size, "bias") for name, size in rows.items()]
+            tensors += [_vector(f"{prefix}{name}.bias", size, "bias") for name, size in rows.items()]
         if self.qk_norm:
-            found += [_vector(f"{prefix}{part}_norm.weight", self.head_dim, "norm") for part in "qk"]
-        return [*found, HFTensor(prefix + "o_proj.weight", self.hidden, q, "attention_output")]
+            tensors += [_vector(f"{prefix}{part}_norm.weight", self.head_dim, "norm") for part in "qk"]
+        return [*tensors, HFTensor(prefix + "o_proj.weight", self.hidden, q, "attention_output")]
 
     def _latent_attention(self, prefix: str) -> list[HFTensor]:
         assert self.latent is not None
-        a = self.latent
-        if a.q_rank:
-            found = [
-                HFTensor(prefix + "q_a_proj.weight", a.q_rank, self.hidden, "attention_qkv"),
-                _vector(prefix + "q_a_layernorm.weight", a.q_rank, "norm"),
-                HFTensor(prefix + "q_b_proj.weight", self.heads * self.head_dim, a.q_rank, "attention_qkv"),
+        mla = self.latent
+        if mla.q_rank:
+            tensors = [
+                HFTensor(prefix + "q_a_proj.weight", mla.q_rank, self.hidden, "attention_qkv"),
+                _vector(prefix + "q_a_layernorm.weight", mla.q_rank, "norm"),
+                HFTensor(prefix + "q_b_proj.weight", self.heads * self.head_dim, mla.q_rank, "attention_qkv"),
             ]
         else:
-            found = [HFTensor(prefix + "q_proj.weight", self.heads * self.head_dim, self.hidden, "attention_qkv")]
+            tensors = [HFTensor(prefix + "q_proj.weight", self.heads * self.head_dim, self.hidden, "attention_qkv")]
         return [
-            *found,
-            HFTensor(prefix + "kv_a_proj_with_mqa.weight", a.kv_rank + a.rope_dim, self.hidden, "attention_qkv"),
-            _vector(prefix + "kv_a_layernorm.weight", a.kv_rank, "norm"),
-            HFTensor(prefix + "kv_b_proj.weight", self.heads * (a.nope_dim + a.v_dim), a.kv_rank, "attention_qkv"),
-            HFTensor(prefix + "o_proj.weight", self.hidden, self.heads * a.v_dim, "attention_output"),
+            *tensors,
+            HFTensor(prefix + "kv_a_proj_with_mqa.weight", mla.kv_rank + mla.rope_dim, self.hidden, "attention_qkv"),
+            _vector(prefix + "kv_a_layernorm.weight", mla.kv_rank, "norm"),
+            HFTensor(prefix + "kv_b_proj.weight", self.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank, "attention_qkv"),
+            HFTensor(prefix + "o_proj.weight", self.hidden, self.heads * mla.v_dim, "attention_output"),
         ]
 
     def _mlp(self, prefix: str, ffn: int) -> list[HFTensor]:
@@ -109,17 +109,17 @@ class ModelGeometry:
 
     def _moe(self, prefix: str) -> list[HFTensor]:
         assert self.experts is not None
-        found = [HFTensor(prefix + "gate.weight", self.experts.count, self.hidden, "router")]
+        tensors = [HFTensor(prefix + "gate.weight", self.experts.count, self.hidden, "router")]
         if self.experts.correction_bias:
-            found.append(_vector(prefix + "gate.e_score_correction_bias", self.experts.count, "router_bias"))
+            tensors.append(_vector(prefix + "gate.e_score_correction_bias", self.experts.count, "router_bias"))
         for expert in range(self.experts.count):
-            found += self._mlp(f"{prefix}experts.{expert}.", self.experts.ffn)
+            tensors += self._mlp(f"{prefix}experts.{expert}.", self.experts.ffn)
         if self.experts.shared_ffn:
-            found += self._mlp(prefix + "shared_experts.", self.experts.shared_ffn)
-        return found
+            tensors += self._mlp(prefix + "shared_experts.", self.experts.shared_ffn)
+        return tensors
 
     def build_checkpoint_shards(self) -> list[Shard]:
-        """The checkpoint itself as shards: every tensor whole."""
+        """Return the checkpoint itself as shards: every tensor whole."""
         return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in self.tensors().values()]
 
 

@@ -22,26 +22,26 @@ _FIELD = "rollout.tp"
 
 
 def padded_vocabulary(vocab: int, tp: int) -> int:
-    """Rows of SGLang's embedding over all ranks."""
+    """Return the rows of SGLang's embedding over all ranks."""
     padded = -(-vocab // _VOCAB_PADDING) * _VOCAB_PADDING
     return padded if padded % tp == 0 else -(-vocab // (_VOCAB_PADDING * tp)) * _VOCAB_PADDING * tp
 
 
 def build_sglang_shards(model: ModelGeometry, tp: int, rank: int, ep: int = 1) -> list[Shard]:
-    """All parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, by SGLang's parameter names.
+    """Return all parameters of rank `rank` of an engine of `tp` ranks, `ep` of them expert parallel, by SGLang's parameter names.
 
     Raises GeometryError where the sizes do not fit the model.
     """
-    _check(model, tp, ep)
+    _check_sizes(model, tp, ep)
     return list(_shards(model, tp, rank, ep))
 
 
 def build_engine_shards(model: ModelGeometry, tp: int, ep: int = 1, engines: int = 1) -> dict[int, list[Shard]]:
-    """`build_sglang_shards` of every rank of several equal engines; rank r of engine e is number e * tp + r."""
+    """Return `build_sglang_shards` of every rank of several equal engines; rank r of engine e has number e * tp + r."""
     return {rank: build_sglang_shards(model, tp, rank % tp, ep) for rank in range(engines * tp)}
 
 
-def _check(model: ModelGeometry, tp: int, ep: int) -> None:
+def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
     if model.heads % tp:
         raise GeometryError(_FIELD, tp, f"must divide num_attention_heads ({model.heads})", f"use a divisor of {model.heads}")
     if model.latent is None and max(model.kv_heads, tp) % min(model.kv_heads, tp):
@@ -75,15 +75,15 @@ class _SGLangShardBuilder:
 
     def build(self) -> list[Shard]:
         embedding = "model.embed_tokens.weight"
-        found = [self._vocabulary(embedding, embedding)]
+        shards = [self._vocabulary(embedding, embedding)]
         for layer in range(self.model.layers):
-            found += self._layer(f"model.layers.{layer}.", self.model.has_experts(layer))
-        found.append(self._whole("model.norm.weight"))
+            shards += self._layer(f"model.layers.{layer}.", self.model.has_experts(layer))
+        shards.append(self._whole("model.norm.weight"))
         if not self.model.tied:
-            found.append(self._vocabulary("lm_head.weight", "lm_head.weight"))
+            shards.append(self._vocabulary("lm_head.weight", "lm_head.weight"))
         elif self.model.kind == "qwen3_moe":  # its lm_head is never the embedding itself
-            found.append(self._vocabulary("lm_head.weight", embedding))
-        return found
+            shards.append(self._vocabulary("lm_head.weight", embedding))
+        return shards
 
     def _vocabulary(self, name: str, hf: str) -> Shard:
         return split_vocabulary(name, self.tensors[hf], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
@@ -98,16 +98,18 @@ class _SGLangShardBuilder:
         ]
 
     def _attention(self, prefix: str) -> list[Shard]:
-        found = [self._qkv(prefix, "weight")]
+        shards = [self._qkv(prefix, "weight")]
         if self.model.qkv_bias:
-            found.append(self._qkv(prefix, "bias"))
+            shards.append(self._qkv(prefix, "bias"))
         if self.model.qk_norm:
-            found += [self._whole(f"{prefix}{part}_norm.weight") for part in "qk"]
-        return [*found, self._cols(prefix + "o_proj.weight")]
+            shards += [self._whole(f"{prefix}{part}_norm.weight") for part in "qk"]
+        return [*shards, self._cols(prefix + "o_proj.weight")]
 
-    def _qkv(self, prefix: str, what: str) -> Shard:
-        q, k, v = (self.tensors[f"{prefix}{part}_proj.{what}"] for part in "qkv")
-        return stack_regions(f"{prefix}qkv_proj.{what}", [split_rows(q, self.rank, self.tp, _FIELD), self._kv_rows(k), self._kv_rows(v)])
+    def _qkv(self, prefix: str, parameter: str) -> Shard:
+        q, k, v = (self.tensors[f"{prefix}{part}_proj.{parameter}"] for part in "qkv")
+        return stack_regions(
+            f"{prefix}qkv_proj.{parameter}", [split_rows(q, self.rank, self.tp, _FIELD), self._kv_rows(k), self._kv_rows(v)]
+        )
 
     def _kv_rows(self, tensor: HFTensor) -> Region:
         heads = self.model.kv_heads
@@ -119,13 +121,13 @@ class _SGLangShardBuilder:
         assert self.model.latent is not None
         kv_down = prefix + "kv_a_proj_with_mqa.weight"
         if self.model.latent.q_rank:
-            both = [take_all(self.tensors[prefix + "q_a_proj.weight"]), take_all(self.tensors[kv_down])]
-            down = [stack_regions(prefix + "fused_qkv_a_proj_with_mqa.weight", both), self._whole(prefix + "q_a_layernorm.weight")]
-            down.append(self._rows(prefix + "q_b_proj.weight"))
+            fused = [take_all(self.tensors[prefix + "q_a_proj.weight"]), take_all(self.tensors[kv_down])]
+            shards = [stack_regions(prefix + "fused_qkv_a_proj_with_mqa.weight", fused), self._whole(prefix + "q_a_layernorm.weight")]
+            shards.append(self._rows(prefix + "q_b_proj.weight"))
         else:
-            down = [self._rows(prefix + "q_proj.weight"), self._whole(kv_down)]
+            shards = [self._rows(prefix + "q_proj.weight"), self._whole(kv_down)]
         return [
-            *down,
+            *shards,
             self._whole(prefix + "kv_a_layernorm.weight"),
             self._rows(prefix + "kv_b_proj.weight"),
             self._cols(prefix + "o_proj.weight"),
@@ -139,20 +141,20 @@ class _SGLangShardBuilder:
         experts = self.model.experts
         assert experts is not None
         parts, count = self.tp // self.ep, experts.count // self.ep
-        run, part = divmod(self.rank, parts)
+        ep_rank, part = divmod(self.rank, parts)
         gate_up, down = [], []
-        for expert in range(run * count, (run + 1) * count):
+        for expert in range(ep_rank * count, (ep_rank + 1) * count):
             mlp = f"{prefix}experts.{expert}."
             gate_up += [split_rows(self.tensors[f"{mlp}{half}_proj.weight"], part, parts, _FIELD) for half in ("gate", "up")]
             down.append(split_cols(self.tensors[mlp + "down_proj.weight"], part, parts, _FIELD))
-        found = [self._whole(prefix + "gate.weight")]
+        shards = [self._whole(prefix + "gate.weight")]
         if experts.correction_bias:
-            found.append(self._whole(prefix + "gate.e_score_correction_bias"))
-        found.append(stack_regions(prefix + "experts.w13_weight", gate_up, experts=count))
-        found.append(stack_regions(prefix + "experts.w2_weight", down, experts=count))
+            shards.append(self._whole(prefix + "gate.e_score_correction_bias"))
+        shards.append(stack_regions(prefix + "experts.w13_weight", gate_up, experts=count))
+        shards.append(stack_regions(prefix + "experts.w2_weight", down, experts=count))
         if experts.shared_ffn:
-            found += self._mlp(prefix + "shared_experts.")
-        return found
+            shards += self._mlp(prefix + "shared_experts.")
+        return shards
 
     def _whole(self, name: str) -> Shard:
         return stack_regions(name, [take_all(self.tensors[name])])
