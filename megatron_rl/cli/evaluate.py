@@ -94,6 +94,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     tallies, seconds = _sample(config, request, checkpoints, problems, folder)
     ended = datetime.now().astimezone().isoformat(timespec="seconds")
     ks, sampling = request.list_ks(), _sampling_params(config, request)
+    settings = {"samples": request.samples, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
     results = {
         "schema": SCHEMA,
         "started": started,
@@ -101,12 +102,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
         "argv": sys.argv,
         "versions": collect_versions(),
         "config": config.model_dump(mode="json"),
-        "sampling": {
-            "samples": request.samples,
-            "temperature": sampling.temperature,
-            "max_new_tokens": sampling.max_new_tokens,
-            "seed": config.train.seed,
-        },
+        "sampling": {**settings, "seed": config.train.seed},
         "ks": ks,
         "confidence": CONFIDENCE,
         "sides": {

@@ -71,6 +71,8 @@ _MEANING = {
     "time/recovery": ("from the loss of an engine to the next proved sync", "seconds"),
     "time/step": ("the whole step", "seconds"),
 }
+CAUSES = ("kernels", "activations", "weights", "version")
+"""Of the mismatch, from the engine to the newest weights; see `megatron_rl.training.mismatch_attribution`."""
 CAUSE_LABELS = {
     "kernels": "other kernels",
     "activations": "quantised activations",
@@ -78,7 +80,7 @@ CAUSE_LABELS = {
     "version": "newer weights",
     "total": "engine to newest weights",
 }
-"""How the report calls the `CAUSES` of `megatron_rl.training.mismatch_attribution`, in their order, and the total."""
+"""How the report calls each of `CAUSES`, and their total."""
 
 _PATTERNS = (
     (re.compile(r"mismatch/cause/(\w+)/abs_mean"), "mean |Δ log p| by the cause “{}”, in nats", "small"),

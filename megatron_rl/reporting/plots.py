@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_rl.observability.console import PHASES, MetricValue
-from megatron_rl.reporting.metric_glossary import CAUSE_LABELS
+from megatron_rl.reporting.metric_glossary import CAUSES
 
 Rows = Sequence[dict[str, MetricValue]]
 
@@ -222,142 +222,81 @@ def _draw_phases(ax: Axes, rows: Rows) -> None:
     _add_legend(ax)
 
 
-_CAUSES = [cause for cause in CAUSE_LABELS if cause != "total"]
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
-        Plot(
-            "Accuracy",
-            "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart.",
-            (Panel("correct", (("eval/accuracy", "held-out"), ("accuracy/train", "training, as sampled")), "share"),),
-        ),
-        Plot(
-            "Held-out accuracy by level or set",
-            "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
-            (Panel("correct", kind="share", pattern=r"eval/(?:level|source)_(.+)"),),
-        ),
-        Plot(
-            "Reward",
-            "The mean should rise; when the band closes, all completions score alike and there is little left to learn from.",
-            (Panel("reward", (("reward/mean", "mean"),), draw=_draw_reward),),
-        ),
-        Plot(
-            "Completion length",
-            "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight.",
-            (
-                Panel("tokens", (("length/mean", "mean"), ("length/max", "longest")), zero=True),
-                Panel("cut at the limit", (("length/truncated", "cut"),), "share"),
-            ),
-        ),
+        Plot("Accuracy",
+             "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart.",
+             (Panel("correct", (("eval/accuracy", "held-out"), ("accuracy/train", "training, as sampled")), "share"),)),
+        Plot("Held-out accuracy by level or set",
+             "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
+             (Panel("correct", kind="share", pattern="eval/(?:level|source)_(.+)"),)),
+        Plot("Reward",
+             "The mean should rise; when the band closes, all completions score alike and there is little left to learn from.",
+             (Panel("reward", (("reward/mean", "mean"),), draw=_draw_reward),)),
+        Plot("Completion length",
+             "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight.",
+             (Panel("tokens", (("length/mean", "mean"), ("length/max", "longest")), zero=True),
+              Panel("cut at the limit", (("length/truncated", "cut"),), "share"))),
     ),
     "Precision: trainer against engine": (
-        Plot(
-            "Mismatch of log-probabilities",
-            "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy.",
-            (
-                Panel(
-                    "|Δ log p| (nats)",
-                    (
-                        ("mismatch/abs_mean", "mean over tokens"),
-                        ("mismatch/abs_max", "largest"),
-                        ("mismatch/without_replay/abs_mean", "mean without routing replay"),
-                    ),
-                    "log",
-                ),
-                Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True),
-            ),
-        ),
-        Plot(
-            "Mismatch by cause",
-            "Each line is one change on the way from the engine's log-probabilities to the trainer's; the highest is what to look into.",
-            (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", cause) for cause in _CAUSES), "log"),),
-        ),
-        Plot(
-            "Age of the tokens",
-            "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction.",
-            (Panel("policy versions", (("staleness/mean", "mean"), ("staleness/max", "oldest")), zero=True),),
-        ),
-        Plot(
-            "Weight sync",
-            "Bytes should be the same at every sync; the proof should cost little beside the sync itself.",
-            (
-                Panel("bytes moved (MB)", (("sync/megabytes", "bytes"),), zero=True),
-                Panel("seconds", (("time/sync", "sync"), ("time/proof", "proof")), zero=True),
-            ),
-        ),
+        Plot("Mismatch of log-probabilities",
+             "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy.",
+             (Panel("|Δ log p| (nats)",
+                    (("mismatch/abs_mean", "mean over tokens"), ("mismatch/abs_max", "largest"),
+                     ("mismatch/without_replay/abs_mean", "mean without routing replay")), "log"),
+              Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True))),
+        Plot("Mismatch by cause",
+             "Each line is one change on the way from the engine's log-probabilities to the trainer's; the highest is what to look into.",
+             (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", cause) for cause in CAUSES), "log"),)),
+        Plot("Age of the tokens",
+             "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction.",
+             (Panel("policy versions", (("staleness/mean", "mean"), ("staleness/max", "oldest")), zero=True),)),
+        Plot("Weight sync",
+             "Bytes should be the same at every sync; the proof should cost little beside the sync itself.",
+             (Panel("bytes moved (MB)", (("sync/megabytes", "bytes"),), zero=True),
+              Panel("seconds", (("time/sync", "sync"), ("time/proof", "proof")), zero=True))),
     ),
     "Experts": (
-        Plot(
-            "Load of the experts",
-            "1 is an even load; a climb means that few experts do most of the work and the others learn little.",
-            (
-                Panel("most / mean", (("router/load_mean", "mean over layers"), ("router/load_max", "most uneven layer"))),
-                Panel("choices dropped", (("router/dropped", "dropped"),), zero=True, legend=True),
-            ),
-        ),
-        Plot(
-            "Entropy of the routers",
-            "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it.",
-            (Panel("nats per token", (("router/entropy", "mean over layers"), ("router/entropy_min", "surest layer")), zero=True),),
-        ),
-        Plot(
-            "Routing: trainer against engine",
-            "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch.",
-            (Panel("tokens", (("router/differs", "under replay"), ("router/differs_without_replay", "without")), "share", legend=True),),
-        ),
+        Plot("Load of the experts",
+             "1 is an even load; a climb means that few experts do most of the work and the others learn little.",
+             (Panel("most / mean", (("router/load_mean", "mean over layers"), ("router/load_max", "most uneven layer"))),
+              Panel("choices dropped", (("router/dropped", "dropped"),), zero=True, legend=True))),
+        Plot("Entropy of the routers",
+             "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it.",
+             (Panel("nats per token", (("router/entropy", "mean over layers"), ("router/entropy_min", "surest layer")), zero=True),)),
+        Plot("Routing: trainer against engine",
+             "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch.",
+             (Panel("tokens", (("router/differs", "under replay"), ("router/differs_without_replay", "without")), "share", legend=True),)),
     ),
     "Policy update": (
-        Plot(
-            "Clipped tokens by sign of the advantage",
-            "A few percent is usual; many more on one side means that steps are too long in that direction.",
-            (
-                Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),
-                Panel("calibrated bounds", (("clip/bound_low", "lower"), ("clip/bound_high", "upper"))),
-            ),
-        ),
-        Plot(
-            "Weights of mismatch correction",
-            "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
-            (
-                Panel(
-                    "mean weight", (("correction/mean_positive", "advantage above 0"), ("correction/mean_negative", "advantage below 0"))
-                ),
-                Panel("tokens", (("correction/touched_positive", "touched, above 0"), ("correction/touched_negative", "below 0")), "share"),
-            ),
-        ),
-        Plot(
-            "Entropy",
-            "A slow decline is normal; a fall to 0 means that the policy has stopped exploring.",
-            (Panel("entropy (nats per token)", (("entropy", "entropy"),), zero=True),),
-        ),
-        Plot(
-            "Gradient norm",
-            "Spikes are steps that the gradient clipping had to tame; look for what was sampled there.",
-            (Panel("norm before clipping", (("grad_norm", "norm"),), zero=True),),
-        ),
-        Plot(
-            "Losses",
-            "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference.",
-            (Panel("policy loss", (("loss/policy", "policy loss"),)), Panel("KL term", (("loss/kl", "KL"),))),
-        ),
+        Plot("Clipped tokens by sign of the advantage",
+             "A few percent is usual; many more on one side means that steps are too long in that direction.",
+             (Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),
+              Panel("calibrated bounds", (("clip/bound_low", "lower"), ("clip/bound_high", "upper"))))),
+        Plot("Weights of mismatch correction",
+             "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
+             (Panel("mean weight", (("correction/mean_positive", "advantage above 0"), ("correction/mean_negative", "advantage below 0"))),
+              Panel("tokens", (("correction/touched_positive", "touched, above 0"), ("correction/touched_negative", "below 0")), "share"))),
+        Plot("Entropy",
+             "A slow decline is normal; a fall to 0 means that the policy has stopped exploring.",
+             (Panel("entropy (nats per token)", (("entropy", "entropy"),), zero=True),)),
+        Plot("Gradient norm",
+             "Spikes are steps that the gradient clipping had to tame; look for what was sampled there.",
+             (Panel("norm before clipping", (("grad_norm", "norm"),), zero=True),)),
+        Plot("Losses",
+             "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference.",
+             (Panel("policy loss", (("loss/policy", "policy loss"),)), Panel("KL term", (("loss/kl", "KL"),)))),
     ),
     "Speed": (
-        Plot(
-            "Time by phase",
-            "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
-            (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_draw_phases),),
-        ),
-        Plot(
-            "Memory by phase",
-            "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak.",
-            (
-                Panel("trainer (MiB)", pattern=r"memory/(?!engine_|device_)(\w+)_mb", zero=True),
-                Panel("engine, or device (MiB)", pattern=r"memory/(?:engine|device)_(\w+)_mb", zero=True),
-            ),
-        ),
-        Plot(
-            "Generation speed",
-            "Should stay level for equal lengths; a decline means longer completions or an engine short of memory.",
-            (Panel("tokens per second", (("tokens/per_second", "tokens/s"),), zero=True),),
-        ),
+        Plot("Time by phase",
+             "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
+             (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_draw_phases),)),
+        Plot("Memory by phase",
+             "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak.",
+             (Panel("trainer (MiB)", pattern=r"memory/(?!engine_|device_)(\w+)_mb", zero=True),
+              Panel("engine, or device (MiB)", pattern=r"memory/(?:engine|device)_(\w+)_mb", zero=True))),
+        Plot("Generation speed",
+             "Should stay level for equal lengths; a decline means longer completions or an engine short of memory.",
+             (Panel("tokens per second", (("tokens/per_second", "tokens/s"),), zero=True),)),
     ),
-}
+}  # fmt: skip

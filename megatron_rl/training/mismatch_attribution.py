@@ -21,9 +21,7 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.engine_emulation import emulate_engine
-
-CAUSES = ("kernels", "activations", "weights", "version")
-"""Each is the change between two neighboring variants, beginning at the engine."""
+from megatron_rl.reporting.metric_glossary import CAUSES
 
 
 class MismatchAttribution:
