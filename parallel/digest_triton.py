@@ -1,14 +1,13 @@
-"""One Triton kernel that sums up bytes where they lie on a GPU, so that a digest of a gigabyte brings some kilobytes to the host.
+"""One Triton kernel that sums bytes on the GPU, so that the digest of a gigabyte copies only some kilobytes to the host.
 
 Words of 32 bits, 1024 at a time in 1024 columns. Along its column a run of 64 words is a polynomial mod 2^64:
 
     c = sum over j of word_j * STEP^(63 - j)        and of a run        (sum of c_i * KEY_i, sum of c_i * KEY_(1024 + i)) mod 2^64
 
-Every factor is odd, so that one wrong word changes both sums for certain; two that are swapped change them, too, as no power of
-STEP minus another is a multiple of 2^32. Sums of integers do not depend on the order in which threads add. Detects corruption; it is no
-cryptographic hash.
+Every factor is odd, so one wrong word always changes both sums; so do two swapped words, as no power of STEP minus another is a multiple
+of 2^32. Sums of integers do not depend on the order in which threads add. Detects corruption; it is no cryptographic hash.
 
-This file imports Triton, which only GPU builds of torch bring along: import it inside functions.
+This file imports Triton, which only GPU builds of torch include: import it inside functions.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ def sum_runs(words, sums, count, COLUMNS: tl.constexpr, RUN: tl.constexpr):
     """One program per run of COLUMNS * RUN words; beyond `count` words are zero."""
     run = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
-    found = tl.zeros([COLUMNS], tl.int64)
+    column_sums = tl.zeros([COLUMNS], tl.int64)
     for row in range(RUN):
-        at = (run * RUN + row) * COLUMNS + column
-        word = tl.load(words + at, mask=at < count, other=0).to(tl.int64) & 0xFFFFFFFF
-        found = found * 6364136223846793005 + word
+        index = (run * RUN + row) * COLUMNS + column
+        word = tl.load(words + index, mask=index < count, other=0).to(tl.int64) & 0xFFFFFFFF
+        column_sums = column_sums * 6364136223846793005 + word
     wide = column.to(tl.int64)
-    tl.store(sums + 2 * run, tl.sum(found * _odd_key(wide), axis=0))
-    tl.store(sums + 2 * run + 1, tl.sum(found * _odd_key(wide + COLUMNS), axis=0))
+    tl.store(sums + 2 * run, tl.sum(column_sums * _odd_key(wide), axis=0))
+    tl.store(sums + 2 * run + 1, tl.sum(column_sums * _odd_key(wide + COLUMNS), axis=0))
 
 
 def run_sums(flat: torch.Tensor) -> torch.Tensor:
-    """int64 [runs, 2] on the device of `flat`, uint8 [n]: two sums for every 256 KiB. Zeros beyond the last byte do not count: hash n
-    beside them."""
+    """Return int64 [runs, 2] on the device of `flat`, uint8 [n]: two sums for every 256 KiB. Zeros after the last byte do not change them,
+    so hash n as well."""
     if flat.numel() % WORD or flat.storage_offset() % WORD or flat.data_ptr() % WORD:
         flat = F.pad(flat, (0, -flat.numel() % WORD)).clone()
     words = flat.view(torch.int32)

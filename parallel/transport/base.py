@@ -7,7 +7,7 @@
     disk            any hosts that share a folder
 
 A trainer rank holds an `Outbox`, an engine rank an `Inbox`. Neither knows tensors; they hand out flat buffers of bytes, never more
-than `CHUNKS_IN_FLIGHT` chunks at a time, and what goes into them is `chunks.pack`'s and `chunks.unpack`'s affair.
+than `CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch
 from parallel.chunking import Chunk
 
 GROUPS = ("process_group", "gloo")
-"""Those that are torch's process groups."""
+"""Transports that are torch process groups."""
 
 
 class TransportSettings(Protocol):
-    """What a transport must be told; the configuration's section `[sync]` has these fields."""
+    """The settings of a transport; the configuration's section `[sync]` has these fields."""
 
     @property
     def transport(self) -> str:
@@ -47,41 +47,41 @@ class TransportSettings(Protocol):
 
 
 class Outbox(Protocol):
-    """A trainer rank's half. All waits are bounded by `sync.timeout` and raise OSError or RuntimeError."""
+    """A trainer rank's half. All waits are bounded by `sync.timeout`, after which they raise OSError or RuntimeError."""
 
     address: Any
-    """What the engine ranks and the other trainer ranks must know to find it; JSON."""
+    """Where engine ranks and other trainer ranks find it; JSON."""
 
     def open(self, addresses: Mapping[int, Any]) -> None:
-        """Waits until the engine ranks are connected. `addresses` holds every trainer rank's."""
+        """Wait until the engine ranks are connected. `addresses` holds every trainer rank's."""
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
-        """uint8 [chunk.nbytes], free to be written."""
+        """Return uint8 [chunk.nbytes], free to be written."""
 
     def send(self, chunk: Chunk) -> None:
-        """Hands over the buffer that was given out last."""
+        """Send the buffer that was handed out last."""
 
     def finish(self) -> None:
-        """Returns when all chunks of this sync are taken, or lie where the engine takes them."""
+        """Wait until the engine has taken all chunks of this sync, or can take them without the sender."""
 
     def close(self) -> None:
-        """Frees everything; an engine rank that still waits then fails at once where the transport can tell it. Safe to call twice."""
+        """Free everything; an engine rank that still waits fails at once where the transport can signal it. Safe to call twice."""
 
 
 class Inbox(Protocol):
     """An engine rank's half."""
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
-        """uint8 [chunk.nbytes], valid until `release`."""
+        """Wait for a chunk and return it, uint8 [chunk.nbytes], valid until `release`."""
 
     def release(self, chunk: Chunk) -> None:
-        """The buffer may be used again."""
+        """Allow the chunk's buffer to be used again."""
 
     def finish(self) -> None:
-        """All chunks of this sync are read."""
+        """End a sync, all of whose chunks are read."""
 
     def close(self) -> None:
-        """Frees everything; safe to call twice."""
+        """Free everything; safe to call twice."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +97,14 @@ class Link:
     timeout: float
     """Seconds."""
     first: int = 0
-    """Number of this engine's first rank; `targets` are numbered through all engines."""
+    """Number of this engine's first rank; `targets` are numbered over all engines."""
 
 
 def make_outbox(settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
-    """The outbox of trainer rank `rank`; `chunks` are those of all ranks."""
+    """Return the outbox of trainer rank `rank`; `chunks` are those of all ranks."""
     return importlib.import_module(f"parallel.transport.{settings.transport}").Outbox(settings, rank, chunks)
 
 
 def make_inbox(link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
-    """The inbox of engine rank `rank`, which will receive `chunks`. Raises OSError or RuntimeError when the trainer does not come."""
+    """Return the inbox of engine rank `rank`, which will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
     return importlib.import_module(f"parallel.transport.{link.transport}").Inbox(link, rank, chunks)

@@ -1,6 +1,6 @@
-"""CUDA IPC: a ring in the sender's device memory that engine ranks on the same host open by handle. No byte visits the CPU.
+"""CUDA IPC: a ring in the sender's device memory that engine ranks on the same host open by handle. No byte passes through the CPU.
 
-The handles go over the ring's Unix socket as JSON, in torch's own form (`torch.multiprocessing.reductions`). A device is told by
+The handles go over the ring's Unix socket as JSON, in torch's own form (`torch.multiprocessing.reductions`). A device is identified by
 its UUID, because processes number devices differently. Not run on any machine yet: see docs/reference/sync.md.
 """
 
@@ -70,20 +70,20 @@ class Inbox(RingInbox):
 
 
 def encode(shared: dict[str, Any], uuid: str) -> bytes:
-    """Handles and sizes as JSON; bytes as base64."""
-    plain = {name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value for name, value in shared.items()}
-    return json.dumps({"shared": plain, "uuid": uuid}).encode()
+    """Return handles and sizes as JSON, bytes as base64."""
+    fields = {name: {"base64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value for name, value in shared.items()}
+    return json.dumps({"shared": fields, "uuid": uuid}).encode()
 
 
 def decode(description: bytes) -> tuple[dict[str, Any], str]:
-    """Inverse of `encode`."""
-    told = json.loads(description)
-    shared = {name: base64.b64decode(value["base64"]) if isinstance(value, dict) else value for name, value in told["shared"].items()}
-    return shared, told["uuid"]
+    """Return the arguments of `encode`."""
+    fields = json.loads(description)
+    shared = {name: base64.b64decode(value["base64"]) if isinstance(value, dict) else value for name, value in fields["shared"].items()}
+    return shared, fields["uuid"]
 
 
 def device_index(uuid: str, uuids: list[str]) -> int:
-    """This process's number of a device. Raises OSError where it cannot see it."""
+    """Return this process's number of a device. Raise OSError where it is not visible."""
     if uuid not in uuids:
         raise OSError(f"the engine does not see the trainer's device {uuid}; cuda_ipc needs it in CUDA_VISIBLE_DEVICES")
     return uuids.index(uuid)

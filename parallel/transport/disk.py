@@ -1,7 +1,7 @@
-"""A folder that trainer and engine both see: one file per trainer rank and sync, and a manifest that is written last.
+"""A folder that trainer and engine share: one file per trainer rank and sync, and a manifest that is written last.
 
-An engine rank maps a file as soon as its manifest is there, so it never reads one that is not whole. Works across hosts; the folder
-holds one sync's bytes at a time.
+An engine rank maps a file once its manifest exists, so it never reads an incomplete one. Works across hosts; the folder holds one
+sync's bytes at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Outbox:
     """See `parallel.transport.base.Outbox`."""
 
     def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
-        assert settings.dir is not None  # check_transport saw to it
+        assert settings.dir is not None  # check_transport made sure
         settings.dir.mkdir(parents=True, exist_ok=True)
-        mine = [chunk.nbytes for chunk in chunks if chunk.source == rank]
-        self._total = sum(mine)
-        self._buffer = torch.empty(max(mine, default=0), dtype=torch.uint8)
+        sizes = [chunk.nbytes for chunk in chunks if chunk.source == rank]
+        self._total = sum(sizes)
+        self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         self._stem = settings.dir.resolve() / f"sync-{secrets.token_hex(4)}-rank{rank}"
         self.address: Any = str(self._stem)
         self._file: BinaryIO | None = None
@@ -43,14 +43,14 @@ class Outbox:
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if self._file is None:
             self._remove_old()
-            self._file = open(_data(self._stem, self._round), "wb", buffering=0)  # noqa: SIM115 - closed in finish
+            self._file = open(_data_path(self._stem, self._round), "wb", buffering=0)  # noqa: SIM115 - closed in finish
         return self._buffer[: chunk.nbytes]
 
     def send(self, chunk: Chunk) -> None:
         assert self._file is not None
-        rest = self._buffer[: chunk.nbytes].numpy().data
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        unwritten = self._buffer[: chunk.nbytes].numpy().data
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
 
     def finish(self) -> None:
         if self._file is None:
@@ -60,7 +60,7 @@ class Outbox:
         self._file = None
         unfinished = self._stem.with_suffix(".tmp")
         unfinished.write_text(json.dumps({"bytes": self._total}))
-        os.replace(unfinished, _manifest(self._stem, self._round))
+        os.replace(unfinished, _manifest_path(self._stem, self._round))
         self._round += 1
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Outbox:
         self._remove_old()
 
     def _remove_old(self) -> None:
-        """The engine has read these, or will never."""
+        """Remove the files of earlier syncs, which the engine has read or never will."""
         for path in self._stem.parent.glob(f"{self._stem.name}*"):
             path.unlink(missing_ok=True)
 
@@ -98,23 +98,23 @@ class Inbox:
         self._files.clear()
 
     def _map(self, stem: Path) -> torch.Tensor:
-        data, manifest = _data(stem, self._round), _manifest(stem, self._round)
+        data, manifest = _data_path(stem, self._round), _manifest_path(stem, self._round)
         deadline = time.monotonic() + self._link.timeout
         while not manifest.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{manifest} did not appear within {self._link.timeout:g} s (sync.timeout)")
             time.sleep(_POLL_SECONDS)
-        expected, found = json.loads(manifest.read_text())["bytes"], data.stat().st_size
-        if expected != found:
-            raise OSError(f"{data} holds {found} bytes, its manifest says {expected}")
+        expected, actual = json.loads(manifest.read_text())["bytes"], data.stat().st_size
+        if expected != actual:
+            raise OSError(f"{data} holds {actual} bytes, its manifest says {expected}")
         with open(data, "rb") as file:
-            # a private map: torch wants writable memory, and nothing is written
+            # a private map: torch requires writable memory, though nothing is written
             return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
-def _data(stem: Path, turn: int) -> Path:
-    return stem.with_name(f"{stem.name}-{turn}.bin")
+def _data_path(stem: Path, sync_round: int) -> Path:
+    return stem.with_name(f"{stem.name}-{sync_round}.bin")
 
 
-def _manifest(stem: Path, turn: int) -> Path:
-    return stem.with_name(f"{stem.name}-{turn}.json")
+def _manifest_path(stem: Path, sync_round: int) -> Path:
+    return stem.with_name(f"{stem.name}-{sync_round}.json")

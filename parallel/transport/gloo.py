@@ -1,7 +1,7 @@
-"""As `process_group`, by gloo and through the host's memory wherever the weights are.
+"""`process_group` by gloo, through the host's memory wherever the weights are.
 
-This is for trainer and engines that share GPUs on several nodes: NCCL refuses a group in which a GPU is twice. On a GPU a chunk is packed
-and unpacked there, and crosses to the host or back in one go.
+For trainer and engines that share GPUs on several nodes: NCCL refuses a group that contains a GPU twice. On a GPU a chunk is packed and
+unpacked there, and is copied to the host or back in one go.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Outbox(process_group.Outbox):
 
     def open(self, addresses: Mapping[int, Any]) -> None:
         super().open(addresses)
-        self._packed = on_gpu(self._size) if self._buffers else None
+        self._packed = make_gpu_buffer(self._size) if self._buffers else None
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         flat = super().buffer(chunk)
@@ -50,13 +50,13 @@ class Inbox(process_group.Inbox):
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
         super().__init__(link, rank, chunks)
-        self._packed = on_gpu(link.largest)
+        self._packed = make_gpu_buffer(link.largest)
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
         flat = super().receive(chunk)
         return flat if self._packed is None else self._packed[: chunk.nbytes].copy_(flat)
 
 
-def on_gpu(nbytes: int) -> torch.Tensor | None:
-    """A buffer in the GPU's memory; None where there is none."""
+def make_gpu_buffer(nbytes: int) -> torch.Tensor | None:
+    """Return a buffer in the GPU's memory; None where there is no GPU."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() else None

@@ -1,7 +1,7 @@
-"""A torch process group of the trainer ranks that hold sources and the engine ranks, made for the sync: point-to-point only.
+"""A torch process group of the trainer ranks that send and the engine ranks, made for the sync: point-to-point only.
 
-NCCL where the tensors are on GPUs, gloo on CPUs. The group is a plain object, not torch's default group, which trainer and engine
-each have one of already. FP8 travels as bytes.
+NCCL where the tensors are on GPUs, gloo on CPUs. The group is a plain object, as trainer and engine each have a default group already.
+FP8 travels as bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Outbox:
     """See `parallel.transport.base.Outbox`."""
 
     on_device = True
-    """Sends from the GPU's memory where there is one."""
+    """Send from the GPU's memory where there is one."""
 
     def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
@@ -43,11 +43,11 @@ class Outbox:
     def open(self, addresses: Mapping[int, Any]) -> None:
         if self._rank not in self._sources:
             return
-        place, size = self._sources.index(self._rank), len(self._sources) + len(self._targets)
-        store = self._store or _store(addresses[self._sources[0]], self._timeout)
+        group_rank, size = self._sources.index(self._rank), len(self._sources) + len(self._targets)
+        store = self._store or _connect_to_store(addresses[self._sources[0]], self._timeout)
         device = buffer_device(self.on_device)
-        self._group = _group(store, place, size, self._host, self._timeout, device)
-        self._buffers = _buffers(self._size, device)
+        self._group = _make_group(store, group_rank, size, self._host, self._timeout, device)
+        self._buffers = _make_buffers(self._size, device)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if len(self._sending) == CHUNKS_IN_FLIGHT:
@@ -56,8 +56,8 @@ class Outbox:
 
     def send(self, chunk: Chunk) -> None:
         flat = self._next(chunk)
-        to = len(self._sources) + self._targets.index(chunk.target)
-        self._sending.append((self._group.send([flat], to, 0), flat))
+        receiver = len(self._sources) + self._targets.index(chunk.target)
+        self._sending.append((self._group.send([flat], receiver, 0), flat))
         self._sent += 1
 
     def finish(self) -> None:
@@ -80,45 +80,45 @@ class Outbox:
 
 
 class Inbox:
-    """See `parallel.transport.base.Inbox`. Receives are posted ahead, as far as there are buffers."""
+    """See `parallel.transport.base.Inbox`. Receives are posted ahead, as many as there are buffers."""
 
     on_device = True
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
         first, timeout = link.addresses[str(link.sources[0])], link.timeout
-        self._place = {source: place for place, source in enumerate(link.sources)}
-        own, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
+        self._group_rank = {source: index for index, source in enumerate(link.sources)}
+        own_rank, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
         device = buffer_device(self.on_device)
-        self._group: Any = _group(_store(first, timeout), own, size, first[0], timeout, device)
-        self._buffers = _buffers(link.largest, device)
-        self._chunks, self._asked, self._lent = chunks, 0, 0
-        self._coming: deque[tuple[Any, torch.Tensor]] = deque()
+        self._group: Any = _make_group(_connect_to_store(first, timeout), own_rank, size, first[0], timeout, device)
+        self._buffers = _make_buffers(link.largest, device)
+        self._chunks, self._posted, self._in_use = chunks, 0, 0
+        self._receiving: deque[tuple[Any, torch.Tensor]] = deque()
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
-        while self._asked < len(self._chunks) and len(self._coming) + self._lent < CHUNKS_IN_FLIGHT:
-            self._ask(self._chunks[self._asked])
-        work, flat = self._coming.popleft()
-        self._lent = 1
+        while self._posted < len(self._chunks) and len(self._receiving) + self._in_use < CHUNKS_IN_FLIGHT:
+            self._post(self._chunks[self._posted])
+        work, flat = self._receiving.popleft()
+        self._in_use = 1
         work.wait()
         return flat
 
     def release(self, chunk: Chunk) -> None:
-        self._lent = 0
+        self._in_use = 0
 
     def finish(self) -> None:
-        self._asked = 0
+        self._posted = 0
 
     def close(self) -> None:
         self._group = None
-        self._coming.clear()
+        self._receiving.clear()
 
-    def _ask(self, chunk: Chunk) -> None:
-        flat = self._buffers[self._asked % CHUNKS_IN_FLIGHT][: chunk.nbytes]
-        self._coming.append((self._group.recv([flat], self._place[chunk.source], 0), flat))
-        self._asked += 1
+    def _post(self, chunk: Chunk) -> None:
+        flat = self._buffers[self._posted % CHUNKS_IN_FLIGHT][: chunk.nbytes]
+        self._receiving.append((self._group.recv([flat], self._group_rank[chunk.source], 0), flat))
+        self._posted += 1
 
 
-def _store(address: Any, timeout: float) -> Any:
+def _connect_to_store(address: Any, timeout: float) -> Any:
     host, port = address
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
 
@@ -127,17 +127,17 @@ def buffer_device(on_device: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_device and torch.cuda.is_available() else torch.device("cpu")
 
 
-def _group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
-    """The process group; returns when every member has joined."""
+def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:
+    """Make the process group; returns when every member has joined."""
     wait = timedelta(seconds=timeout)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, size, options)
-    make: Any = dist.ProcessGroupGloo
-    found = make.create_device(hostname=host) if host == "127.0.0.1" else make.create_default_device()
-    return gloo_backend.group(store, rank, size, wait, [found])
+    gloo: Any = dist.ProcessGroupGloo
+    gloo_device = gloo.create_device(hostname=host) if host == "127.0.0.1" else gloo.create_default_device()
+    return gloo_backend.group(store, rank, size, wait, [gloo_device])
 
 
-def _buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
+def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:
     return [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(CHUNKS_IN_FLIGHT)]

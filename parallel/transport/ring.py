@@ -1,7 +1,7 @@
-"""A ring of buffers that two processes see, and a Unix socket for each pair of ranks: a byte says which buffer was filled or is free.
+"""A ring of buffers shared by two processes, and a Unix socket for each pair of ranks: a byte says which buffer was filled or is free.
 
-The socket orders the memory accesses, blocks without polling, and ends when the other process does: nobody waits for a dead one.
-What the buffers are is a subclass's affair; file descriptors travel over the socket.
+The socket orders the memory accesses, blocks without polling, and closes when the other process ends, so no process waits for a dead
+one. Subclasses allocate the buffers; file descriptors travel over the socket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NUMBER = struct.Struct("<q")
 
 
 class RingOutbox:
-    """Fills buffer after buffer; waits where the next one has not been read yet."""
+    """Fills one buffer after the other; waits while the next one has not been read yet."""
 
     def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._targets = sorted({chunk.target for chunk in chunks if chunk.source == rank})
@@ -44,11 +44,11 @@ class RingOutbox:
         self.address: Any = str(self._folder / "ring")
 
     def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
-        """(uint8 [nbytes], file descriptors, description) of new memory; the latter two are what the reader opens it by."""
+        """Allocate memory; return it as uint8 [nbytes], with the file descriptors and the description by which the reader opens it."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Returns when what was written into the ring is visible to others."""
+        """Wait until what was written into the ring is visible to others."""
 
     def open(self, addresses: Mapping[int, Any]) -> None:
         if not self._targets:
@@ -110,7 +110,7 @@ class RingInbox:
             raise
 
     def open_ring(self, descriptors: list[int], description: bytes, nbytes: int) -> torch.Tensor:
-        """The sender's memory as uint8 [nbytes]."""
+        """Return the sender's memory as uint8 [nbytes]."""
         raise NotImplementedError
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
@@ -119,7 +119,7 @@ class RingInbox:
         return self._rings[chunk.source][slot * self._size : slot * self._size + chunk.nbytes]
 
     def settle(self) -> None:
-        """Returns when this rank's reads of the ring are done."""
+        """Wait until this rank's reads of the ring are done."""
 
     def release(self, chunk: Chunk) -> None:
         self.settle()
@@ -154,14 +154,14 @@ class RingInbox:
 
 
 def _read(peer: socket.socket, count: int) -> bytes:
-    """Exactly `count` bytes. Raises ConnectionError when the other side is gone, TimeoutError when it is silent."""
-    found = b""
-    while len(found) < count:
+    """Read exactly `count` bytes. Raise ConnectionError when the other side is gone, TimeoutError when it is silent."""
+    received = b""
+    while len(received) < count:
         try:
-            more = peer.recv(count - len(found))
+            more = peer.recv(count - len(received))
         except TimeoutError:
             raise TimeoutError(f"the other side was silent for {peer.gettimeout():g} s (sync.timeout)") from None
         if not more:
             raise ConnectionError("the other side closed the connection")
-        found += more
-    return found
+        received += more
+    return received

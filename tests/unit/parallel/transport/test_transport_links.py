@@ -204,11 +204,11 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypa
 def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch):
     packed: list[torch.Tensor] = []  # stands for the GPU's memory, a buffer on each side
 
-    def on_gpu(nbytes: int) -> torch.Tensor:
+    def make_gpu_buffer(nbytes: int) -> torch.Tensor:
         packed.append(torch.zeros(nbytes, dtype=torch.uint8))
         return packed[-1]
 
-    monkeypatch.setattr(gloo, "on_gpu", on_gpu)
+    monkeypatch.setattr(gloo, "make_gpu_buffer", make_gpu_buffer)
     monkeypatch.setattr(process_group, "buffer_device", lambda on_device: torch.device("cuda" if on_device else "cpu"))
     chunks = chunks_between(1, 1, [100, 4096, 7])
     outboxes, inboxes = open_all(settings("gloo", tmp_path), chunks)
