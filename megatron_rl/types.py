@@ -1,7 +1,7 @@
-"""What travels between the parts of the loop.
+"""Data types passed between the parts of the loop.
 
-Shape suffixes, used for names all over the project: `_P` prompts of a step, `_G` members of a group, `_B` sequences of a
-batch, `_T` tokens of one sequence. Example: `rewards_G` is the list of rewards of one prompt's completions.
+Shape suffixes in names: `_P` prompts of a step, `_G` members of a group, `_B` samples of a batch, `_T` tokens of one sequence. Example:
+`rewards_G` is the list of rewards of one prompt's completions.
 """
 
 from __future__ import annotations
@@ -19,85 +19,81 @@ class Problem:
 
     id: str
     prompt: str  # the text given to the policy, template already applied
-    answer: str  # the gold answer as the reward function wants it
+    answer: str  # the gold answer in the form of the reward function
     level: int = 0  # difficulty; 0 where the data set has none
     source: str = ""
 
 
 @dataclass
 class Generation:
-    """What an engine returns for one prompt. `logprobs_T` are natural logs *after* temperature, one per output token."""
+    """An engine's output for one prompt. `logprobs_T` are natural logs *after* temperature, one per output token."""
 
     output_ids_T: list[int]
     logprobs_T: list[float]
     finish_reason: str  # "stop" (end token or stop string sampled) | "length" (cut at max_new_tokens)
-    policy_version: int  # the one that sampled the last token
-    versions_T: list[int] = field(default_factory=list)  # per token; empty: policy_version sampled all
-    routed_experts_T: np.ndarray | None = None  # the routing of all its tokens, prompt included (`routing`), where the engine records it
+    policy_version: int  # of the last token
+    versions_T: list[int] = field(default_factory=list)  # per token; empty where policy_version sampled all
+    routed_experts_T: np.ndarray | None = None  # experts of all tokens, prompt included (`hf.routing_record`), if recorded
 
 
 @dataclass
 class Reward:
-    """The verdict on one completion. `error` names why no verdict could be had (the sample then scores 0)."""
+    """The reward of one completion. `error` says why it could not be computed (the sample then scores 0)."""
 
     value: float
     correct: bool
     error: str = ""
     parts: dict[str, float] = field(default_factory=dict)
-    """The values of several reward functions before weighting, by label; empty where there is one only, or an error."""
+    """Values of several reward functions before weighting, by label; empty for a single function or an error."""
     excluded: bool = False
-    """Without a verdict, and to be left out of the training and of its group's mean (`reward.on_error`)."""
+    """No reward could be computed, and the sample is left out of training and of its group's mean (`reward.on_error`)."""
 
 
 @dataclass
 class Completion:
-    """One sampled answer with all that the trainer, the metrics and the report need. `logprobs_T` is 0 where the environment wrote."""
+    """One sampled answer with the data for trainer, metrics and report. `logprobs_T` is 0 where the environment wrote."""
 
     problem: Problem
     prompt_ids_T: list[int]
     output_ids_T: list[int]
     logprobs_T: list[float]
-    finish_reason: str  # the last turn's, or "turns" (no turn left), "length" (no token left), "environment" (it broke)
+    finish_reason: str  # of the last turn, or "turns" (no turn left), "length" (no token left), "environment" (it failed)
     policy_version: int
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     advantage: float = 0.0
-    length_penalty: float = 0.0  # what the length adds to the reward, 0 or less
-    response_mask_T: list[bool] = field(
-        default_factory=list
-    )  # per output token: False where the environment wrote it; empty: all are sampled
-    dialogue: list[str] = field(default_factory=list)  # texts of the policy and of the environment in turn; empty without an environment
-    routed_experts_T: np.ndarray | None = None  # the engine's routing of prompt and output (`routing`), where it records it
-    tool_errors: int = 0  # messages by which the environment refused what the policy asked for
-    environment_error: str = ""  # why the environment broke; the sample then scores 0
-    versions_T: list[int] = field(default_factory=list)  # per output token, the policy version of its turn; empty: policy_version's all
+    length_penalty: float = 0.0  # added to the reward, 0 or less
+    response_mask_T: list[bool] = field(default_factory=list)  # False where the environment wrote a token; empty: all are sampled
+    dialogue: list[str] = field(default_factory=list)  # texts of policy and environment in turn; empty without an environment
+    routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
+    tool_errors: int = 0  # error messages of the environment to the policy
+    environment_error: str = ""  # why the environment failed; the sample then scores 0
+    versions_T: list[int] = field(default_factory=list)  # per output token; empty where policy_version sampled all
 
     @property
     def sampled_count(self) -> int:
-        """Tokens that the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return sum(self.response_mask_T) if self.response_mask_T else len(self.output_ids_T)
 
     @property
     def num_turns(self) -> int:
-        """The policy's; 0 without an environment."""
+        """Number of the policy's turns; 0 without an environment."""
         return (len(self.dialogue) + 1) // 2
 
     @property
     def score(self) -> float:
-        """What the advantage is computed from."""
+        """The reward that the advantage is computed from."""
         return self.reward.value + self.length_penalty
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample: `temperature` divides the logits, 0 takes the most probable token; `max_new_tokens` bounds the answer; `seed` fixes a
-    completion's draw (one seed for several completions of one prompt makes them equal), without one it is the engine's; an answer also
-    ends with the token that completes one of the strings `stop`, which it keeps."""
+    """Sampling options of one completion."""
 
-    temperature: float
+    temperature: float  # divides the logits; 0 takes the most probable token
     max_new_tokens: int
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    seed: int | None = None  # fixes the completion's draw (completions of one prompt with one seed are equal); None: the engine's
+    stop: tuple[str, ...] = ()  # the answer ends with the token that completes one of these, and keeps it
 
 
 class RewardFunction(Protocol):

@@ -27,14 +27,14 @@ def compute_advantages(rewards: list[float], group_size: int, kind: str = "group
     r = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     counted = torch.ones_like(r) if excluded is None else 1 - torch.tensor(excluded, dtype=r.dtype).view_as(r)
     members = counted.sum(1, keepdim=True).clamp(min=1)
-    centred = counted * (r - (counted * r).sum(1, keepdim=True) / members)
+    centered = counted * (r - (counted * r).sum(1, keepdim=True) / members)
     if kind == "group_std":
-        centred = centred / ((centred.square().sum(1, keepdim=True) / members).sqrt() + _EPSILON)
+        centered = centered / ((centered.square().sum(1, keepdim=True) / members).sqrt() + _EPSILON)
     elif kind == "leave_one_out":
-        centred = centred * members / (members - 1).clamp(min=1)  # r - mean of the others' = (r - mean) n / (n - 1)
+        centered = centered * members / (members - 1).clamp(min=1)  # r - mean of the others' = (r - mean) n / (n - 1)
     elif kind == "batch_std":
-        centred = centred / ((centred.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
-    return centred.flatten().tolist()
+        centered = centered / ((centered.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
+    return centered.flatten().tolist()
 
 
 def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, group_size: int) -> dict[str, float]:

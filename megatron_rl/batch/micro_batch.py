@@ -18,6 +18,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 
 _EMPTY = torch.empty(0)
+_FLOAT_FIELDS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")
 
 
 @dataclass
@@ -111,14 +112,9 @@ def _pack_row(sample_indices: list[int], samples: list[TrainingSample], lengths:
         tokens=torch.zeros(shape, dtype=torch.long),
         targets=torch.zeros(shape, dtype=torch.long),
         positions=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
-        mask=torch.zeros(shape),
-        advantages=torch.zeros(shape),
-        old_logprobs=torch.zeros(shape),
-        reference_logprobs=torch.zeros(shape),
-        loss_weights=torch.zeros(shape),
-        importance_weights=torch.zeros(shape),
         token_indices=torch.full(shape, -1),
         routed_experts=_padding_experts(shape, samples),
+        **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
     )
     first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
     for index, start in zip(sample_indices, accumulate(lengths, initial=0), strict=False):

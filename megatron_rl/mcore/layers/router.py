@@ -155,9 +155,9 @@ class RoutingStats:
     def gather_metrics(self) -> dict[str, float]:
         """Return metrics over all ranks, {} for a dense model; collective.
 
-        `router/load/layer_N` is the largest load of an expert over the mean, `router/entropy` is in nats, `router/dropped` the number of
-        tokens that did not reach an expert, `router/differs` the share of tokens whose experts differ from the record, where there is
-        one; all but the first are means over layers.
+        `router/load/layer_N` is the largest load of an expert over the mean. `router/entropy`, in nats, and `router/differs`, the share of
+        tokens whose experts differ from the record where there is one, are means over layers. `router/dropped` is the number of tokens
+        that did not reach an expert.
         """
         if self._shape is None:
             return {}

@@ -99,10 +99,9 @@ def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
 
 @dataclass(frozen=True)
 class GraphDifference:
-    """A difference of the two graphs. `layer` is None outside of the layers; names in `node` and `text` are within the layer."""
+    """A difference of the two graphs. `layer` is None outside of the layers; names in `text` are within the layer."""
 
     layer: int | None
-    node: str
     text: str
 
 
@@ -209,7 +208,7 @@ def format_layers(layers: Sequence[int]) -> str:
 def _difference(name: str, source: str, tensor: str, in_rollout: str, in_training: str) -> GraphDifference:
     layer, inner = split_layer_name(name)
     subject = f"{name_within_layer(source, layer)} -> {inner} ({tensor})" if tensor else inner
-    return GraphDifference(layer, inner, f"{subject} is {in_rollout} in the rollout, {in_training} in training")
+    return GraphDifference(layer, f"{subject} is {in_rollout} in the rollout, {in_training} in training")
 
 
 def _layers_prefix(layers: Sequence[int | None]) -> str:
