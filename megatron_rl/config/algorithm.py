@@ -22,10 +22,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": {"loss": "gspo", "aggregate": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"loss": "cispo", "clip_low": 1.0, "clip_high": 0.28},
 }
-"""What an algorithm's name changes in the defaults below."""
+"""The defaults below that an algorithm's name changes."""
 
 _CORRECTION_DEFAULTS = {"geometric_mask": {"correction_low": 0.99, "correction_high": 1.01}}
-"""A mean over tokens varies far less than one token, so its bounds are tighter."""
+"""A mean over tokens varies far less than a single token, so its bounds are tighter."""
 
 
 class AlgorithmConfig(ConfigSection):
@@ -59,11 +59,11 @@ class AlgorithmConfig(ConfigSection):
     """`loss`: a term of its own, with gradient. `reward`: taken from a completion's reward, summed over its tokens."""
 
     dynamic_sampling_max_rounds: int = Field(0, ge=0)
-    """Rounds of sampling to fill the batch with groups whose rewards differ; 0 takes every group as it comes."""
+    """Rounds of sampling to fill the batch with groups whose rewards differ; 0 takes every group."""
     overlong_share: float = Field(0.0, ge=0, lt=1)
     """Last share of rollout.max_new_tokens over which the reward falls with length; 0 turns it off."""
     overlong_penalty: float = Field(1.0, gt=0)
-    """What a completion of full length loses."""
+    """Reward that a completion of full length loses."""
 
     old_policy: Literal["trainer", "engine"] = "trainer"
     """Whose log-probs of the sampled tokens are the ratio's denominator. `engine`: one ratio spans mismatch and update together."""
@@ -83,15 +83,11 @@ class AlgorithmConfig(ConfigSection):
 
     @model_validator(mode="before")
     @classmethod
-    def _presets(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-
-        def defaults(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
-            chosen = given.get(key)
-            return table.get(chosen, {}) if isinstance(chosen, str) else {}
-
-        return {**defaults(PRESETS, "name"), **defaults(_CORRECTION_DEFAULTS, "correction"), **given}
+    def _presets(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        corrections = _CORRECTION_DEFAULTS.get(str(fields.get("correction")), {})
+        return {**PRESETS.get(str(fields.get("name")), {}), **corrections, **fields}
 
     @model_validator(mode="after")
     def _fits_together(self) -> AlgorithmConfig:

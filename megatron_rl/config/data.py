@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from megatron_rl.config.base import ConfigSection
 
 GENERATED_SOURCE = "arithmetic"
-"""The source that is no file: problems made by the project."""
+"""The source of generated problems."""
 HUB_PREFIX = "hf:"
-"""What a source from the Hugging Face hub begins with."""
+"""Prefix of a source on the Hugging Face hub."""
 
 FormatName = Literal["gsm8k", "math", "deepmath", "aime", "arithmetic"]
 
@@ -22,15 +22,15 @@ class DataSourceConfig(ConfigSection):
     """One set of problems."""
 
     source: str = Field(min_length=1)
-    """`arithmetic` (made by the project), the path of a JSONL, JSON or Parquet file, or `hf:OWNER/NAME[:CONFIG]:SPLIT` from the hub."""
+    """`arithmetic` (generated), the path of a JSONL, JSON or Parquet file, or `hf:OWNER/NAME[:CONFIG]:SPLIT` from the hub."""
     format: FormatName | None = None
-    """Shape of the rows; `data.format` where it is not given."""
+    """Format of the rows; `data.format` where it is not given."""
     name: str = ""
-    """What metrics call the set; its folder and file, or its name on the hub and its split, where it is not given."""
+    """The set's name in metrics; its folder and file, or its name on the hub and its split, where it is not given."""
 
     @property
     def label(self) -> str:
-        """`name`, or one made from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test are both gsm8k/test."""
+        """`name`, or one derived from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test are both gsm8k/test."""
         if self.name or self.source == GENERATED_SOURCE:
             return self.name or GENERATED_SOURCE
         if self.source.startswith(HUB_PREFIX):
@@ -48,7 +48,7 @@ class TrainDataSourceConfig(DataSourceConfig):
 
 
 def _as_tables(value: Any) -> Any:
-    """A plain text is one source, an empty one none."""
+    """Turn a plain text into one source, an empty one into none."""
     if isinstance(value, str):
         return ({"source": value},) if value else ()
     if not isinstance(value, list | tuple):
@@ -68,7 +68,7 @@ class DataConfig(ConfigSection):
     )
     """Held-out sets, as `train`; an empty text for no evaluation. `train` loses every question that one of them holds."""
     format: FormatName | None = None
-    """Shape of a file's rows where the source names none; generated problems need none."""
+    """Format of a file's rows where the source names none; generated problems need none."""
     prompt_template: str = "{question}"
     """Text around each question; must hold `{question}`."""
     prompt_template_file: Path | None = None

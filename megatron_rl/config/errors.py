@@ -1,6 +1,6 @@
-"""One clear line out of a pydantic `ValidationError`: the field, the value, the rule and the fix.
+"""Turn a pydantic `ValidationError` into one line: the field, the value, the rule and the fix.
 
-Works on any tree of pydantic models; knows nothing of the project's fields.
+Works on any tree of pydantic models.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from megatron_rl.errors import UserError
@@ -28,22 +29,18 @@ _RULES = {
 
 
 def to_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
-    """The first finding as a `UserError`; unknown keys go first, as a misspelt key also makes the right one missing."""
-    findings = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
-    first = findings[0]
+    """Return the first error as a `UserError`; unknown keys go first, since a misspelled key also makes the right one missing."""
+    first, *others = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     path = ".".join(str(part) for part in first["loc"]) or "config"
-    value = first["input"]
-    if first["type"] == "missing" or isinstance(value, dict):  # the input is then the whole table around the field
-        value = None
-    rest = len(findings) - 1
-    more = "" if not rest else f" ({rest} more {'error' if rest == 1 else 'errors'} after this one)"
-    return UserError(path, value, _rule(first), (_fix(first, path, root) + more).strip())
+    is_table = first["type"] == "missing" or isinstance(first["input"], dict)  # the input is then the whole table around the field
+    more = f" ({len(others)} more {'error' if len(others) == 1 else 'errors'} after this one)" if others else ""
+    return UserError(path, None if is_table else first["input"], _rule(first), (_fix(first, path, root) + more).strip())
 
 
 def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
-    """The model at a dotted path, None where the path ends at a plain field or nowhere. `""` is the root itself.
+    """Return the model at a dotted path, None where the path ends at a plain field or nowhere. `""` is the root itself.
 
-    The number of a table in a list leads nowhere else: `data.train.0` is the model of every table in `data.train`.
+    Numbers of tables in a list are skipped: `data.train.0` is the model of every table in `data.train`.
     """
     model: type[BaseModel] | None = root
     for part in _names(path):
@@ -52,44 +49,52 @@ def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
     return model
 
 
+def find_field(path: str, root: type[BaseModel]) -> FieldInfo | None:
+    """Return the field at a dotted path, None where there is none."""
+    parent, _, name = path.rpartition(".")
+    section = find_section(parent, root)
+    return section.model_fields.get(name) if section else None
+
+
 def find_nearest_field(path: str, root: type[BaseModel]) -> str | None:
-    """The existing dotted path most like `path`: in the same section first, then by its last name, below the same
-    top section or anywhere, outer sections first."""
+    """Return the existing dotted path most like `path`: in the same section first, then by its last name, below the same top section or
+    anywhere, outer sections first."""
     parent, _, name = ".".join(_names(path)).rpartition(".")
-    everything = sorted(_paths(root), key=lambda p: p.count("."), reverse=True)
-    siblings = [p for p in everything if p.rpartition(".")[0] == parent]
-    relatives = [p for p in everything if p.partition(".")[0] == parent.partition(".")[0]]
-    for candidates, cutoff in ((siblings, 0.6), (relatives, 0.8), (everything, 0.8)):
-        names = {p.rpartition(".")[2]: p for p in candidates}  # of equal names the outermost, coming last, stays
+    fields = sorted(_paths(root), key=lambda field: field.count("."), reverse=True)
+    siblings = [field for field in fields if field.rpartition(".")[0] == parent]
+    same_section = [field for field in fields if field.partition(".")[0] == parent.partition(".")[0]]
+    for candidates, cutoff in ((siblings, 0.6), (same_section, 0.8), (fields, 0.8)):
+        names = {field.rpartition(".")[2]: field for field in candidates}  # of equal names the outermost, coming last, stays
         if close := difflib.get_close_matches(name, names, n=1, cutoff=cutoff):
             return names[close[0]]
     return None
 
 
 def _names(path: str) -> list[str]:
-    """The parts of a dotted path without the numbers of tables in a list."""
+    """Return the parts of a dotted path without the numbers of tables in a list."""
     return [part for part in path.split(".") if part and not part.isdigit()]
 
 
 def _rule(detail: ErrorDetails) -> str:
-    said = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return _RULES.get(detail["type"], said)
+    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return _RULES.get(detail["type"], message)
 
 
 def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
-        if near := find_nearest_field(path, root):
-            return f"did you mean {near}?"
+        if nearest := find_nearest_field(path, root):
+            return f"did you mean {nearest}?"
         parent = path.rpartition(".")[0]
         section = find_section(parent, root) or root
         return f"known keys{f' of {parent}' if parent else ''}: {', '.join(section.model_fields)}"
     if kind == "missing":
-        return _how_to_add(path, root)
+        return _suggest_addition(path, root)
     if kind == "literal_error" and isinstance(value, str):
-        close = difflib.get_close_matches(value, detail["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", "), n=1)
+        choices = detail["ctx"]["expected"].replace(" or ", ", ").replace("'", "").split(", ")
+        close = difflib.get_close_matches(value, choices, n=1)
         return f"did you mean {close[0]!r}?" if close else _default(path, root)
-    if kind == "string_type" or kind == "path_type":
+    if kind in ("string_type", "path_type"):
         return "put it in quotes"
     if kind != "value_error" and isinstance(value, str) and _NUMBER_OR_BOOL.fullmatch(value):
         return "write it without quotes"
@@ -97,15 +102,13 @@ def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:
 
 
 def _default(path: str, root: type[BaseModel]) -> str:
-    """What the field would be if left out, as the last hint; nothing where there is no plain default."""
-    parent, _, name = path.rpartition(".")
-    section = find_section(parent, root)
-    info = section.model_fields.get(name) if section else None
-    plain = info is not None and isinstance(info.default, (str, int, float, tuple, Path))
-    return f"the default is {json.dumps(info.default, default=str)}" if info and plain else ""
+    """Return the default value as a hint; "" where there is no plain one."""
+    info = find_field(path, root)
+    is_plain = info is not None and isinstance(info.default, (str, int, float, tuple, Path))
+    return f"the default is {json.dumps(info.default, default=str)}" if info and is_plain else ""
 
 
-def _how_to_add(path: str, root: type[BaseModel]) -> str:
+def _suggest_addition(path: str, root: type[BaseModel]) -> str:
     section = find_section(path, root)
     if section is None:  # a plain field
         parent, _, name = path.rpartition(".")
@@ -115,7 +118,7 @@ def _how_to_add(path: str, root: type[BaseModel]) -> str:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model class in `Model`, `Model | None` or `tuple[Model, ...]`."""
+    """Return the model class in `Model`, `Model | None` or `tuple[Model, ...]`."""
     for option in (annotation, *typing.get_args(annotation)):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option

@@ -1,4 +1,4 @@
-"""Addresses that something listens on. Imports without torch."""
+"""Addresses to listen on. Imports without torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import AfterValidator
 
 
 def require_single_interface(host: str) -> str:
-    """`host` as it is. Raises ValueError where it stands for every interface of the machine: "0.0.0.0", "::", however written."""
+    """Return `host`. Raise ValueError where it stands for every interface of the machine: "0.0.0.0", "::", in any spelling."""
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host or "0", None, flags=socket.AI_NUMERICHOST)}
-    except OSError:  # a name: what it stands for is known where it is bound
+        entries = socket.getaddrinfo(host or "0", None, flags=socket.AI_NUMERICHOST)
+    except OSError:  # a name, which is resolved where it is bound
         return host
-    addresses = [ipaddress.ip_address(str(address)) for address in found]
+    addresses = [ipaddress.ip_address(str(entry[4][0])) for entry in entries]
     if any((getattr(address, "ipv4_mapped", None) or address).is_unspecified for address in addresses):
         raise ValueError("stands for every interface of the machine; name one, loopback or of a private network")
     return host

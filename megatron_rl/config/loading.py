@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_rl.config.errors import find_section, to_user_error
+from megatron_rl.config.errors import find_field, to_user_error
 from megatron_rl.config.run import Config
 from megatron_rl.errors import UserError
 
@@ -20,7 +20,7 @@ from megatron_rl.errors import UserError
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file, apply `--section.key=value` overrides, validate. Relative paths in it are relative to the working directory.
 
-    Raises UserError: file missing or unreadable, TOML syntax (file and line), unknown key, wrong type or value.
+    Raise UserError: file missing or unreadable, TOML syntax (file and line), unknown key, wrong type or value.
     """
     table = apply_overrides(_read_toml(path), overrides)
     try:  # JSON, as in it a string may become a Path and a list a tuple although the models are strict
@@ -30,7 +30,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A copy of `table` with `--section.key=value` or `--section.key value` set; the value is TOML, or else a plain string.
+    """Return a copy of `table` with `--section.key=value` or `--section.key value` set; the value is TOML, or else a plain string.
 
     Example: ``apply_overrides({}, ["--train.steps=3", "--log.dir", "a"])`` gives ``{"train": {"steps": 3}, "log": {"dir": "a"}}``.
     """
@@ -52,9 +52,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         message = str(error)
-        at = re.search(r" \(at line (\d+), column (\d+)\)$", message)
-        line = int(at[1]) if at else text.count("\n") + 1  # "at end of document" carries no number
-        raise UserError(f"{path}, line {line}", None, f"not valid TOML: {message[: at.start()] if at else message}") from None
+        position = re.search(r" \(at line (\d+), column (\d+)\)$", message)
+        line = int(position[1]) if position else text.count("\n") + 1  # "at end of document" carries no number
+        raise UserError(f"{path}, line {line}", None, f"not valid TOML: {message[: position.start()] if position else message}") from None
     except UnicodeDecodeError:
         raise UserError("CONFIG", str(path), "is not a UTF-8 text file", "give a TOML file such as configs/quickstart.toml") from None
     except OSError as error:
@@ -63,13 +63,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    rest = iter(overrides)
-    for word in rest:
+    words = iter(overrides)
+    for word in words:
         path, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") or not all(path.split(".")):
             raise UserError("override", word, "is not of the form --section.key=value")
         if not equals:
-            value = next(rest, "--")
+            value = next(words, "--")
             if value.startswith("--"):
                 raise UserError(f"--{path}", None, "has no value", f"write --{path}=VALUE")
         yield path, value
@@ -81,12 +81,10 @@ def _override_value(path: str, text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     if len(parsed) > 1 or (not isinstance(parsed["value"], str) and _is_text(path)):
-        return text  # the folder --log.dir=2026 is text although it reads as a number
+        return text  # the folder --log.dir=2026 is text although it parses as a number
     return parsed["value"]
 
 
 def _is_text(path: str) -> bool:
-    parent, _, name = path.rpartition(".")
-    section = find_section(parent, Config)
-    info = section.model_fields.get(name) if section else None
+    info = find_field(path, Config)
     return info is not None and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})

@@ -69,7 +69,7 @@ class RewardFunctionConfig(ConfigSection):
 
     @model_serializer(mode="wrap")
     def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what was left out: a function takes none of the others' settings, not even their defaults."""
+        """Leave out what was not given: a function takes none of the others' settings, not even their defaults."""
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
 
     @property
@@ -114,13 +114,13 @@ class RewardConfig(ConfigSection):
 
     @property
     def parts(self) -> dict[str, RewardFunctionConfig]:
-        """The functions by a label each: the name, with a number where it occurs again."""
-        seen: Counter[str] = Counter()
-        found = {}
+        """The functions by label: the name, with a number where it occurs again."""
+        counts: Counter[str] = Counter()
+        parts = {}
         for part in self.functions or (RewardFunctionConfig(name=self.function or "arithmetic"),):
-            seen[part.name] += 1
-            found[part.name if seen[part.name] == 1 else f"{part.name}_{seen[part.name]}"] = part
-        return found
+            counts[part.name] += 1
+            parts[part.name if counts[part.name] == 1 else f"{part.name}_{counts[part.name]}"] = part
+        return parts
 
     @property
     def correctness_label(self) -> str:
