@@ -67,9 +67,9 @@ class SGLangEngine(RankRequests):
         self._start_process()
 
     def _start_process(self) -> None:
-        self.process, url, key = self._launch_spec.start_process()
-        headers, limits = {"Authorization": f"Bearer {key}"}, httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
-        self._http = httpx.Client(base_url=url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
+        self.process, self.url, self.api_key = self._launch_spec.start_process()
+        headers, limits = {"Authorization": f"Bearer {self.api_key}"}, httpx.Limits(keepalive_expiry=_KEEP_ALIVE_SECONDS)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
 
     def wait_until_ready(self) -> None:
         """A port that another program took in the meantime is tried once more with others. Raises RunError, with the log's tail, when the

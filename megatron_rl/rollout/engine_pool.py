@@ -95,6 +95,16 @@ class EnginePool:
             self.stop()
             raise
 
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines as they are now, by number; one that is lost stays until its successor takes its place."""
+        return tuple(place.engine for place in self._replicas)
+
+    @property
+    def outstanding(self) -> tuple[int, ...]:
+        """Completions that each engine was asked for and has not given yet."""
+        return tuple(place.outstanding for place in self._replicas)
+
     # --- completions
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:

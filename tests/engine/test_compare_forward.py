@@ -8,7 +8,7 @@ import pytest
 from support.models import write_model
 from support.processes import Command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3000)]
 
 DENSE = ("input_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.rope.q", "attention.rope.k", "attention.core")
 DENSE += ("attention.output", "post_attention_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down", "mlp")
@@ -22,37 +22,37 @@ def sparse_model(tmp_path_factory):
     return folder
 
 
-def compared(folder, *options: object):
-    with Command(folder, "tools.compare_forward", *options, "--json", folder / "found.json") as command:
-        done = command.wait(200)
+def compare(folder, *options: object):
+    with Command(folder, "tools.checks.compare_forward", *options, "--json", folder / "result.json") as command:
+        done = command.wait(900)
     assert done.code == 0, done.err
-    return json.loads((folder / "found.json").read_text()), done.out
+    return json.loads((folder / "result.json").read_text()), done.out
 
 
-def assert_nothing_differs(found, layers: tuple[str, ...]) -> None:
-    operators = found["operators"]
+def assert_nothing_differs(result, layers: tuple[str, ...]) -> None:
+    operators = result["operators"]
     assert list(operators) == ["embedding", *(f"layers.{number}.{op}" for number in (0, 1) for op in layers), "norm", "lm_head"]
-    assert found["first_difference"] is None
+    assert result["first_difference"] is None
     assert all(size["differing"] == size["ulps"] == size["largest"] == 0 for parts in operators.values() for size in parts.values())
     assert all(parts["answer"]["tokens"] > 100 and parts["prompt"]["tokens"] >= 12 for parts in operators.values())
-    assert found["logprobs"]["tokens"] > 100 and found["logprobs"]["exact"] == 1.0
+    assert result["logprobs"]["tokens"] > 100 and result["logprobs"]["exact"] == 1.0
 
 
 def test_no_operator_differs_in_a_dense_model_in_bf16(tmp_path):
-    found, told = compared(tmp_path, "--high", "bf16")
-    assert_nothing_differs(found, DENSE)
-    assert "No operator differs." in told
+    result, printed = compare(tmp_path, "--high", "bf16")
+    assert_nothing_differs(result, DENSE)
+    assert "No operator differs." in printed
 
 
 def test_no_operator_differs_with_experts(tmp_path, sparse_model):
     """In bf16, where a router in anything but FP32 on both sides would choose other experts."""
-    found, _ = compared(tmp_path, "--model", sparse_model, "--high", "bf16")
-    assert_nothing_differs(found, SPARSE)
+    result, _ = compare(tmp_path, "--model", sparse_model, "--high", "bf16")
+    assert_nothing_differs(result, SPARSE)
 
 
-def test_the_first_difference_is_what_the_engine_alone_quantises(tmp_path):
-    found, told = compared(tmp_path, "--mode", "fp8_rollout")
-    assert found["first_difference"] == "layers.0.attention.qkv"
-    assert found["operators"]["layers.0.input_norm"]["answer"]["differing"] == 0
-    assert found["operators"]["layers.0.attention.qkv"]["answer"]["largest"] > 1e-3
-    assert "The first difference is in layers.0.attention.qkv." in told
+def test_the_first_difference_is_what_the_engine_alone_quantizes(tmp_path):
+    result, printed = compare(tmp_path, "--mode", "fp8_rollout")
+    assert result["first_difference"] == "layers.0.attention.qkv"
+    assert result["operators"]["layers.0.input_norm"]["answer"]["differing"] == 0
+    assert result["operators"]["layers.0.attention.qkv"]["answer"]["largest"] > 1e-3
+    assert "The first difference is in layers.0.attention.qkv." in printed

@@ -1,9 +1,10 @@
 """Trainers and engines in different layouts, dense and with experts: a real SGLang filled by syncs from a real Megatron model, whose
-log-probs equal the trainer's and those of transformers' own model on the same FP8 blocks."""
+log-probs equal the trainer's and those of transformers' own model on the same FP8 tiles."""
 
 from __future__ import annotations
 
 import pytest
+from support import trainer_engine, transformers_reference
 from support.models import FP8, random_sequences
 from support.processes import World
 
@@ -13,24 +14,8 @@ from parallel.layout import Layout
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = [sequence.prompt_ids for sequence in random_sequences(6, seed=31)]
-ENGINES = {  # trainer's layout, engine's tp and ep
-    "qwen3": (Layout(pp=2, vpp=2), 2, 1),
-    "qwen3_moe": (Layout(ep=2, dp=2), 2, 2),
-    "deepseek_v3": (Layout(tp=2, ep=2, etp=1), 2, 1),
-    "llama": (Layout(cp=2), 1, 1),
-}
+PROMPTS = [sample.prompt_ids for sample in random_sequences(6, seed=31)]
 LEAST = 3 + 2 + 4 * 2  # embedding, last norm, lm_head; a layer's norms, and its FP8 weights with their scales
-
-
-@pytest.fixture(scope="module", params=ENGINES)
-def served(request, tmp_path_factory):
-    """(world, folder) of one architecture; the tests share it in order."""
-    layout, tp, ep = ENGINES[request.param]
-    folder = tmp_path_factory.mktemp(request.param)
-    with World(layout.world_size, folder / "world") as world:
-        world.call("support.reshard_runs:start", request.param, folder, FP8, layout, tp, ep, seconds=270)
-        yield world, folder
 
 
 @pytest.fixture(scope="module")
@@ -39,36 +24,43 @@ def transformers_side(tmp_path_factory):
         yield world
 
 
-def assert_same_logprobs(world, folder, transformers_side, version: int, seed: int) -> None:
-    found = world.call("support.reshard_runs:generate", PROMPTS)[0]
-    assert found["versions"] == {version}
+def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
+    """Weights of a seed are served as the version of that number."""
+    generated = world.call(trainer_engine.generate, PROMPTS)[0]
+    assert generated["versions"] == {seed}
     config = read_config(folder / "model")
-    wanted = transformers_side.call("support.transformers_reference:fp8_logprobs", config, seed, FP8, found["sequences"])[0]
-    assert len(found["engine"]) >= 50
-    # most are equal up to the order of sums, which no other quantiser or weight would give; an E4M3 rounding that tips over (2^-3 of
+    reference = transformers_side.call(transformers_reference.fp8_logprobs, config, seed, FP8, generated["samples"])[0]
+    assert len(generated["engine"]) >= 50
+    # most are equal up to the order of sums, which no other quantizer or weight would give; an E4M3 rounding that tips over (2^-3 of
     # one activation) stays in the cache for all tokens that follow, and shifts them by some 10^-2
-    for other in (wanted, found["trainer"]):
-        difference = (found["engine"] - other).abs()
+    for other in (reference, generated["trainer"]):
+        difference = (generated["engine"] - other).abs()
         assert difference.median() < 1e-5
-        assert difference.mean() < 2e-2  # another quantiser: 3e-2 and more in the median
+        assert difference.mean() < 2e-2  # another quantizer: 3e-2 and more in the median
 
 
-def test_every_rank_holds_what_the_plan_says_and_loaded_the_trainers_bytes(served, transformers_side):
-    world, folder = served
-    world.call("support.reshard_runs:check_live")
-    assert world.call("support.reshard_runs:prove")[0] >= LEAST
-    assert_same_logprobs(world, folder, transformers_side, version=0, seed=0)
-
-
-def test_a_sync_moves_everything_to_its_engine_rank(served, transformers_side):
-    """For MLA this holds too that w_kc and w_vc are made anew from the kv_b_proj that was written."""
-    world, folder = served
-    world.call("support.reshard_runs:change", 1)
-    with pytest.raises(RunError, match="the sync is not proved"):
-        world.call("support.reshard_runs:prove")
-    report = world.call("support.reshard_runs:sync", 1)[0]
-    assert report["proved"] == report["tensors"] >= LEAST
-    assert world.call("support.reshard_runs:prove")[0] == report["proved"]
-    assert_same_logprobs(world, folder, transformers_side, version=1, seed=1)
-    world.call("support.reshard_runs:change", 2)
-    assert world.call("support.reshard_runs:sync", 2, {"staged": True})[0]["proved"] == report["proved"]
+@pytest.mark.parametrize(
+    "kind, layout, tp, ep",
+    [
+        ("qwen3_moe", Layout(ep=2, dp=2), 2, 2),
+        ("deepseek_v3", Layout(), 1, 1),
+        ("llama", Layout(cp=2), 1, 1),
+        pytest.param("qwen3", Layout(pp=2, vpp=2), 2, 1, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), 2, 1, marks=pytest.mark.long),
+    ],
+)
+def test_an_engine_loads_the_trainers_bytes_and_a_sync_moves_everything_to_its_rank(kind, layout, tp, ep, transformers_side, tmp_path):
+    with World(layout.world_size, tmp_path / "world") as world:
+        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, tp, ep)
+        world.call(trainer_engine.check_live)
+        assert world.call(trainer_engine.prove)[0] >= LEAST
+        world.call(trainer_engine.change_weights, kind, 1)
+        with pytest.raises(RunError, match="the sync is not proved"):
+            world.call(trainer_engine.prove)
+        report = world.call(trainer_engine.sync, 1)[0]
+        assert report["proved"] == report["tensors"] >= LEAST
+        assert world.call(trainer_engine.prove)[0] == report["proved"]
+        # for MLA this holds too that w_kc and w_vc are made anew from the kv_b_proj that was written
+        assert_same_logprobs(world, tmp_path, transformers_side, 1)
+        world.call(trainer_engine.change_weights, kind, 2)
+        assert world.call(trainer_engine.sync, 2, 1 << 20, {"staged": True})[0]["proved"] == report["proved"]

@@ -7,13 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support import training_runs
 from support.processes import ROOT, Command, Done
 
 from megatron_rl.config import load_config
 from megatron_rl.data import arithmetic
 from megatron_rl.reporting.report import write_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(550)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
 
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -22,7 +23,7 @@ SETTINGS = [f"--data.eval_size={PROBLEMS}", "--data.levels=[2, 3]", "--rollout.m
 
 def evaluate(folder: Path, *arguments: object) -> Done:
     with Command(folder, "megatron_rl", "eval", QUICKSTART, *arguments, *SETTINGS) as command:
-        return command.wait(300)
+        return command.wait(1500)
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +32,12 @@ def run(new_world, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluated")
     small = ["--model.create.num_hidden_layers=1", "--model.warm_start.steps=60", "--data.levels=[2, 3]"]
     config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small])
-    new_world().call("support.training_runs:make_run", config, folder / "run", 3, seconds=270)
+    new_world().call(training_runs.make_run, config, folder / "run", 3)
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def found(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
+def evaluated(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
     """How the command ended, eval.json and the completions. The baseline has random weights."""
     saved = run / "checkpoints" / "step_00003"
     done = evaluate(tmp_path_factory.mktemp("eval"), "--checkpoint", saved, "--baseline", checkpoint, "--samples", SAMPLES)
@@ -46,37 +47,37 @@ def found(run, checkpoint, tmp_path_factory) -> tuple[Done, dict, list[dict]]:
     return done, json.loads((results / "eval.json").read_text()), rows
 
 
-def test_every_problem_has_all_its_completions_of_both_sides(found):
-    _, results, rows = found
+def test_every_problem_has_all_its_completions_of_both_sides(evaluated):
+    _, results, rows = evaluated
     assert Counter(row["side"] for row in rows) == {"checkpoint": PROBLEMS * SAMPLES, "baseline": PROBLEMS * SAMPLES}
     assert set(Counter((row["side"], row["problem"]) for row in rows).values()) == {SAMPLES}
-    asked = [problem.id for problem in arithmetic.generate(PROBLEMS, (2, 3), 0, "eval")]
+    drawn = [problem.id for problem in arithmetic.generate(PROBLEMS, (2, 3), 0, "eval")]
     for side in results["sides"].values():
-        assert sorted(problem["id"] for problem in side["problems"]) == sorted(asked)
+        assert sorted(problem["id"] for problem in side["problems"]) == sorted(drawn)
         assert [problem["source"] for problem in side["problems"]] == ["arithmetic"] * PROBLEMS
     assert results["sides"]["checkpoint"]["step"] == 3 and results["sides"]["baseline"]["step"] is None
 
 
-def test_the_figures_are_those_of_the_completions(found):
-    _, results, rows = found
+def test_the_figures_are_those_of_the_completions(evaluated):
+    _, results, rows = evaluated
     assert all(row["correct"] == (row["text"].rpartition("#")[2] == row["gold"] and "#" in row["text"]) for row in rows)
     for name, side in results["sides"].items():
         for line in side["table"]:
-            mine = [row for row in rows if row["side"] == name and line["level"] in (None, row["level"])]
+            selected = [row for row in rows if row["side"] == name and line["level"] in (None, row["level"])]
             by_problem: dict[str, list[bool]] = {}
-            for row in mine:
+            for row in selected:
                 by_problem.setdefault(row["problem"], []).append(row["correct"])
             assert line["problems"] == len(by_problem)
-            assert line["mean"]["value"] == pytest.approx(sum(row["correct"] for row in mine) / len(mine))
+            assert line["mean"]["value"] == pytest.approx(sum(row["correct"] for row in selected) / len(selected))
             assert line["pass"][str(SAMPLES)]["value"] == pytest.approx(sum(map(any, by_problem.values())) / len(by_problem))
             assert line["maj"]["1"]["value"] == pytest.approx(line["mean"]["value"])
             assert line["mean"]["low"] <= line["mean"]["value"] <= line["mean"]["high"]
-            assert line["tokens"]["mean"] == pytest.approx(sum(row["tokens"] for row in mine) / len(mine))
-            assert line["truncated"] == pytest.approx(sum(row["finish_reason"] == "length" for row in mine) / len(mine))
+            assert line["tokens"]["mean"] == pytest.approx(sum(row["tokens"] for row in selected) / len(selected))
+            assert line["truncated"] == pytest.approx(sum(row["finish_reason"] == "length" for row in selected) / len(selected))
 
 
-def test_a_model_that_learnt_something_is_above_random_weights(found):
-    done, results, _ = found
+def test_a_model_that_learned_something_is_above_random_weights(evaluated):
+    done, results, _ = evaluated
     checkpoint, baseline = (results["sides"][name]["table"][0]["mean"]["value"] for name in ("checkpoint", "baseline"))
     overall = results["comparison"][0]
     assert 0 <= baseline < checkpoint < 1
@@ -84,16 +85,18 @@ def test_a_model_that_learnt_something_is_above_random_weights(found):
     assert "points above the baseline's" in done.out and "checkpoint less baseline" in done.out
 
 
-def test_page_and_report_show_it(found, run):
+def test_page_and_report_show_it(evaluated, run):
     assert "Against the baseline" in (run / "eval" / "step_00003" / "eval.html").read_text()
     assert "eval/step_00003" in write_report(run).read_text()
 
 
+@pytest.mark.long
 def test_greedy_twice_is_the_same(run, tmp_path):
     """As its own baseline, a Hugging Face folder in BF16 mode: what the engine answers greedily does not depend on the batch."""
     model = run.parent / "model"
-    how = ("--checkpoint", model, "--baseline", model, "--greedy", "--samples", 1, "--precision.mode=bf16", "--output", tmp_path / "out")
-    done = evaluate(tmp_path / "eval", *how)
+    arguments = ("--checkpoint", model, "--baseline", model, "--output", tmp_path / "out")
+    arguments += ("--greedy", "--samples", 1, "--precision.mode=bf16")
+    done = evaluate(tmp_path / "eval", *arguments)
     assert done.code == 0, done.err
     rows = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     texts = {side: [row["text"] for row in rows if row["side"] == side] for side in ("checkpoint", "baseline")}

@@ -1,54 +1,75 @@
-"""A real engine records which experts served each token, and the trainer sends the tokens to the same ones."""
+"""A high-precision trainer with an FP8 engine with experts: it is proved, it computes as the contract says, it records which experts
+served each token, and the trainer sends the tokens to the same ones."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from support import engine_routing, trainer_engine
 from support.models import make_checkpoint, random_sequences
+from support.processes import alive_after, command_lines, family
 
 pytestmark = pytest.mark.slow
 
 WIDTHS = {"num_hidden_layers": 2, "initializer_range": 0.05}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 PRECISION = {"mode": "fp8_rollout", "high": "fp32"}
-PROMPTS = [sequence.prompt_ids for sequence in random_sequences(12, seed=23)]
+PROMPTS = [sample.prompt_ids for sample in random_sequences(12, seed=23)]
 
 
 @pytest.fixture(scope="module")
-def world(new_world):
-    return new_world()
+def world(new_world, tmp_path_factory):
+    """The tests share it in order."""
+    world, checkpoint = new_world(), make_checkpoint(tmp_path_factory.mktemp("model"), **WIDTHS, **EXPERTS)
+    world.call(engine_routing.start_with_prefix_cache, checkpoint, tmp_path_factory.mktemp("engine"), PRECISION)
+    return world
 
 
 @pytest.fixture(scope="module")
-def answered(world, tmp_path_factory):
-    """Answers of two turns by a random model, in a mode in which trainer and engine differ, and what both say of them."""
-    checkpoint = make_checkpoint(tmp_path_factory.mktemp("model"), **WIDTHS, **EXPERTS)
-    world.call("support.routing:start", checkpoint, tmp_path_factory.mktemp("engine"), PRECISION, seconds=270)
-    sequences, same, cached = world.call("support.routing:two_turns", PROMPTS)[0]
-    return sequences, same, cached, world.call("support.routing:logprobs", sequences)[0]
+def answered(world):
+    """Answers of two turns by a random model, in a mode in which trainer and engine differ, and log-probs of both."""
+    samples, same, cached = world.call(engine_routing.generate_two_turns, PROMPTS)[0]
+    return samples, same, cached, world.call(engine_routing.score, samples)[0]
 
 
-def apart(found: dict, name: str) -> torch.Tensor:
-    return (found[name] - found["engine"]).abs()
+def distance(logprobs: dict, name: str) -> torch.Tensor:
+    return (logprobs[name] - logprobs["engine"]).abs()
+
+
+def test_an_fp8_engine_below_a_high_precision_trainer_passes_all_checks_after_a_sync(world):
+    world.call(trainer_engine.check_live)
+    report = world.call(trainer_engine.sync, 1)[0]
+    assert world.call(trainer_engine.prove) == [report["proved"]] == [report["tensors"]]
+    _, _, rollout = world.call(trainer_engine.compare_graphs)[0]
+    quantized = {str(edge.format) for edge in rollout.edges if edge.format.quantized}
+    assert quantized == {"e4m3 128x128 pow2", "e4m3 1x128 pow2"}
 
 
 def test_the_record_is_that_of_every_token(answered):
     """The trainer's model with the engine's products computes the engine's bits, so by itself it sends every token where the engine did:
     those of prompts, of answers, of an environment, and those that the second turn took from the prefix cache."""
-    sequences, same, cached, found = answered
+    samples, same, cached, logprobs = answered
     assert all(
-        sequence.routed_experts.shape == (sequence.length - 1, 2, 2) and sequence.routed_experts.dtype == torch.uint8
-        for sequence in sequences
+        sample.routed_experts.shape == (sample.length - 1, 2, 2) and sample.routed_experts.dtype == torch.uint8 for sample in samples
     )
     assert same and cached > 0
-    assert len(torch.cat([sequence.routed_experts for sequence in sequences]).unique()) == 8
-    assert found["emulated differs"] == 0 and apart(found, "emulated").max() == 0
+    assert len(torch.cat([sample.routed_experts for sample in samples]).unique()) == 8
+    assert logprobs["emulated differs"] == 0 and distance(logprobs, "emulated").max() == 0
 
 
 def test_replay_brings_the_mismatch_down_to_that_of_a_dense_model(answered, world, tmp_path_factory):
-    sequences, _, _, found = answered
-    assert found["free differs"] >= found["replay differs"] > 0  # another expert in one layer leads to others in the next
-    assert apart(found, "replay").mean() < 0.8 * apart(found, "free").mean()
-    assert apart(found, "replay").max() < 0.5 * apart(found, "free").max()  # a token at another expert is far off
+    samples, _, _, logprobs = answered
+    assert logprobs["free differs"] >= logprobs["replay differs"] > 0  # another expert in one layer leads to others in the next
+    assert distance(logprobs, "replay").mean() < 0.8 * distance(logprobs, "free").mean()
+    assert distance(logprobs, "replay").max() < 0.5 * distance(logprobs, "free").max()  # a token at another expert is far off
     dense = make_checkpoint(tmp_path_factory.mktemp("dense"), **WIDTHS, intermediate_size=256)  # as wide as two experts
-    assert apart(found, "replay").mean() <= world.call("support.routing:dense_mismatch", dense, PRECISION, sequences)[0]
+    assert distance(logprobs, "replay").mean() <= world.call(engine_routing.measure_dense_mismatch, dense, PRECISION, samples)[0]
+
+
+def test_everything_ends_by_itself_when_the_trainer_is_killed_while_requests_run(world):
+    """Last, for nothing is left afterwards."""
+    trainer, *engine = family(world.pid())
+    assert len(engine) >= 3  # server, scheduler, detokenizer
+    world.send(trainer_engine.generate_until_it_fails, PROMPTS)
+    trainer.kill()
+    assert command_lines(alive_after(engine, 120)) == {}

@@ -14,29 +14,15 @@ import psutil
 import pytest
 from support.processes import ROOT, command_lines, until
 from support.slurm import Cluster, NoSlurmError, unpack_slurm
+from support.train_command import TINY, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4000)]
 
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")
-SMALL = {  # over configs/quickstart.toml
-    "model.warm_start.steps": 0,
-    "model.create.num_hidden_layers": 1,
-    "train.layout.tp": 2,
-    "train.steps": 20,  # about ten seconds: the signal comes in the middle
-    "rollout.prompts_per_step": 4,
-    "rollout.group_size": 2,
-    "rollout.max_new_tokens": 8,
-    "rollout.max_running_requests": 16,
-    "rollout.max_total_tokens": 4096,
-    "rollout.start_timeout": 240,
-    "data.eval_size": 4,
-    "reward.workers": 1,
-    "sync.bucket_mb": 1,
-    "checkpoint.every": 1,
-}
-BOTH_HERE = '--rollout.hosts=["127.0.0.1","127.0.0.1"]'  # as all nodes of this SLURM have one address
+CHANGES = {"train.layout.tp": 2, "train.steps": 20, "checkpoint.every": 1}  # ten seconds or more: the signal comes in the middle
+ONE_ADDRESS = '--rollout.hosts=["127.0.0.1","127.0.0.1"]'  # as all nodes of this SLURM have one address
 FOUR_ENGINES = ("--model.path=model", "--rollout.engines=4")
 PHASES = {"generate", "reward", "logprobs", "train", "sync", "proof", "eval", "checkpoint", "step"}
 STAND_IN = """#!/usr/bin/env bash
@@ -82,10 +68,10 @@ class Job:
         self, cluster: Cluster, folder: Path, *arguments: object, script: Path = COLOCATED, nodes: int = 2, **variables: str
     ) -> None:
         self.cluster, self.folder = cluster, folder
-        here = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
-        here |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
-        where = (f"--nodes={nodes}", f"--nodelist=node[1-{nodes}]", f"--chdir={folder}")
-        self.id = cluster.run("sbatch", "--parsable", *where, *EACH_NODE, script, *arguments, env=here)
+        environment = {"MEGATRON_RL_ROOT": str(ROOT), "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
+        placement = (f"--nodes={nodes}", f"--nodelist=node[1-{nodes}]", f"--chdir={folder}")
+        self.id = cluster.run("sbatch", "--parsable", *placement, *EACH_NODE, script, *arguments, env=environment)
 
     def state(self) -> dict[str, str]:
         return self.cluster.job(self.id)
@@ -109,7 +95,7 @@ class Job:
 
 @pytest.fixture
 def stand_in(cluster, tmp_path):
-    """Submits a job whose ranks are stand-ins that end as told, start after start."""
+    """Submits a job whose ranks are stand-ins that end with `codes`, start after start."""
     python = tmp_path / "python"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -129,67 +115,69 @@ def starts(job: Job, rank: int = 0) -> list[str]:
 
 def test_ranks_know_their_place_and_have_files_of_their_own(stand_in):
     job = stand_in(0)
-    assert job.wait(60) == "COMPLETED 0", job.texts()
-    told = f"-m megatron_rl train run.toml {BOTH_HERE} --checkpoint.resume=auto --sync.transport=gloo --sync.host=127.0.0.1 --train.steps=3"
-    assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {told}"] for rank in range(2)]
+    assert job.wait(600) == "COMPLETED 0", job.texts()
+    command = (
+        f"-m megatron_rl train run.toml {ONE_ADDRESS} --checkpoint.resume=auto --sync.transport=gloo --sync.host=127.0.0.1 --train.steps=3"
+    )
+    assert [starts(job, rank) for rank in range(2)] == [[f"{rank} 0 2 127.0.0.1 {command}"] for rank in range(2)]
     assert [job.rank(rank).read_text() for rank in range(2)] == ["rank 0 was here\n", "rank 1 was here\n"]
     assert f"ranks on node1 node2, logs in {job.folder}/runs/slurm/{job.id}" in job.printed()
 
 
 def test_every_node_of_a_colocated_job_has_engines(stand_in):
     job = stand_in("engines", arguments=FOUR_ENGINES, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
-    assert job.wait(150) == "COMPLETED 0", job.texts()
+    assert job.wait(1200) == "COMPLETED 0", job.texts()
     assert_engines(job, ["node1", "node1", "node2", "node2"])
 
 
 def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
     named = {"script": DISAGGREGATED, "nodes": 3, "ENGINE_NODES": "2", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     job = stand_in("engines", arguments=FOUR_ENGINES, **named)
-    assert job.wait(150) == "COMPLETED 0", job.texts()
-    settings = f"--placement.kind=disaggregated {BOTH_HERE} --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
+    assert job.wait(1200) == "COMPLETED 0", job.texts()
+    settings = f"--placement.kind=disaggregated {ONE_ADDRESS} --checkpoint.resume=auto --sync.transport=process_group --sync.host=127.0.0.1"
     assert starts(job) == [f"0 0 1 127.0.0.1 -m megatron_rl train run.toml {settings} {' '.join(FOUR_ENGINES)}"] and not starts(job, 1)
     assert "ranks on node1, logs in" in job.printed()
     assert_engines(job, ["node2", "node2", "node3", "node3"])
 
 
 def assert_engines(job: Job, nodes: list[str]) -> None:
-    """Engines 0, 1, ... told that they are there and counted their devices node by node. `support.slurm_trainer` has seen them end."""
+    """Engines 0, 1, ... reported these nodes and counted their devices node by node. `support.slurm_trainer` has seen them end."""
     logs = [(job.folder / f"engine{number}.log").read_text().splitlines() for number in range(len(nodes))]
-    told = [json.loads(next(line for line in log if line.startswith("{"))) for log in logs]
-    assert [(one["node"], one["host"]) for one in told] == [(node, "127.0.0.1") for node in nodes]
+    reports = [json.loads(next(line for line in log if line.startswith("{"))) for log in logs]
+    assert [(report["node"], report["host"]) for report in reports] == [(node, "127.0.0.1") for node in nodes]
     cores = os.cpu_count() or 1
-    assert [one["cores"] for one in told] == [str(nodes[:number].count(node) % cores) for number, node in enumerate(nodes)]
+    assert [report["cores"] for report in reports] == [str(nodes[:number].count(node) % cores) for number, node in enumerate(nodes)]
     assert_nothing_is_left(job.folder)
 
 
 def test_a_job_that_is_warned_stops_and_starts_itself_again(stand_in, cluster):
     job = stand_in("stop", 0)
-    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 600, "both ranks")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)  # as --signal=B:USR1@300 does
-    assert job.wait(90) == "COMPLETED 0", job.texts()
+    assert job.wait(900) == "COMPLETED 0", job.texts()
     assert [len(starts(job, rank)) for rank in range(2)] == [2, 2]
     assert "stopped as asked; starting the job again" in job.printed() and "start 2, ranks on" in job.printed()
 
 
 def test_a_job_that_slurm_requeues_goes_on(stand_in, cluster):
     job = stand_in("stop", 0)
-    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 600, "both ranks")
     cluster.run("scontrol", "requeue", job.id)
-    assert job.wait(90) == "COMPLETED 0", job.texts()
+    assert job.wait(900) == "COMPLETED 0", job.texts()
     assert len(starts(job)) == 2 and job.state()["Restarts"] == "1"
 
 
 def test_a_job_that_is_cancelled_stays_so(stand_in, cluster):
     job = stand_in("stop", 0)
-    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 60, "both ranks")
+    until(lambda: len(starts(job, 0)) == len(starts(job, 1)) == 1, 600, "both ranks")
     cluster.run("scancel", job.id)
-    assert job.wait(60).startswith("CANCELLED"), job.texts()
+    assert job.wait(600).startswith("CANCELLED"), job.texts()
     assert len(starts(job)) == 1
 
 
 def test_a_run_that_breaks_is_started_again_so_often(stand_in):
     job = stand_in(3, 1, 3, RESTARTS="1")
-    assert job.wait(120) == "FAILED 1", job.texts()
+    assert job.wait(900) == "FAILED 1", job.texts()
     assert len(starts(job)) == 2
     assert "broken with exit code 3; starting the job again" in job.printed() and "broken 2 times; RESTARTS = 1" in job.printed()
     assert "rank 0 was here" in job.printed(), "the last lines of rank 0"
@@ -197,7 +185,7 @@ def test_a_run_that_breaks_is_started_again_so_often(stand_in):
 
 def test_a_users_mistake_is_not_tried_again(stand_in):
     job = stand_in(2)
-    assert job.wait(60) == "FAILED 2" and len(starts(job)) == 1
+    assert job.wait(600) == "FAILED 2" and len(starts(job)) == 1
 
 
 def test_a_bad_variable_is_one_line(cluster, tmp_path):
@@ -213,13 +201,13 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
     ]
     jobs = [Job(cluster, tmp_path, *arguments, **variables) for arguments, variables, _ in mistakes]
     for job, (_, _, line) in zip(jobs, mistakes, strict=True):
-        assert job.wait(60) == "FAILED 2", line
-        (told,) = job.printed().splitlines()
-        assert told.startswith(f"megatron-rl slurm: {line}")
+        assert job.wait(600) == "FAILED 2", line
+        (message,) = job.printed().splitlines()
+        assert message.startswith(f"megatron-rl slurm: {line}")
 
 
 def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path) -> Job:
-    settings = {**SMALL, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **changes}
+    settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **CHANGES, **changes}
     return Job(
         cluster, folder, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()), script=script
     )
@@ -228,22 +216,21 @@ def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], scrip
 def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
     job = quickstart(cluster, folder, {"rollout.hosts": '["127.0.0.1"]'}, COLOCATED)  # one engine, on the first node
     run = folder / "runs" / "small" / "latest"
-    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 280, f"the first step\n{job.texts()}")
+    until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 1500, f"the first step\n{job.texts()}")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)
-    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 90, f"the job starts again\n{job.texts()}")
-    assert job.wait(280) == "COMPLETED 0", job.texts()
+    until(lambda: job.state()["Restarts"] == "1" or job.state()["JobState"] == "FAILED", 600, f"the job starts again\n{job.texts()}")
+    assert job.wait(1500) == "COMPLETED 0", job.texts()
     return job
 
 
 def with_an_engine_elsewhere(cluster: Cluster, folder: Path) -> Job:
     job = quickstart(cluster, folder, {"train.layout.tp": 1, "train.steps": 1}, DISAGGREGATED)
-    assert job.wait(280) == "COMPLETED 0", job.texts()
+    assert job.wait(1500) == "COMPLETED 0", job.texts()
     return job
 
 
 def rows(run: Path) -> list[dict]:
-    file = run / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return read_rows(run) if (run / "metrics.jsonl").exists() else []
 
 
 def assert_nothing_is_left(folder: Path) -> None:
@@ -255,8 +242,8 @@ def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(
     job = quickstarts["colocated"].result()
     run = job.folder / "runs" / "small" / "latest"
     assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 15 for row in rows(run))
-    told = json.loads((run / "run.json").read_text())
-    assert told["status"] == "finished" and len(told["resumed"]) == 1 and told["resumed"][0]["step"] >= 1
+    state = json.loads((run / "run.json").read_text())
+    assert state["status"] == "finished" and len(state["resumed"]) == 1 and state["resumed"][0]["step"] >= 1
     assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
     assert "stopped as asked; starting the job again" in job.printed()
     assert "step 20/20" in job.rank(0).read_text() and job.rank(1).exists()

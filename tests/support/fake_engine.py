@@ -1,4 +1,4 @@
-"""Engines without SGLang, which start in seconds: a process with the same HTTP face around the project's own code for an engine's weights.
+"""Engines without SGLang, which start in seconds: a process with the same HTTP interface around the project's own code for weights.
 
 The trainer's side is the real one (client, restarts, sync, transports, proof), over random tensors instead of a model. An answer's tokens
 are a function of seed, position and every byte of the weights, so wrong weights do not go unseen. `python -m support.fake_engine` is the
@@ -18,15 +18,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bench_sync import MODELS, EngineModel, contract, make_empty_tensors, make_random_tensors
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import is_rank0, run_on_rank0
-from megatron_rl.rollout.engine_placement import EnginePlacement
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
@@ -34,17 +35,44 @@ from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import scale_name
 from parallel.sglang_shards import build_engine_shards
+from parallel.shards import Shard
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
-from rollout_sglang.launch_args import _free_port
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.server import die_with_parent
-from support.engine_faults import Faults, family_of, strike_while
+from support.engine_faults import Faults, engine_family, strike_while
 from support.engine_faults import sync_through as strike_in_sync
+from support.processes import free_port
 
-MODEL = MODELS["tiny"]
+MODEL = ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True)
+CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 _TOKEN_SECONDS = 0.02
+
+
+def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tensor]:
+    """BF16 tensors, and FP8 weights with scales for the roles that have them."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for shard in shards:
+        value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
+        if shard.role in CONTRACT.fp8_roles():
+            tensors[shard.name], tensors[scale_name(shard.name)] = quantize_weight(value, "pow2")
+        else:
+            tensors[shard.name] = value
+    return tensors
+
+
+class TensorsAsModel(torch.nn.Module):
+    """Parameters under SGLang's names, which hold dots."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(self.tensors.items())
 
 
 class LightEngine:
@@ -52,7 +80,7 @@ class LightEngine:
 
     def __init__(self) -> None:
         self.version = "0"
-        self.model = EngineModel(make_empty_tensors(build_engine_shards(MODEL, 1)[0], contract(True)))
+        self.model = TensorsAsModel(make_random_tensors(build_engine_shards(MODEL, 1)[0], seed=0))
         placement = {"tp_rank": 0, "tp_size": 1}
         self._checker = SimpleNamespace(_placement=placement, _get_model=lambda: self.model)
         self._one_at_a_time = threading.Lock()
@@ -73,8 +101,8 @@ class LightEngine:
         return {**answer, **formats, "parallelism_info": [answer["parallelism_info"]]}
 
     def generate(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        version, held = self.version, rank_handler.live_tensors(self.model)
-        weights = sum(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for tensor in held.values())
+        version, tensors = self.version, rank_handler.live_tensors(self.model)
+        weights = sum(zlib.crc32(tensor.contiguous().view(torch.uint8).numpy()) for tensor in tensors.values())
         threading.Event().wait(_TOKEN_SECONDS * parameters[0]["max_new_tokens"])
         return [
             {
@@ -82,11 +110,12 @@ class LightEngine:
                     "finish_reason": {"type": "length"},
                     "weight_version": version,
                     "output_token_logprobs": [
-                        (-1.0, (weights ^ (one["sampling_seed"] * 7919 + place * 104729)) % 251) for place in range(one["max_new_tokens"])
+                        (-1.0, (weights ^ (request["sampling_seed"] * 7919 + position * 104729)) % 251)
+                        for position in range(request["max_new_tokens"])
                     ],
                 }
             }
-            for one in parameters
+            for request in parameters
         ]
 
 
@@ -97,21 +126,21 @@ def serve(host: str, port: int) -> None:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.say(200, {})
+            self.respond(200, {})
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null")
             if self.headers["Authorization"] != f"Bearer {key}":
-                return self.say(401, {})
-            return self.say(200, engine.answer(self.path, body))
+                return self.respond(401, {})
+            return self.respond(200, engine.answer(self.path, body))
 
-        def say(self, status: int, answer: Any) -> None:
-            told = json.dumps(answer).encode()
+        def respond(self, status: int, answer: Any) -> None:
+            body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(told)))
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None: ...
 
@@ -130,7 +159,7 @@ class LightStart:
     number: int
 
     def start_process(self) -> tuple[EngineProcess, str, str]:
-        port, key = _free_port(EnginePlacement()), secrets.token_hex(24)
+        port, key = free_port(), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
         return EngineProcess(["127.0.0.1", str(port)], environment, log, "support.fake_engine"), f"http://127.0.0.1:{port}", key
@@ -140,12 +169,12 @@ class LightStart:
 class Run:
     engines: EnginePool | None
     recovering_sync: RecoveringWeightSync
-    said: list[str]
+    messages: list[str]
     named_tensors: dict[str, torch.Tensor]
     shards: Any
 
 
-_now: list[Run] = []
+_current: list[Run] = []
 
 
 def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: float) -> None:
@@ -156,42 +185,38 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout, said = Layout(tp=dist.get_world_size()), list[str]()
+    layout, messages = Layout(tp=dist.get_world_size()), list[str]()
     settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
-    several = EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), said.append) if is_rank0() else None
-    plan = SyncPlan.make(MODEL, layout, (1, 1), contract(True), settings.chunk_bytes, engines)
+    pool = EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append) if is_rank0() else None
+    plan = SyncPlan.make(MODEL, layout, (1, 1), CONTRACT, settings.chunk_bytes, engines)
     shards = build_trainer_shards(MODEL, layout, quantized=True)[dist.get_rank()]
-    run = Run(several, None, said, make_random_tensors(shards, True, 0), shards)
-    weights = WeightSync(plan, several, lambda: run.named_tensors, settings)
-    run.recovering_sync = RecoveringWeightSync(weights, several, said.append)
-    _now[:] = [run]
+    run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
+    weights = WeightSync(plan, pool, lambda: run.named_tensors, settings)
+    run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)
+    _current[:] = [run]
     run.recovering_sync.run(1)
 
 
 def change(seed: int) -> None:
     """Other weights, as after an optimizer step."""
-    _now[0].named_tensors = make_random_tensors(_now[0].shards, True, seed)
+    _current[0].named_tensors = make_random_tensors(_current[0].shards, seed)
 
 
 def sync_through(version: int, faults: Faults) -> dict[str, Any]:
-    return strike_in_sync(_now[0].engines, _now[0].recovering_sync, version, faults)
+    return strike_in_sync(_current[0].engines, _current[0].recovering_sync, version, faults)
 
 
 def always_lose(version: int) -> None:
     """A sync that kills engine 0 as often as it is begun. Raises what it raises."""
-    run = _now[0]
-    begin = EnginePool.start_receiving
+    start_receiving = EnginePool.start_receiving
 
-    def begin_and_kill(engines: EnginePool, hashing: bool) -> None:
-        begin(engines, hashing)
-        family_of(engines, 0)[0].kill()
+    def start_and_kill(engines: EnginePool, hashing: bool) -> None:
+        start_receiving(engines, hashing)
+        engine_family(engines, 0)[0].kill()
 
-    EnginePool.start_receiving = begin_and_kill
-    try:
-        run.recovering_sync.run(version)
-    finally:
-        EnginePool.start_receiving = begin
+    with mock.patch.object(EnginePool, "start_receiving", start_and_kill):
+        _current[0].recovering_sync.run(version)
 
 
 def answers(count: int, tokens: int, alone: int | None = None) -> Any:
@@ -200,24 +225,24 @@ def answers(count: int, tokens: int, alone: int | None = None) -> Any:
 
 
 def _answers(count: int, tokens: int, alone: int | None = None) -> list[tuple[list[int], int]]:
-    engines = _now[0].engines
-    asked = engines if alone is None else engines._replicas[alone].engine
-    found = asked.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
-    return [(one.output_ids_T, one.policy_version) for one in found]
+    engines = _current[0].engines
+    asked = engines if alone is None else engines.engines[alone]
+    generations = asked.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
+    return [(generation.output_ids_T, generation.policy_version) for generation in generations]
 
 
 def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:
     """`answers` with faults; see `support.engine_faults.strike_while`. On other ranks than 0 the result alone."""
-    run = _now[0]
+    run = _current[0]
     if run.engines is None:
         return run.recovering_sync.run_with_recovery(version, lambda: None)
     return strike_while(lambda: _answers(count, tokens), run.engines, run.recovering_sync, version, faults)
 
 
-def said() -> list[str]:
-    """What the user was told since the last time."""
-    lines, _now[0].said[:] = list(_now[0].said), []
-    return lines
+def take_messages() -> list[str]:
+    """What the user was told since the last call."""
+    messages, _current[0].messages[:] = list(_current[0].messages), []
+    return messages
 
 
 if __name__ == "__main__":

@@ -108,11 +108,11 @@ class Cluster:
         socket_file, sbin = self.folder / "munge.socket", self._root / "usr/sbin"
         files = [f"--{name}-file={self.folder}/munge.{name}" for name in ("key", "log", "pid", "seed")]
         self._start("munged", sbin / "munged", "--foreground", "--force", f"--socket={socket_file}", *files)
-        until(socket_file.exists, 20, f"munged{self.logs()}")
+        until(socket_file.exists, 200, f"munged{self.logs()}")
         self._start("slurmctld", sbin / "slurmctld-wlm", "-D", "-c")
         for number in range(1, self._size + 1):
             self._start(f"node{number}", sbin / "slurmd-wlm", "-D", "-N", f"node{number}", "-d", sbin / "slurmstepd-wlm")
-        until(self._is_up, 40, "nodes that are idle")
+        until(self._is_up, 400, "nodes that are idle")
 
     def _start(self, name: str, *words: object) -> None:
         environment, nothing = {**os.environ, **self.env}, subprocess.DEVNULL

@@ -1,8 +1,7 @@
 """Stands in for the trainer of a batch job: starts the engines of its configuration where they belong, and ends them as engines that hang.
 
-`python -m support.slurm_trainer`, then the trainer's own words. The engines are stand-ins too: where SGLang would start, they tell into
-their
-logs where they are and what they were told, and then leave every signal unheard that they may.
+`python -m support.slurm_trainer`, then the trainer's own arguments. The engines are stand-ins too: where SGLang would start, they write to
+their logs where they are and with which settings, and then ignore every signal that can be ignored.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ import json, os, signal, sys, time
 if "rollout_sglang.server" in sys.orig_argv and not os.environ.get("MEGATRON_RL_ENGINE_LAUNCHER"):  # else it is to become its launcher
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     host = sys.orig_argv[sys.orig_argv.index("--host") + 1]
-    told = {"node": os.environ["SLURMD_NODENAME"], "host": host, "cores": os.environ["SGLANG_CPU_OMP_THREADS_BIND"], "pid": os.getpid()}
-    print(json.dumps(told), flush=True)
-    time.sleep(600)
+    report = {"node": os.environ["SLURMD_NODENAME"], "host": host, "cores": os.environ["SGLANG_CPU_OMP_THREADS_BIND"], "pid": os.getpid()}
+    print(json.dumps(report), flush=True)
+    time.sleep(6000)
 """
 
 
@@ -40,12 +39,12 @@ def main() -> None:
     check_engine_placement(config)
     engines = [EngineLaunchSpec(config, folder, folder, number).start_process()[0] for number in range(config.rollout.engines)]
     try:
-        until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 90, "every engine")
+        until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 900, "every engine")
     finally:
         with ThreadPoolExecutor(len(engines)) as threads:
             list(threads.map(EngineProcess.kill, engines))
     pids = [int(re.findall(r'"pid": (\d+)', engine.log.read_text())[0]) for engine in engines]
-    until(lambda: not any(map(psutil.pid_exists, pids)), 30, "the engines' end")  # the end of the job would end them in any case
+    until(lambda: not any(map(psutil.pid_exists, pids)), 300, "the engines' end")  # the end of the job would end them in any case
 
 
 if __name__ == "__main__":

@@ -1,180 +1,235 @@
-"""A trainer with a real SGLang engine below it, run as the one rank of a `World`."""
+"""A trainer with real SGLang engines, in any layout, run as the ranks of a `World`. Only rank 0 has the engines."""
 
 from __future__ import annotations
 
-import dataclasses
 import string
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer
+from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.export import export_checkpoint, save_hf
-from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, quantize_model
+from megatron_rl.mcore.load_weights import load_checkpoint
+from megatron_rl.mcore.model import stop_megatron
 from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Message
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.graph_check import GraphComparison, check_graph, read_training_graph
-from megatron_rl.types import Problem, SamplingParams
+from megatron_rl.types import Generation, Problem, SamplingParams
 from parallel.digest import view_rect
+from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect
-from rollout_sglang.engine import SGLangEngine, start_engine_and_wait
-from support.engine_faults import engine_config
+from support.engine_faults import Faults, strike_while, sync_through
+from support.models import write_model
+from support.planted_differences import plant_difference
 from support.trainer import Trainer
+from support.trainer import start as start_trainer
+
+MIB = 1 << 20
+_SMALL_BUCKET = 64 << 10
+ROLLOUT = {"max_running_requests": 16, "max_total_tokens": 1 << 16, "request_timeout": 600.0, "start_timeout": 800.0}
+"""The cache takes 64 MiB for each of keys and values of a layer, so that one can see whether it is there."""
 
 
-class Served:
-    """A trainer, its engine, and syncs between them."""
+class TrainerAndEngines:
+    """This rank's part of a trainer, its engines, and syncs between them.
 
-    def __init__(self, checkpoint: Path, folder: Path, precision: dict[str, Any]) -> None:
-        self.folder = folder
-        self.trainer = Trainer(checkpoint, precision, {"learning_rate": 3e-3})
-        self.config = engine_config(checkpoint, precision)
-        self.engine: SGLangEngine
+    `sections`: of the configuration, over `ROLLOUT`. The engines load `engine_model` where given, else what a run would hand to them.
+    """
 
-    def save(self, to: Path) -> Path:
-        """What a run hands to its engine."""
-        trainer = self.trainer
-        save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, trainer.folder)
-        return to
+    def __init__(
+        self,
+        checkpoint: Path,
+        folder: Path,
+        precision: dict[str, Any],
+        sections: dict[str, dict[str, Any]] | None = None,
+        layout: Layout | None = None,
+        engine_model: Path | None = None,
+    ) -> None:
+        self.folder, self.messages = folder, list[str]()
+        self.trainer = Trainer(checkpoint, precision, {"learning_rate": 3e-3}, layout=layout)
+        sections = {**(sections or {})}
+        sections["rollout"] = {**ROLLOUT, **sections.get("rollout", {})}
+        self.config = Config.model_validate({"model": {"path": checkpoint}, "precision": precision, **sections})
+        self._engines: EnginePool | None = None
+        self.start_engines(engine_model or _save(self.trainer, folder / "engine_model"))
 
-    def plan(self, bucket_bytes: int) -> SyncPlan:
-        geometry = ModelGeometry.from_hf_config(self.trainer.hf_config)
-        return SyncPlan.make(geometry, self.trainer.layout, (1, 1), self.trainer.contract, bucket_bytes)
+    @property
+    def engines(self) -> EnginePool:
+        assert self._engines is not None, "only rank 0 has the engines"
+        return self._engines
 
-    def sync(self, bucket_bytes: int) -> WeightSync:
-        return WeightSync(self.plan(bucket_bytes), self.engine, self.trainer.collect_named_tensors)
+    def start_engines(self, model: Path) -> None:
+        """Start engines on a checkpoint, after ending those that run."""
+
+        def start() -> None:
+            if self._engines:
+                self._engines.stop()
+            self._engines = start_engines(self.config, model, self.folder, self.messages.append)
+
+        run_on_rank0(start)
+
+    def plan(self, bucket_bytes: int = MIB) -> SyncPlan:
+        geometry, rollout = ModelGeometry.from_hf_config(self.trainer.hf_config), self.config.rollout
+        sizes = rollout.tp, rollout.ep
+        return SyncPlan.make(geometry, self.trainer.layout, sizes, self.trainer.contract, bucket_bytes, rollout.engines)
+
+    @contextmanager
+    def weight_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[WeightSync]:
+        """A sync in buckets of at most `bucket_bytes`, with `settings` of the configuration's section."""
+        config = SyncConfig.model_validate(settings or {})
+        sync = WeightSync(self.plan(bucket_bytes), self._engines, self.trainer.collect_named_tensors, config)
+        try:
+            yield sync
+        finally:
+            sync.close()
+
+    @contextmanager
+    def recovering_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[RecoveringWeightSync]:
+        """`weight_sync` that replaces engines that are lost."""
+        with self.weight_sync(bucket_bytes, settings) as sync:
+            yield RecoveringWeightSync(sync, self._engines, self.messages.append)
+
+    def sample(self, prompts: list[list[int]], tokens: int) -> list[Generation]:
+        """Completions of every prompt, on all ranks."""
+        return run_on_rank0(lambda: self.engines.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens)))
+
+    def compute_logprobs(self, samples: list[TrainingSample]) -> torch.Tensor:
+        """The trainer's log-probs of all sampled tokens, one sample after the other."""
+        return torch.cat(self.trainer.actor.compute_logprobs(samples)[0])
 
 
-_now: list[Served] = []
+def _save(trainer: Trainer, to: Path) -> Path:
+    """Write the checkpoint that a run hands to its engines."""
+    save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, trainer.folder)
+    return to
 
 
-def start(checkpoint: Path, folder: Path, precision: dict[str, Any], engine_model: Path | None = None) -> int:
-    """Brings up trainer and engine, which loads `engine_model` where given, else the trainer's own blocks. Returns the server's pid."""
-    served = Served(checkpoint, folder, precision)
-    served.engine = start_engine_and_wait(served.config, engine_model or served.save(folder / "engine_model"), folder)
-    _now[:] = [served]
-    return served.engine.process.pid
+def save_for_engine(checkpoint: Path, to: Path, precision: dict[str, Any]) -> Path:
+    """Write what a run with this checkpoint hands to its engines."""
+    return _save(Trainer(checkpoint, precision), to)
 
 
-def save_only(checkpoint: Path, to: Path, precision: dict[str, Any]) -> Path:
-    """The folder that a run with this checkpoint hands to its engine."""
-    return Served(checkpoint, to, precision).save(to)
+_current: list[TrainerAndEngines] = []
+
+
+def current() -> TrainerAndEngines:
+    """What `start` has brought up in this process."""
+    return _current[0]
+
+
+def start(*args: Any) -> None:
+    """Bring up a trainer and its engines: arguments of `TrainerAndEngines`."""
+    _current[:] = [TrainerAndEngines(*args)]
+
+
+def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int) -> None:
+    """`start` with a model of an architecture, of random weights of seed 0, that engines of `tp` and `ep` load too."""
+    start_trainer(layout)
+    model = _write_architecture(kind, folder / "model", precision, layout, seed=0)
+    start(model, folder, precision, {"rollout": {"tp": tp, "ep": ep, "max_total_tokens": 4096}}, layout, model)
+
+
+def _write_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, seed: int) -> Path:
+    """A checkpoint written by rank 0; as many layers as virtual stages need."""
+    if is_rank0():
+        write_model(folder, kind, precision, seed, **({"num_hidden_layers": layout.pp * layout.vpp} if layout.vpp > 1 else {}))
+    dist.barrier()
+    return folder
+
+
+def change_weights(kind: str, seed: int) -> None:
+    """Give the trainer of `start_architecture` the weights of another seed; the engine is not told."""
+    trainer = current().trainer
+    precision = trainer.precision.model_dump()
+    model = _write_architecture(kind, current().folder / f"model{seed}", precision, trainer.layout, seed)
+    load_checkpoint(trainer.model, model, trainer.shards)
+    quantize_model(trainer.model)
 
 
 def check_live() -> None:
-    """The checks of `check_live_engine`."""
-    check_live_engine(_now[0].plan(1 << 20), _now[0].engine)
+    """Run the checks of `check_live_engine`."""
+    run_on_rank0(lambda: check_live_engine(current().plan(), current().engines))
 
 
 def prove() -> int:
-    """The proof alone: number of engine tensors proved."""
-    sync = _now[0].sync(1 << 20)
-    try:
+    """Return the number of engine tensors that the proof alone finds equal."""
+    with current().weight_sync() as sync:
         return sync.prove()
-    finally:
-        sync.close()
 
 
 def train(batch: list[TrainingSample]) -> None:
-    """One optimizer step."""
-    _now[0].trainer.actor.update(batch, PolicyLoss(AlgorithmConfig()))
+    """Take one optimizer step."""
+    current().trainer.actor.update(batch, PolicyLoss(AlgorithmConfig()))
 
 
-def sync(version: int, bucket_bytes: int) -> dict[str, Any]:
-    """One whole sync in buckets of at most that many bytes: its report and the number of chunks."""
-    weight_sync = _now[0].sync(bucket_bytes)
-    try:
-        return {**dataclasses.asdict(weight_sync.run(version)), "chunks": len(weight_sync.plan.chunks)}
-    finally:
-        weight_sync.close()
+def sync(version: int, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Run one whole sync; return its report and the number of chunks."""
+    with current().weight_sync(bucket_bytes, settings) as weight_sync:
+        return {**asdict(weight_sync.run(version)), "chunks": len(weight_sync.plan.chunks)}
 
 
 def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any]:
-    """Samples answers: policy versions, engine's and trainer's log-probs of all sampled tokens, one after the other."""
-    served = _now[0]
-    answers = served.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens))
-    sequences = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
+    """Sample answers: policy versions, (prompt, answer) of each, the engine's and the trainer's log-probs of all sampled tokens."""
+    generations = current().sample(prompts, tokens)
+    samples = make_samples(prompts, generations)
     return {
-        "versions": {answer.policy_version for answer in answers},
-        "engine": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
-        "trainer": torch.cat(served.trainer.actor.compute_logprobs(sequences)[0]),
+        "versions": {generation.policy_version for generation in generations},
+        "samples": [(sample.prompt_ids, sample.response_ids) for sample in samples],
+        "engine": torch.tensor([value for generation in generations for value in generation.logprobs_T]),
+        "trainer": current().compute_logprobs(samples),
     }
 
 
-def change_trainer(name: str, row: int, col: int) -> None:
-    """Flips the lowest bit of one element that the trainer holds, without the engine being told."""
-    element = _now[0].trainer.collect_named_tensors()[name][row : row + 1, col : col + 1]
-    element.view(torch.uint8)[0, 0] ^= 1
+def make_samples(prompts: list[list[int]], generations: list[Generation]) -> list[TrainingSample]:
+    return [TrainingSample(prompt, generation.output_ids_T) for prompt, generation in zip(prompts, generations, strict=True)]
 
 
-def change_engine(name: str, row: int, col: int) -> None:
-    """Syncs the trainer's blocks with one bit of what fills that element of an engine parameter wrong."""
-    served = _now[0]
-    plan, named_tensors = served.plan(1 << 20), dict(served.trainer.collect_named_tensors())
-    transfer = next(transfer for transfer in plan.transfers if transfer.target == name and _holds(transfer.target_rect, row, col))
-    wrong = named_tensors[transfer.source] = named_tensors[transfer.source].clone()
-    place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
-    view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
-    sync = WeightSync(plan, served.engine, lambda: named_tensors)
-    try:
-        sync.run(0)
-    finally:
-        sync.close()
+def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = None) -> list[tuple[list[int], list[float], int]]:
+    """(tokens, log-probs, policy version) of every prompt, each with a seed of its own, of all engines or of one of them."""
+    engines = current().engines
+    source = engines if engine is None else engines.engines[engine]
+    generations = source.generate(prompts, [SamplingParams(1.0, tokens, seed) for seed in range(len(prompts))])
+    return [(generation.output_ids_T, generation.logprobs_T, generation.policy_version) for generation in generations]
 
 
-def _holds(rect: Rect, row: int, col: int) -> bool:
-    return rect.row <= row < rect.row + rect.rows and rect.col <= col < rect.col + rect.cols
+def generate_with_faults(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+    """`generate_seeded` with faults; see `support.engine_faults.strike_while`."""
+    with current().recovering_sync(_SMALL_BUCKET) as weight_sync:
+        return strike_while(lambda: generate_seeded(prompts, tokens), current().engines, weight_sync, version, faults)
 
 
-def save_run_checkpoint(to: Path) -> Path:
-    """A run's checkpoint of the policy as it is."""
-    trainer = _now[0].trainer
-    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
-    CheckpointWriter(to, trainer.model, trainer.hf_config, trainer.folder, state).finish()
-    return to
-
-
-def masters() -> dict[str, torch.Tensor]:
-    """FP32 masters under Hugging Face names."""
-    return _now[0].trainer.collect_tensors(fp8=False)
-
-
-def export(checkpoint: Path, to: Path, precision: str) -> Path:
-    """The command `export`, in a process that is in no world yet."""
-    from megatron_rl.mcore.model import stop_megatron
-
-    stop_megatron()
-    export_checkpoint(checkpoint, to, precision)
-    stop_megatron()
-    return to
-
-
-def restart_engine(engine_model: Path, folder: Path) -> int:
-    """Ends the engine and starts a fresh one on another checkpoint."""
-    served = _now[0]
-    served.engine.stop()
-    served.engine = start_engine_and_wait(served.config, engine_model, folder)
-    return served.engine.process.pid
+def sync_with_faults(faults: Faults, version: int) -> dict[str, Any]:
+    """A sync with faults; see `support.engine_faults.sync_through`."""
+    with current().recovering_sync(_SMALL_BUCKET) as weight_sync:
+        return sync_through(current().engines, weight_sync, version, faults)
 
 
 def generate_until_it_fails(prompts: list[list[int]]) -> tuple[str, str]:
-    """Generates long answers again and again: (the line, the log tail) of the RunError that ends it."""
+    """Generate long answers again and again: (the line, the log tail) of the RunError that ends it."""
     while True:
         try:
             generate(prompts, tokens=200)
@@ -182,32 +237,85 @@ def generate_until_it_fails(prompts: list[list[int]]) -> tuple[str, str]:
             return str(error), error.log_tail
 
 
+def take_messages() -> list[str]:
+    """What the user was told since the last call."""
+    messages, current().messages[:] = list(current().messages), []
+    return messages
+
+
+def change_trainer(name: str, row: int, col: int) -> None:
+    """Flip the lowest bit of one element that the trainer holds, without telling the engine."""
+    element = current().trainer.collect_named_tensors()[name][row : row + 1, col : col + 1]
+    element.view(torch.uint8)[0, 0] ^= 1
+
+
+def change_engine(name: str, row: int, col: int) -> None:
+    """Sync the trainer's weights with one bit of what fills that element of an engine parameter wrong."""
+    plan, tensors = current().plan(), dict(current().trainer.collect_named_tensors())
+    transfer = next(transfer for transfer in plan.transfers if transfer.target == name and _contains(transfer.target_rect, row, col))
+    wrong = tensors[transfer.source] = tensors[transfer.source].clone()
+    place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
+    view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
+    weight_sync = WeightSync(plan, current().engines, lambda: tensors)
+    try:
+        weight_sync.run(0)
+    finally:
+        weight_sync.close()
+
+
+def _contains(rect: Rect, row: int, col: int) -> bool:
+    return rect.row <= row < rect.row + rect.rows and rect.col <= col < rect.col + rect.cols
+
+
+def save_run_checkpoint(to: Path) -> Path:
+    """Write a run's checkpoint of the policy as it is."""
+    trainer = current().trainer
+    state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
+    CheckpointWriter(to, trainer.model, trainer.hf_config, trainer.folder, state).finish()
+    return to
+
+
+def read_masters() -> dict[str, torch.Tensor]:
+    """FP32 masters under Hugging Face names."""
+    return current().trainer.collect_tensors(fp8=False)
+
+
+def export(checkpoint: Path, to: Path, precision: str) -> Path:
+    """The command `export`, in a process that is in no world yet."""
+    stop_megatron()
+    export_checkpoint(checkpoint, to, precision)
+    stop_megatron()
+    return to
+
+
+def restart_engines(model: Path) -> None:
+    """End the engines and start fresh ones on another checkpoint."""
+    current().start_engines(model)
+
+
 def stop_twice() -> None:
-    _now[0].engine.stop()
-    _now[0].engine.stop()
+    current().engines.stop()
+    current().engines.stop()
 
 
 def generate_and_emulate(prompts: list[list[int]], tokens: int = 24) -> dict[str, torch.Tensor]:
-    """Samples answers from the served engine; log-probs of all sampled tokens by the engine, the trainer, and the trainer's model with
-    the products of the engine."""
-    here = _now[0]
-    assert not find_fp8_layers(here.trainer.model)  # the trainer computes in high precision
-    answers = here.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens))
-    sequences = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(prompts, answers, strict=True)]
-    trainer = torch.cat(here.trainer.actor.compute_logprobs(sequences)[0])
-    with emulate_engine(here.trainer.model, here.trainer.collect_named_tensors(), here.trainer.contract.activation_format) as layers:
-        emulated = torch.cat(here.trainer.actor.compute_logprobs(sequences)[0])
-    mlps = here.trainer.hf_config.get("num_experts") or 1  # of a layer
-    assert layers == (2 + 2 * mlps) * here.trainer.hf_config["num_hidden_layers"]
-    return {
-        "engine": torch.tensor([value for answer in answers for value in answer.logprobs_T]),
-        "trainer": trainer,
-        "emulated": emulated,
-    }
+    """Sample answers; log-probs of all sampled tokens by the engine, the trainer, and the trainer's model with the products of the
+    engine."""
+    trainer = current().trainer
+    assert not find_fp8_layers(trainer.model)  # the trainer computes in high precision
+    generations = current().sample(prompts, tokens)
+    samples = make_samples(prompts, generations)
+    own = current().compute_logprobs(samples)
+    with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.activation_format) as layers:
+        emulated = current().compute_logprobs(samples)
+    mlps = trainer.hf_config.get("num_experts") or 1  # of a layer
+    assert layers == (2 + 2 * mlps) * trainer.hf_config["num_hidden_layers"]
+    engine = torch.tensor([value for generation in generations for value in generation.logprobs_T])
+    return {"engine": engine, "trainer": own, "emulated": emulated}
 
 
-class Counter:
-    """Counts the turns aloud. A random model soon writes one of so many letters."""
+class TurnCounter:
+    """An environment that counts the turns aloud. A random model soon writes one of so many letters."""
 
     stop = tuple(string.ascii_lowercase)
 
@@ -220,122 +328,45 @@ class Counter:
 
 
 def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[str, Any]:
-    """Samples answers: their texts, and log-probs of what the policy sampled, one answer after the other, by the engine (`engine`), by
-    the trainer given answers with the environment's tokens marked (`trainer`), and out of those of whole answers (`whole`)."""
-    here = _now[0]
-    config = EnvironmentConfig(name="support.trainer_engine:Counter", max_turns=turns, workers=1)
+    """Sample answers of several turns: their texts, and log-probs of what the policy sampled, one answer after the other, by the engine
+    (`engine`), by the trainer given answers with the environment's tokens masked (`trainer`), and out of those of whole answers
+    (`whole`)."""
+    trainer = current().trainer
+    config = EnvironmentConfig(name="support.trainer_engine:TurnCounter", max_turns=turns, workers=1)
     with EnvironmentPool(config) as environments:
-        talk = MultiTurnSampler(here.engine, load_tokenizer(here.trainer.folder), environments)
-        answers = talk.sample([Problem(text, text, "") for text in prompts], SamplingParams(1.0, tokens), version)
-    whole = here.trainer.actor.compute_logprobs([TrainingSample(answer.prompt_ids_T, answer.output_ids_T) for answer in answers])[0]
-    marked = [TrainingSample(answer.prompt_ids_T, answer.output_ids_T, response_mask=answer.response_mask_T) for answer in answers]
+        sampler = MultiTurnSampler(current().engines, load_tokenizer(trainer.folder), environments)
+        answers = sampler.sample([Problem(text, text, "") for text in prompts], SamplingParams(1.0, tokens), version)
+    whole = trainer.actor.compute_logprobs([TrainingSample(answer.prompt_ids_T, answer.output_ids_T) for answer in answers])[0]
+    masked = [TrainingSample(answer.prompt_ids_T, answer.output_ids_T, response_mask=answer.response_mask_T) for answer in answers]
     masks = [torch.tensor(answer.response_mask_T) for answer in answers]
-    told = [torch.tensor(answer.logprobs_T) for answer in answers]
+    engine = [torch.tensor(answer.logprobs_T) for answer in answers]
     return {
         "parts": [answer.dialogue for answer in answers],
-        "ids": [answer.output_ids_T for answer in answers],
         "finish": [answer.finish_reason for answer in answers],
         "sampled": [answer.sampled_count for answer in answers],
-        "engine": torch.cat([values[mask] for values, mask in zip(told, masks, strict=True)]),
-        "trainer": torch.cat(here.trainer.actor.compute_logprobs(marked)[0]),
+        "engine": torch.cat([values[mask] for values, mask in zip(engine, masks, strict=True)]),
+        "trainer": current().compute_logprobs(masked),
         "whole": torch.cat([values[mask] for values, mask in zip(whole, masks, strict=True)]),
     }
+
+
+def compare_graphs(plant: str = "") -> tuple[list[str], PrecisionGraph, PrecisionGraph]:
+    """Lines of differences, the trainer's graph, and the graph of engine rank 0."""
+    trainer = current().trainer
+    with plant_difference(trainer.model, plant):
+        comparison = GraphComparison(read_training_graph(trainer.model), tuple(current().engines.read_graph()))
+    return comparison.differences, comparison.training, comparison.rollout[0]
+
+
+def check_graphs(folder: Path, plant: str = "") -> None:
+    """Compare the live graphs as a run does at its start."""
+    trainer = current().trainer
+    with plant_difference(trainer.model, plant):
+        check_graph(trainer.model, current().engines, trainer.contract, folder)
 
 
 def read_trainer_graph(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> PrecisionGraph | None:
     """The training graph of a checkpoint, on rank 0; the difference is planted on every rank, or on one."""
     model = Trainer(folder, precision).model
-    with plant_difference(model, plant if only_on in (None, torch.distributed.get_rank()) else ""):
+    with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
         return read_training_graph(model)
-
-
-def compare_served_graphs(plant: str = "") -> tuple[list[str], PrecisionGraph, PrecisionGraph]:
-    """Of the served trainer and its engine: the lines of differences, training graph, rollout graph of rank 0."""
-    trainer, engine = _now[0].trainer, _now[0].engine
-    with plant_difference(trainer.model, plant):
-        comparison = GraphComparison(read_training_graph(trainer.model), tuple(engine.read_graph()))
-    return comparison.differences, comparison.training, comparison.rollout[0]
-
-
-def check_served(folder: Path, plant: str = "") -> None:
-    """What a run does at its start."""
-    trainer = _now[0].trainer
-    with plant_difference(trainer.model, plant):
-        check_graph(trainer.model, _now[0].engine, trainer.contract, folder)
-
-
-@contextmanager
-def plant_difference(model: Any, plant: str) -> Iterator[None]:
-    """Changes one thing of a live model for a while; "" changes nothing."""
-    undo = _PLANTS[plant](model) if plant else lambda: None
-    try:
-        yield
-    finally:
-        undo()
-
-
-def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    return lambda: setattr(owner, name, old)
-
-
-def _smaller_blocks(model: Any) -> Callable[[], None]:
-    """fc2 of the last layer in blocks of 64x64."""
-    layer = model.decoder.layers[-1].mlp.linear_fc2
-    scale = layer.blocks.scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    return _set(layer, "blocks", layer.blocks._replace(scale=scale))
-
-
-def _weight_scales(model: Any) -> Callable[[], None]:
-    layer = model.decoder.layers[-1].mlp.linear_fc1
-    return _set(layer, "blocks", layer.blocks._replace(scale=layer.blocks.scale * 1.1))
-
-
-def _activation_scales(model: Any) -> Callable[[], None]:
-    with ExitStack() as undone:
-        for layer in find_fp8_layers(model).values():
-            undone.callback(_set(layer, "scale_format", "fp32"))
-        return undone.pop_all().close
-
-
-def _high_precision_layer(model: Any) -> Callable[[], None]:
-    """The output projection of the last layer loses its blocks: the engine then quantises a layer more than the trainer."""
-    return _set(model.decoder.layers[-1].self_attention.linear_proj, "blocks", None)
-
-
-def _fp8_head(model: Any) -> Callable[[], None]:
-    """The trainer quantises a layer more than the engine."""
-    head, example = model.output_layer, model.decoder.layers[-1].mlp.linear_fc2
-    rows, cols = head.weight.shape
-    head.blocks = example.blocks._replace(
-        data=head.weight.detach().to(torch.float8_e4m3fn), scale=example.blocks.scale.new_ones(rows // 128, cols // 128)
-    )
-    head.scale_format = example.scale_format
-
-    def undo() -> None:
-        del head.blocks, head.scale_format
-
-    return undo
-
-
-def _norm_dtype(model: Any) -> Callable[[], None]:
-    norm = model.decoder.layers[-1].input_layernorm
-    return _set(norm.weight, "data", norm.weight.data.to(torch.float16))
-
-
-def _unknown_parameter(model: Any) -> Callable[[], None]:
-    mlp = model.decoder.layers[-1].mlp
-    mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(4)))
-    return lambda: delattr(mlp, "extra")
-
-
-_PLANTS: dict[str, Callable[[Any], Callable[[], None]]] = {
-    "granularity": _smaller_blocks,
-    "weight scales": _weight_scales,
-    "activation scales": _activation_scales,
-    "high-precision layer": _high_precision_layer,
-    "fp8 head": _fp8_head,
-    "dtype": _norm_dtype,
-    "unknown parameter": _unknown_parameter,
-}

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as the second opinion, in a process that never saw Megatron's CPU patches."""
+"""Hugging Face transformers as the second opinion, to compare Megatron and the engine with."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
 
 
 def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[str, Any]:
-    """PPO's clipped loss with a k3 term, mean over sampled tokens, of one token after the other; what `train_grpo` tells of a step.
+    """PPO's clipped loss with a k3 term, mean over sampled tokens, one token after the other: the metrics of a step of `train_grpo`.
 
     `sequences`: fields of `TrainingSample`. `logprobs` float32 [tokens] are those of all sampled tokens.
     """
     model = _load(folder)
     model.get_input_embeddings().padding_idx = None  # transformers gives the padding token, which is the end token too, no gradient
-    policy, kl, entropies, found = [], [], [], []
-    for one in sequences:
-        ids = one["prompt_ids"] + one["response_ids"]
+    policy, kl, entropies, logprobs = [], [], [], []
+    for sample in sequences:
+        ids = sample["prompt_ids"] + sample["response_ids"]
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        known = 0
-        for place, (token, sampled) in enumerate(zip(one["response_ids"], one["response_mask"], strict=True), len(one["prompt_ids"])):
+        count = 0
+        response = zip(sample["response_ids"], sample["response_mask"], strict=True)
+        for position, (token, sampled) in enumerate(response, len(sample["prompt_ids"])):
             if not sampled:
                 continue
-            row, old, reference = rows[place - 1], float(one["old_logprobs"][known]), float(one["reference_logprobs"][known])
+            row, old, reference = rows[position - 1], float(sample["old_logprobs"][count]), float(sample["reference_logprobs"][count])
             ratio = (row[token] - old).exp()
-            policy.append(-torch.minimum(ratio * one["advantage"], ratio.clamp(0.8, 1.2) * one["advantage"]))
+            policy.append(-torch.minimum(ratio * sample["advantage"], ratio.clamp(0.8, 1.2) * sample["advantage"]))
             kl.append((reference - row[token]).exp() - (reference - row[token]) - 1)
             entropies.append(-(row.exp() * row).sum())
-            found.append(row[token])
-            known += 1
+            logprobs.append(row[token])
+            count += 1
     means = [torch.stack(values).mean() for values in (policy, kl, entropies)]
     loss = means[0] + kl_coef * means[1]
     loss.backward()
     norm = torch.stack([parameter.grad.square().sum() for parameter in model.parameters()]).sum().sqrt()
     names = "loss/policy", "loss/kl", "entropy", "loss/total", "grad_norm"
-    told = dict(zip(names, map(float, [*means, loss, norm]), strict=True))
-    return {**told, "logprobs": torch.stack(found).detach()}
+    metrics = dict(zip(names, map(float, [*means, loss, norm]), strict=True))
+    return {**metrics, "logprobs": torch.stack(logprobs).detach()}
 
 
 def fp8_logprobs(
@@ -61,15 +62,16 @@ def fp8_logprobs(
 ) -> torch.Tensor:
     """Log-probs of all answers' tokens, one after the other, of `support.models.masters` with the precision flow of the contract.
 
-    The whole model is transformers', in float32, with the blocks' values for weights; only `F.linear` quantises its input where its
-    weight is one of those. kv_b_proj is left out: an engine with absorbed MLA multiplies its blocks with inputs that are not quantised.
+    The whole model is transformers', in float32, with the dequantized tiles for weights; only `F.linear` quantises its input where its
+    weight is one of those. kv_b_proj is left out: an engine with absorbed MLA multiplies its tiles with inputs that are not quantized.
     `sequences`: (prompt, answer).
     """
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
-    held = served(hf_config, masters(hf_config, seed), contract)
-    fp8 = [name for name in held if scale_name(name) in held]
+    tensors = served(hf_config, masters(hf_config, seed), contract)
+    fp8 = [name for name in tensors if scale_name(name) in tensors]
     values = {
-        name: dequantize_weight(Fp8Weight(held[name], held[scale_name(name)])) if name in fp8 else held[name].float() for name in held
+        name: dequantize_weight(Fp8Weight(tensor, tensors[scale_name(name)])) if name in fp8 else tensor.float()
+        for name, tensor in tensors.items()
     }
     values = {name: value for name, value in values.items() if not name.endswith("_scale_inv")}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +79,11 @@ def fp8_logprobs(
         write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
         model = _load(Path(folder))
     linear = functional.linear
+<<<<<<< HEAD
     quantized = _addresses(model) if fp8 else set()
+=======
+    quantized = _weight_addresses(model) if fp8 else set()
+>>>>>>> 97989d4 (Engine tests: one session-wide engine, one support module for a trainer and its engines, long runs apart)
 
     def flow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if weight.data_ptr() not in quantized:
@@ -99,13 +105,13 @@ def _load(folder: Path) -> PreTrainedModel:
     )
 
 
-def _addresses(model: PreTrainedModel) -> set[int]:
-    """Where the weights of FP8 linear layers begin, each expert's too."""
-    found: set[int] = set()
+def _weight_addresses(model: PreTrainedModel) -> set[int]:
+    """Addresses of the weights of FP8 linear layers, each expert's too."""
+    addresses: set[int] = set()
     for name, weight in model.named_parameters():
         if "_proj" in name and "kv_b_proj" not in name and weight.dim() > 1:
-            found |= {expert.data_ptr() for expert in weight} if weight.dim() == 3 else {weight.data_ptr()}
-    return found
+            addresses |= {expert.data_ptr() for expert in weight} if weight.dim() == 3 else {weight.data_ptr()}
+    return addresses
 
 
 def _answer(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""Runs that are stopped, whose engine is killed or that lose a rank, beside one that nothing happens to: the same rows and bytes where they
+go on, one line that says why where they end, and nothing left running."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support import train_command
+from support.models import read_weights
+from support.processes import ROOT, Command, Done
+from support.train_command import TORCHRUN, finish, latest, read_json, read_rows, train
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(6000)]
+
+LEARNING = {
+    "model.warm_start.batch_size": 16,
+    "model.warm_start.steps": 80,  # so that some answers earn something, and the weights move
+    "train.steps": 4,
+    "rollout.group_size": 4,
+    "data.levels": "[1]",
+    "checkpoint.every": 1,
+    "checkpoint.keep": 2,
+    "checkpoint.resume": "auto",
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {name: tmp_path_factory.mktemp(name) for name in ("straight", "stopped", "killed")}
+
+
+@pytest.fixture(scope="module")
+def runs(folders) -> dict[str, Done]:
+    """How the commands ended: one that nothing happens to, one that is stopped after two steps and started again, and one whose engine is
+    killed after the first step."""
+    done = {"straight": finish(train(folders["straight"], LEARNING))}
+    with train(folders["stopped"], LEARNING) as command:
+        train_command.wait_for_rows(command, folders["stopped"], 3)
+        done["stopped"] = train_command.end_by(train_command.terminate, command)
+    done["started again"] = finish(train(folders["stopped"], LEARNING))
+    with train(folders["killed"], LEARNING) as command:
+        train_command.wait_for_rows(command, folders["killed"], 2)
+        train_command.kill_engine(command)
+        done["killed"] = command.wait(train_command.LONG)
+    return done
+
+
+def numbers(run: Path) -> list[dict]:
+    """Rows without what is measured."""
+    measured = ("time", "second", "memory/", "restarts")
+    return [{key: value for key, value in row.items() if not any(word in key for word in measured)} for row in read_rows(run)]
+
+
+def test_the_rows_are_those_of_the_run_that_nothing_happened_to(runs, folders):
+    assert {name: done.code for name, done in runs.items()} == {"straight": 0, "stopped": 143, "started again": 0, "killed": 0}, runs
+    straight, stopped, killed = (latest(folders[name]) for name in ("straight", "stopped", "killed"))
+    assert len(list(stopped.parent.glob("20*"))) == 1, "it goes on in its own folder"
+    rows = numbers(straight)
+    assert rows == numbers(stopped) == numbers(killed)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert rows[4]["grad_norm"] > 0 and rows[4]["sync/proved"] == 15
+    assert sum(row["reward/std"] > 0 for row in rows[1:]) >= 2
+    samples = read_rows(straight, "samples.jsonl")
+    assert samples == read_rows(stopped, "samples.jsonl") and len(samples) == 4 * 8
+    assert sum(row["engine/restarts"] for row in read_rows(killed)) == 1
+
+
+def test_the_engines_bytes_are_those_of_the_run_that_nothing_happened_to(runs, folders, tmp_path):
+    for name, folder in folders.items():
+        checkpoints = latest(folder) / "checkpoints"
+        assert sorted(step.name for step in checkpoints.iterdir()) == ["step_00003", "step_00004"]
+        arguments = ("--checkpoint", checkpoints / "step_00004", "--output", tmp_path / name, "--precision", "fp8")
+        done = finish(Command(tmp_path / f"log_{name}", "megatron_rl", "export", *arguments))
+        assert done.code == 0, done.err
+    straight, *others = (read_weights(tmp_path / name) for name in folders)
+    for other in others:
+        assert len(straight) == 21 and straight.keys() == other.keys()
+        assert [name for name in straight if not torch.equal(straight[name].view(torch.uint8), other[name].view(torch.uint8))] == []
+
+
+def test_a_run_over_pipeline_stages_whose_rank_is_killed_ends_the_other_and_the_engine(tmp_path):
+    stages = {"train.layout.pp": 2, "model.create.num_hidden_layers": 2, "train.steps": 500}
+    with train(tmp_path, stages, launcher=TORCHRUN) as command:
+        train_command.wait_for_rows(command, tmp_path, 3)
+        done = train_command.end_by(train_command.kill_rank_1, command)
+    assert done.code != 0
+    assert [(row["sync/proved"], row["sync/tensors"]) for row in read_rows(latest(tmp_path))[:3]] == [(27, 27)] * 3
+    state = read_json(latest(tmp_path) / "run.json")
+    assert state["status"] == "broken" and state["reason"].startswith("another trainer rank is gone ("), state["reason"]
+    assert f"megatron-rl: {state['reason']}" in done.err
+
+
+def test_ranks_train_while_the_engine_generates_for_the_next_step(tmp_path):
+    ahead = {"train.layout.tp": 2, "placement.kind": "disaggregated", "placement.max_staleness": 1, "algorithm.correction": "tis"}
+    done = finish(train(tmp_path, ahead, launcher=TORCHRUN))
+    assert done.code == 0, done.err
+    _, first, second = read_rows(latest(tmp_path))
+    assert (first["staleness/max"], second["staleness/max"]) == (0, 1)
+    assert all({"ahead/generate", "ahead/reward", "staleness/mean"} <= row.keys() for row in (first, second))
+
+
+def test_a_run_whose_engine_is_killed_without_a_restart_left_keeps_what_it_had(tmp_path):
+    with train(tmp_path, {"train.steps": 500, "rollout.max_restarts": 0}) as command:
+        train_command.wait_for_rows(command, tmp_path, 3)
+        done = train_command.end_by(train_command.kill_engine, command)
+    run = latest(tmp_path)
+    assert done.code == 3, done.err
+    line = done.err.splitlines()[-1]
+    assert line.startswith("megatron-rl: the engine") and "engine.log" in line and "Traceback" not in line
+    state = read_json(run / "run.json")
+    assert state["status"] == "broken" and state["reason"] in line
+    assert (run / "report.html").is_file()
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    version = read_json(checkpoint / "state.json")["policy_version"]
+    assert checkpoint.name == f"step_{version:05d}"
+    # the engine may die in a sync, when the trainer is one version ahead of the last row
+    assert version - read_rows(run)[-1]["policy_version"] in (0, 1)
+
+
+def test_the_graph_of_fp8_rollout_shows_where_the_engine_quantizes_and_the_trainer_does_not(tmp_path):
+    config = (ROOT / "configs" / "quickstart.toml", f"--model.path={tmp_path / 'none'}", "--precision.mode=fp8_rollout")
+    done = finish(Command(tmp_path, "megatron_rl", "graph", *config, "--svg", tmp_path / "g.svg", "--json", tmp_path / "g.json"))
+    assert done.code == 1, done.err
+    line = "layers 0..1: mlp.down.weight -> mlp.down (weight) is e4m3 128x128 pow2 in the rollout, fp32 in training"
+    assert line in done.out and line in read_json(tmp_path / "g.json")["differences"]
+    assert "8 differences" in (tmp_path / "g.svg").read_text()
+    assert not (tmp_path / "none").exists()

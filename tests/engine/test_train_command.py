@@ -1,0 +1,143 @@
+"""`megatron-rl train` from end to end: two ranks under torchrun whose engine is killed and replaced, a stop, and one rank that goes on to
+the end; what the run leaves behind, and its export."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from support import train_command
+from support.models import TENSORS, read_weights
+from support.processes import ROOT, Command, Done
+from support.train_command import finish, read_json, read_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(6000)]
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+class Runs(NamedTuple):
+    run: Path
+    stopped: Done
+    stopped_at: int
+    """Steps that the stopped run has rows of."""
+    finished: Done
+
+
+def mixture(folder: Path) -> dict[str, object]:
+    """Data of three kinds: GSM8K's rows (the published ones where they are there), MATH's as Parquet, generated; a warm start."""
+    lines = GSM8K
+    if not GSM8K.is_file():
+        lines = folder / "train.jsonl"
+        lines.write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(40)))
+    parquet.write_table(pyarrow.table({"problem": ["2+3?", "1+1?"], "solution": [r"\boxed{5}", r"\boxed{2}"]}), folder / "math.parquet")
+    return {
+        "data.train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "arithmetic"}}]',
+        "data.eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "arithmetic"}}]',
+        "model.warm_start.steps": 2,
+        "checkpoint.every": 1,
+        "checkpoint.keep": 2,
+        "checkpoint.resume": "auto",
+        "rollout.max_total_tokens": 1 << 16,  # a cache of which one can see whether it is there
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    folder = tmp_path_factory.mktemp("train")
+    changes = mixture(folder)
+    two_ranks = {**changes, "train.layout.tp": 2, "train.steps": 500}
+    with train_command.train(folder, two_ranks, launcher=train_command.TORCHRUN, config="gsm8k") as command:
+        train_command.wait_for_rows(command, folder, 2)
+        train_command.kill_engine(command)
+        steps = len(read_rows(train_command.latest(folder)))
+        train_command.wait_for_rows(command, folder, steps + 2)
+        stopped = train_command.end_by(train_command.terminate, command)
+    run = train_command.latest(folder)
+    stopped_at = read_rows(run)[-1]["step"]
+    finished = finish(train_command.train(folder, {**changes, "train.steps": stopped_at + 2}, config="gsm8k"))
+    return Runs(run.resolve(), stopped, stopped_at, finished)
+
+
+def test_a_stop_leaves_a_checkpoint_from_which_another_layout_goes_on_in_the_same_folder(runs):
+    assert runs.stopped.code != 0 and (runs.finished.code == 0), runs.stopped.err + runs.finished.err
+    state = read_json(runs.run / "run.json")
+    assert state["status"] == "finished" and [part["step"] for part in state["resumed"]] == [runs.stopped_at]
+    assert len(list(runs.run.parent.glob("20*"))) == 1
+    log = (runs.run / "run.log").read_text()
+    assert "run broken: stopped by SIGTERM" in log
+    assert "going on from" in log and "going on from" in runs.finished.out + runs.finished.err
+    assert "another train.layout wrote it" in log
+    assert len(list((runs.run / "tensorboard").glob("events.out.tfevents.*"))) == 2
+
+
+def test_the_engine_that_was_killed_is_replaced(runs):
+    rows, log = read_rows(runs.run), (runs.run / "run.log").read_text()
+    assert sum(row["engine/restarts"] for row in rows) == 1 and sum(row["time/recovery"] for row in rows) > 1
+    assert "engine 0 is lost: " in log and "again, proved, " in log
+
+
+def test_the_run_leaves_everything_behind(runs):
+    run, rows, last = runs.run, read_rows(runs.run), runs.stopped_at + 2
+    assert "run folder:" in runs.finished.out and "proof ok" in runs.finished.out + runs.finished.err
+    assert "warm start: step 2/2" in (runs.stopped.out + runs.stopped.err)
+    assert [row["step"] for row in rows] == [row["policy_version"] for row in rows] == list(range(last + 1))
+    for row in rows:
+        assert row["sync/proved"] == row["sync/tensors"] == TENSORS and row["sync/bytes"] > 0
+        assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
+    for row in rows[1:]:
+        assert {"reward/mean", "loss/policy", "loss/kl", "grad_norm", "entropy", "time/step", "memory/train_mb"} <= row.keys()
+        assert row["tokens/generated"] > 0 and row["mismatch/abs_mean"] < 1e-3 and "mismatch/k3_kl" in row
+    assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[-1]
+    assert {sample["step"] for sample in read_rows(run, "samples.jsonl")} == set(range(1, last + 1))
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    assert "<html" in (run / "report.html").read_text()
+    graphs = read_json(run / "graph.json")
+    assert graphs["differences"] == [] and graphs["rollout"][0]["ranks"] == [0]
+    assert sorted(folder.name for folder in (run / "checkpoints").iterdir()) == [f"step_{step:05d}" for step in (last - 1, last)]
+    assert not list(Path("/dev/shm").glob(f"megatron-rl-{read_json(run / 'run.json')['pid']}-*"))
+
+
+def test_a_mixture_of_data_sets_is_drawn_by_weight_and_scored(runs):
+    """Weights 3 and 1 give 3 and 1 of 4 problems; both held-out sets are told apart."""
+    rows, samples = read_rows(runs.run), read_rows(runs.run, "samples.jsonl")
+    assert all(row["reward/errors"] == 0 and row["reward/mean"] >= 0 for row in rows[1:])
+    assert {"eval/source_math", "eval/source_arithmetic"} <= rows[0].keys() and {"accuracy/source_published"} <= rows[1].keys()
+    questions = [sample["prompt"].removeprefix("Question: ").partition("\nAnswer:")[0] for sample in samples if sample["step"] == 1]
+    assert 4 * sum(question.endswith("=") for question in questions) == len(questions) > 0
+    assert all(float(sample["answer"]).is_integer() for sample in samples)
+
+
+def test_on_shared_devices_the_engine_has_its_cache_in_its_own_turn_only(runs):
+    """64 MiB for each of keys and values, written once a sync has given them back."""
+    row = read_rows(runs.run)[-1]
+    assert row["memory/engine_generate_mb"] - row["memory/engine_train_mb"] > 100, row
+    assert row["memory/engine_sync_mb"] - row["memory/engine_train_mb"] > 100, row
+
+
+def test_its_checkpoint_is_exported(runs, tmp_path):
+    checkpoint = max((runs.run / "checkpoints").iterdir())
+    export = ("megatron_rl", "export", "--checkpoint", checkpoint, "--precision", "fp8", "--output")
+    done = finish(Command(tmp_path, *export, tmp_path / "hf"))
+    assert (done.code, done.out.strip()) == (0, f"checkpoint: {tmp_path / 'hf'}"), done.err
+    weights = read_weights(tmp_path / "hf")
+    assert str(weights["model.layers.0.mlp.down_proj.weight"].dtype) == "torch.float8_e4m3fn"
+    assert weights["model.layers.0.mlp.down_proj.weight_scale_inv"].shape == (2, 4)
+    assert read_json(tmp_path / "hf" / "config.json")["quantization_config"]["scale_fmt"] == "ue8m0"
+    again = finish(Command(tmp_path / "again", *export, tmp_path / "hf"))
+    assert again.code == 2 and "--output" in again.err and "exists already" in again.err
+
+
+def test_a_wrong_world_size_is_one_line_before_anything_starts(tmp_path):
+    done = finish(train_command.train(tmp_path, {"train.layout.tp": 2}))
+    assert done.code == 2
+    assert done.err.splitlines() == [
+        "megatron-rl: train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; "
+        "start with torchrun --nproc-per-node 2, or change train.layout"
+    ]
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "model").exists()

@@ -1,0 +1,88 @@
+"""Differences of precision planted into a live Megatron model, for the comparison of graphs to find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+
+
+@contextmanager
+def plant_difference(model: Any, plant: str) -> Iterator[None]:
+    """Change one thing of a live model for a while; "" changes nothing."""
+    undo = _PLANTS[plant](model) if plant else lambda: None
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _set(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    return lambda: setattr(owner, name, old)
+
+
+def _smaller_blocks(model: Any) -> Callable[[], None]:
+    """Scale fc2 of the last layer by tiles of 64x64."""
+    layer = model.decoder.layers[-1].mlp.linear_fc2
+    scale = layer.blocks.scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
+    return _set(layer, "blocks", layer.blocks._replace(scale=scale))
+
+
+def _weight_scales(model: Any) -> Callable[[], None]:
+    layer = model.decoder.layers[-1].mlp.linear_fc1
+    return _set(layer, "blocks", layer.blocks._replace(scale=layer.blocks.scale * 1.1))
+
+
+def _activation_scales(model: Any) -> Callable[[], None]:
+    with ExitStack() as undone:
+        for layer in find_fp8_layers(model).values():
+            undone.callback(_set(layer, "scale_format", "fp32"))
+        return undone.pop_all().close
+
+
+def _high_precision_layer(model: Any) -> Callable[[], None]:
+    """The output projection of the last layer loses its blocks: the engine then quantises a layer more than the trainer."""
+    return _set(model.decoder.layers[-1].self_attention.linear_proj, "blocks", None)
+
+
+def _fp8_head(model: Any) -> Callable[[], None]:
+    """The trainer quantises a layer more than the engine."""
+    head, example = model.output_layer, model.decoder.layers[-1].mlp.linear_fc2
+    rows, cols = head.weight.shape
+    head.blocks = example.blocks._replace(
+        data=head.weight.detach().to(torch.float8_e4m3fn), scale=example.blocks.scale.new_ones(rows // 128, cols // 128)
+    )
+    head.scale_format = example.scale_format
+
+    def undo() -> None:
+        del head.blocks, head.scale_format
+
+    return undo
+
+
+def _norm_dtype(model: Any) -> Callable[[], None]:
+    norm = model.decoder.layers[-1].input_layernorm
+    return _set(norm.weight, "data", norm.weight.data.to(torch.float16))
+
+
+def _unknown_parameter(model: Any) -> Callable[[], None]:
+    mlp = model.decoder.layers[-1].mlp
+    mlp.register_parameter("extra", torch.nn.Parameter(torch.zeros(4)))
+    return lambda: delattr(mlp, "extra")
+
+
+_PLANTS: dict[str, Callable[[Any], Callable[[], None]]] = {
+    "granularity": _smaller_blocks,
+    "weight scales": _weight_scales,
+    "activation scales": _activation_scales,
+    "high-precision layer": _high_precision_layer,
+    "fp8 head": _fp8_head,
+    "dtype": _norm_dtype,
+    "unknown parameter": _unknown_parameter,
+}

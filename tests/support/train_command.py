@@ -1,0 +1,85 @@
+"""`megatron-rl train` as a command on a tiny model, what it leaves behind, and strikes at it while it runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
+
+TINY = {  # over configs/quickstart.toml
+    "model.warm_start.steps": 0,
+    "model.create.num_hidden_layers": 1,
+    "train.steps": 2,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 2,
+    "rollout.max_new_tokens": 8,
+    "rollout.max_running_requests": 16,
+    "rollout.max_total_tokens": 4096,
+    "rollout.start_timeout": 900,
+    "rollout.request_timeout": 900,
+    "data.eval_size": 4,
+    "reward.workers": 1,
+    "sync.bucket_mb": 1,
+}
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, "-m")
+LONG = 1500.0
+"""Seconds that no run takes, however busy the machine is."""
+
+
+def train(folder: Path, changes: dict[str, Any] | None = None, *, launcher: tuple = (), config: str = "quickstart") -> Command:
+    """Start the command; `changes` of the configuration over `TINY`, a model made from random numbers, its folders in `folder`."""
+    settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs", **(changes or {})}
+    overrides = [f"--{name}={value}" for name, value in settings.items()]
+    return Command(folder, *launcher, "megatron_rl", "train", ROOT / "configs" / f"{config}.toml", *overrides)
+
+
+def finish(command: Command, seconds: float = LONG) -> Done:
+    with command:
+        return command.wait(seconds)
+
+
+def latest(folder: Path) -> Path:
+    """The newest run of `train` with that folder."""
+    return folder / "runs" / "latest"
+
+
+def read_rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+def read_json(file: Path) -> dict:
+    return json.loads(file.read_text())
+
+
+def wait_for_rows(command: Command, folder: Path, count: int) -> None:
+    """Wait until a run has written that many rows, or ended."""
+    metrics = latest(folder) / "metrics.jsonl"
+    until(lambda: command.ended() or (metrics.is_file() and len(metrics.read_text().splitlines()) >= count), LONG, f"{count} rows")
+    assert not command.ended(), command.wait(1)
+
+
+def end_by(strike: Callable[[Command], None], command: Command) -> Done:
+    """How a command ends after a strike. Raises AssertionError when any process of it is left."""
+    processes = family(command.pid)
+    strike(command)
+    done = command.wait(300)
+    assert command_lines(alive_after(processes, 60)) == {}
+    return done
+
+
+def kill_engine(command: Command) -> None:
+    """Kill the engines' servers."""
+    end(process for process, words in command_lines(family(command.pid)).items() if "rollout_sglang.server" in words)
+
+
+def kill_rank_1(command: Command) -> None:
+    next(process for process in family(command.pid) if process.environ().get("RANK") == "1").kill()
+
+
+def terminate(command: Command) -> None:
+    psutil.Process(command.pid).terminate()
