@@ -30,7 +30,7 @@ def answers(world, alone: int | None = None):
 
 
 def lines(world) -> str:
-    return "\n".join(world.call(fake_engine.said)[0])
+    return "\n".join(world.call(fake_engine.take_messages)[0])
 
 
 def test_all_engines_answer_alike_and_only_new_weights_change_that(world):
@@ -60,7 +60,7 @@ def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
     """One is killed, one hangs."""
     wanted = answers(world)
     found = world.call(fake_engine.answers_through, 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
-    assert found[0] == {"said": wanted, "left": []} and all(other == wanted for other in found[1:])
+    assert found[0] == {"result": wanted, "left": []} and all(other == wanted for other in found[1:])
     assert answers(world, 0) == answers(world, 1) == wanted
 
 
@@ -68,7 +68,7 @@ def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
     wanted = answers(world)
     lines(world)
     found = world.call(fake_engine.answers_through, 4, {0: "cut requests"}, COUNT, TOKENS, seconds=START)
-    assert found[0]["said"] == wanted
+    assert found[0]["result"] == wanted
     told = lines(world)
     assert "engine 0 is lost: the engine does not answer /generate" in told and "still runs" in told and "engine 1" not in told
     world.call(fake_engine.change, 5)

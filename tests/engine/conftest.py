@@ -33,7 +33,7 @@ def launched(tmp_path_factory) -> Iterator[Callable[..., World]]:
 
     def launch(checkpoint: Path, precision: dict[str, Any], sections: dict[str, Any] | None = None) -> World:
         key = repr((checkpoint, precision, sections))
-        if key in worlds:
+        if key in worlds and worlds[key].is_alive():
             worlds[key].call(trainer_engine.sync, 0)
         else:
             world = worlds[key] = stack.enter_context(World(1, tmp_path_factory.mktemp("world")))
