@@ -37,15 +37,6 @@ def assert_the_engine_computes_as_emulated(world):
     assert mismatch.mean() > 1e-3  # what quantizing itself does, which FlashRL's importance ratios have to make good
 
 
-<<<<<<< HEAD
-def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emulated(served, mode):
-    served.call("support.trainer_engine:check_live")
-    assert served.call("support.trainer_engine:prove") == [TENSORS[mode]]
-    _, _, rollout = served.call("support.trainer_engine:compare_served_graphs")[0]
-    quantized = [str(edge.format) for edge in rollout.edges if edge.format.quantized]
-    assert len(quantized) == 8 and set(quantized) == FORMATS[mode]  # qkv, output, gate_up, down
-    assert_the_engine_computes_as_emulated(served)
-=======
 def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emulated(world):
     world.call(trainer_engine.check_live)
     assert world.call(trainer_engine.prove) == [TENSORS]
@@ -54,7 +45,6 @@ def test_the_engine_that_was_just_started_passes_all_checks_and_computes_as_emul
     assert len(quantized) == 8  # weights and inputs of qkv, output, gate_up, down
     assert set(quantized) == {"int8 channel fp32", "int8 token fp32"}
     assert_the_engine_computes_as_emulated(world)
->>>>>>> 97989d4 (Engine tests: one session-wide engine, one support module for a trainer and its engines, long runs apart)
 
 
 def test_after_an_optimizer_step_a_sync_serves_the_newly_quantized_weights(world):

@@ -57,7 +57,7 @@ def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tenso
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for shard in shards:
         value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
-        if shard.role in CONTRACT.fp8_roles():
+        if shard.role in CONTRACT.fp8_roles:
             tensors[shard.name], tensors[scale_name(shard.name)] = quantize_weight(value, "pow2")
         else:
             tensors[shard.name] = value

@@ -79,11 +79,7 @@ def fp8_logprobs(
         write_checkpoint(Path(folder), {**config, "torch_dtype": "float32"}, values, None)
         model = _load(Path(folder))
     linear = functional.linear
-<<<<<<< HEAD
-    quantized = _addresses(model) if fp8 else set()
-=======
     quantized = _weight_addresses(model) if fp8 else set()
->>>>>>> 97989d4 (Engine tests: one session-wide engine, one support module for a trainer and its engines, long runs apart)
 
     def flow(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if weight.data_ptr() not in quantized:
