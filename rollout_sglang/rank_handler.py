@@ -12,10 +12,10 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
-    {"verb": "release"}                                        the KV cache's memory is given back (`rollout_sglang.memory_release`)
-    {"verb": "restore"}                                        and taken again
-    {"verb": "tap"}                                            begins to record what operators give (`rollout_sglang.activation_hooks`)
-    {"verb": "untap", "folder": PATH}                          "file" -> what was recorded
+    {"verb": "release"}                                        frees the KV cache's memory (`rollout_sglang.memory_release`)
+    {"verb": "restore"}                                        allocates it again
+    {"verb": "tap"}                                            starts recording operators' outputs (`rollout_sglang.activation_hooks`)
+    {"verb": "untap", "folder": PATH}                          "file" -> the recording
 """
 
 from __future__ import annotations
@@ -32,20 +32,19 @@ from parallel.digest import digest_all
 from parallel.shards import Rect
 from parallel.transport.base import Link
 from rollout_sglang import activation_hooks, memory_release, precision_graph
-from rollout_sglang.hooks import dequant_cache as values
-from rollout_sglang.hooks import gpu_activation_quant
+from rollout_sglang.hooks import dequant_cache, gpu_activation_quant
 from rollout_sglang.weight_receiver import WeightReceiver
 
 PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"
-"""An answer under this name says why a rank has no other."""
+"""An answer under this name says why a rank failed."""
 
 _receiver: WeightReceiver | None = None
 """This process's connection to the trainer; a new one replaces it."""
 
 
 def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    """Wraps SGLang's WeightChecker.handle; actions without our prefix go on to it."""
+    """Wrap SGLang's WeightChecker.handle; actions without our prefix are passed on to it."""
     if not action.startswith(PREFIX):
         return original(checker, action, *args, **kwargs)
     rank = checker._placement["tp_rank"]
@@ -60,59 +59,66 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
 
 
 def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
-    """This rank's answer to one of our requests. Raises ValueError for a request that does not fit, or what the transport raises."""
+    """Return this rank's answer to a request. Raise ValueError for a request that does not fit, or what the transport raises."""
+    match request["verb"]:
+        case "ping":
+            return {}
+        case "describe":
+            tensors = live_tensors(model).items()
+            return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors}
+        case "scale_formats":
+            return activation_scale_formats(model)
+        case "graph":
+            return {"graph": json.dumps(precision_graph.read_rank_graph(model, activation_scale_formats(model)).to_json())}
+        case "digest":
+            dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
+            named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
+            return _number(digest_all(live_tensors(model), named_rects))
+        case "release":
+            memory_release.release(precision_graph.get_model_runner().token_to_kv_pool)
+        case "restore":
+            memory_release.restore()
+        case "tap" | "untap":
+            return activation_hooks.handle_request(request, rank, model)
+        case "connect" | "disconnect":
+            _connect(request, rank, model)
+        case "start":
+            _get_receiver().start(live_tensors(model), request["hashing"])
+        case "finish":
+            digests = _get_receiver().finish(live_tensors(model), request["hashing"])
+            dequant_cache.clear_cache()  # what is served next is made from the bytes just written
+            return _number(digests)
+        case verb:
+            raise ValueError(f"unknown verb {verb!r}")
+    return {}
+
+
+def _connect(request: dict[str, Any], rank: int, model: torch.nn.Module) -> None:
+    """Close this rank's connection to the trainer; for the verb `connect`, begin a new one."""
     global _receiver
-    verb = request["verb"]
-    if verb == "ping":
-        return {}
-    tensors = live_tensors(model)
-    mine = request.get("ranks", {}).get(str(rank), [])
-    if verb == "describe":
-        return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors.items()}
-    if verb == "scale_formats":
-        return activation_scale_formats(model)
-    if verb == "graph":
-        return {"graph": json.dumps(precision_graph.read_rank_graph(model, activation_scale_formats(model)).to_json())}
-    if verb == "digest":
-        values.clear_cache()  # what is served next is made from the bytes hashed here
-        return _numbered(digest_all(tensors, [(name, Rect(*rect)) for name, *rect in mine]))
-    if verb == "release":
-        memory_release.release(precision_graph.get_model_runner().token_to_kv_pool)
-        return {}
-    if verb == "restore":
-        memory_release.restore()
-        return {}
-    if verb in ("tap", "untap"):
-        return activation_hooks.handle_request(request, rank, model)
-    if verb in ("connect", "disconnect"):
-        if _receiver is not None:
-            _receiver.close()
-        _receiver = None
-        if verb == "connect":
-            chunks = [Chunk.from_json(rank, told) for told in mine]
-            _receiver = WeightReceiver(Link(**request["link"]), rank, chunks, tensors, request["staged"])
-        return {}
-    if verb not in ("start", "finish"):
-        raise ValueError(f"unknown verb {verb!r}")
+    if _receiver is not None:
+        _receiver.close()
+    _receiver = None
+    if request["verb"] == "connect":
+        chunks = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])]
+        _receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live_tensors(model), request["staged"])
+
+
+def _get_receiver() -> WeightReceiver:
     if _receiver is None:
         raise ValueError("the trainer is not connected")
-    if verb == "start":
-        _receiver.start(tensors, request["hashing"])
-        return {}
-    found = _receiver.finish(tensors, request["hashing"])
-    values.clear_cache()  # what is served next is made from the bytes just written
-    return _numbered(found)
+    return _receiver
 
 
-def _numbered(values: Sequence[str]) -> dict[str, str]:
-    return {str(index): value for index, value in enumerate(values)}
+def _number(digests: Sequence[str]) -> dict[str, str]:
+    return {str(index): digest for index, digest in enumerate(digests)}
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights a model serves from, by name, each by rows: what SGLang keeps transposed for a kernel (INT8 on a GPU) is shown as it
-    was before. Shared parameters appear once.
+    """Return the weights a model serves from, by name, as rows: what SGLang keeps transposed for a kernel (INT8 on a GPU) is transposed
+    back. Shared parameters appear once.
 
-    Left out are the scales of an FP8 KV cache, which SGLang makes for MLA although the cache is in the model's dtype.
+    Without the scales of an FP8 KV cache, which SGLang makes for MLA although the cache is in the model's dtype.
     """
     return {
         name: _by_rows(parameter.detach())
@@ -122,21 +128,21 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix whose columns lie side by side, as its transposed view; what is written there is written to it."""
+    """Return a matrix whose columns are contiguous as its transposed view, through which it can be written; others as they are."""
     transposed = tensor.dim() == 2 and not tensor.is_contiguous() and tensor.t().is_contiguous()
     return tensor.t() if transposed else tensor
 
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
-    """What the live linear layers and experts will really quantise activations with: FP8 with "pow2" or "fp32" scales, read from what
-    they run, or "int8" per token, which is all that SGLang's INT8 layers know. Words that say so where the quantiser is another."""
-    found = {}
+    """Return how the live linear layers and experts really quantise activations: FP8 with "pow2" or "fp32" scales, read from the code
+    they run, or "int8" per token, the only way of SGLang's INT8 layers. A description where the quantiser is another."""
+    formats = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if type(method).__name__ in ("W8A8Int8LinearMethod", "W8A8Int8MoEMethod"):
-            found[name] = "int8"
+            formats[name] = "int8"
         elif hasattr(module, "w13_weight_scale_inv"):
-            found[name] = gpu_activation_quant.read_expert_scale_format(method, module)
+            formats[name] = gpu_activation_quant.read_expert_scale_format(method, module)
         elif getattr(method, "w8a8_block_fp8_linear", None) is not None:
-            found[name] = gpu_activation_quant.read_linear_scale_format(method, module)
-    return found
+            formats[name] = gpu_activation_quant.read_linear_scale_format(method, module)
+    return formats

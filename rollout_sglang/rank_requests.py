@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from parallel.chunking import Chunk
-from parallel.shards import Rect
+from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
 
 class RankRequests:
-    """The receiving half of `megatron_rl.rollout.engine.Engine`; a subclass says how a request reaches the ranks."""
+    """The sync methods of `megatron_rl.rollout.engine.Engine`; a subclass says how a request reaches the ranks."""
 
     def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
-        """Sends a request to every engine rank; their answers in rank order. Raises where a rank has none."""
+        """Send a request to every engine rank and return their answers in rank order. Raise where a rank failed."""
         raise NotImplementedError
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
@@ -35,16 +35,16 @@ class RankRequests:
         answers = self._ask_ranks({"verb": "finish", "hashing": hashing})
         return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
 
-    def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        ranks = {str(rank): [[name, rect.row, rect.col, rect.rows, rect.cols] for name, rect in rects] for rank, rects in wanted.items()}
+    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
+        ranks = {str(rank): [[name, *rect] for name, rect in named_rects] for rank, named_rects in rects_by_rank.items()}
         answers = self._ask_ranks({"verb": "digest", "ranks": ranks})
-        return {rank: [answers[rank][str(index)] for index in range(len(rects))] for rank, rects in wanted.items()}
+        return {rank: [answers[rank][str(index)] for index in range(len(named_rects))] for rank, named_rects in rects_by_rank.items()}
 
     def tap(self) -> None:
-        """From now on every rank records what its operators give."""
+        """Let every rank record its operators' outputs from now on."""
         self._ask_ranks({"verb": "tap"})
 
     def untap(self, folder: Path) -> list[Path]:
-        """Ends that; each rank writes what it recorded (`rollout_sglang.activation_hooks`) into this existing folder of the engine's
-        machine."""
-        return [Path(rank["file"]) for rank in self._ask_ranks({"verb": "untap", "folder": str(folder)})]
+        """Stop recording; each rank writes its recording (`rollout_sglang.activation_hooks`) into this existing folder of the engine's
+        machine. Return the files."""
+        return [Path(answer["file"]) for answer in self._ask_ranks({"verb": "untap", "folder": str(folder)})]

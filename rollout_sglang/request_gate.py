@@ -1,4 +1,4 @@
-"""Keeps generation and weight changes apart: a change waits until nobody generates, and new requests wait until it is over."""
+"""Keep generation and weight changes apart: a change waits until no request runs, and new requests wait until it is over."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 from megatron_rl.errors import RunError
 
-_NUDGE_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
 class RequestGate:
-    """Open at first. Threads that generate pass through it; one thread shuts and opens it. No wait is longer than `timeout` seconds."""
+    """Starts open. Threads that generate pass through it; one thread closes and opens it. No wait is longer than `timeout` seconds."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
@@ -22,7 +22,7 @@ class RequestGate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Around a request. Raises RunError where the gate stays shut."""
+        """Enclose a request. Raise RunError where the gate stays closed."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._closed, self._timeout):
                 raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
@@ -35,13 +35,13 @@ class RequestGate:
                 self._changed.notify_all()
 
     def drain(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Lets nobody in and returns when nobody is inside; `on_wait` is called again and again while somebody is.
+        """Close the gate and wait until no request is inside; calls `on_wait` repeatedly while one is.
 
-        Raises RunError where somebody stays inside, and opens again.
+        Where a request stays inside, opens the gate again and raises RunError.
         """
         deadline = time.monotonic() + self._timeout
         self.close()
-        while not self._is_empty(_NUDGE_SECONDS):
+        while not self._is_empty(_POLL_SECONDS):
             if time.monotonic() > deadline:
                 self.open()
                 raise RunError(f"requests were still running after {self._timeout:g} s (rollout.request_timeout)")
@@ -49,12 +49,12 @@ class RequestGate:
                 on_wait()
 
     def close(self) -> None:
-        """Lets nobody in; whoever is inside stays."""
+        """Let no request in; those inside stay."""
         with self._changed:
             self._closed = True
 
     def open(self) -> None:
-        """Lets requests in."""
+        """Let requests in."""
         with self._changed:
             self._closed = False
             self._changed.notify_all()

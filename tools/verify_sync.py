@@ -46,7 +46,7 @@ from parallel.digest import digest_all, make_stored_tensors, view_rect
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect, kind_of, scale_name
-from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard
+from parallel.shards import GeometryError, HFTensor, NamedRect, Region, Shard
 from parallel.transport.base import Link
 from rollout_sglang.weight_receiver import WeightReceiver
 
@@ -117,8 +117,8 @@ class InProcessEngine:
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
 
-    def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        return {rank: digest_all(self.tensors[rank], list(rects)) for rank, rects in wanted.items()}
+    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
+        return {rank: digest_all(self.tensors[rank], list(rects)) for rank, rects in rects_by_rank.items()}
 
     def disconnect(self) -> None:
         for receiver in self._receivers.values():

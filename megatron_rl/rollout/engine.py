@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
-from parallel.shards import Rect
+from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
 
@@ -82,8 +82,8 @@ class Engine(Protocol):
     def end_sync(self, version: int) -> None:
         """Close the change; completions carry this policy version from now on."""
 
-    def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
-        """Return, per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order of `wanted`."""
+    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
+        """Return, per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order given."""
 
     def stop(self, force: bool = False) -> None:
         """End the engine's processes: by SIGTERM first, or at once with `force`. Safe to call twice."""

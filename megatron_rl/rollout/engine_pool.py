@@ -28,7 +28,7 @@ from megatron_rl.rollout.engine import Engine, EngineTensorSpec, find_engine_lau
 from megatron_rl.rollout.engine_placement import get_base_gpu_id, place_engine
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
-from parallel.shards import Rect
+from parallel.shards import NamedRect
 from parallel.transport.base import Link
 
 T = TypeVar("T")
@@ -268,9 +268,11 @@ class EnginePool:
         if version != self._version:
             self._version, self._restarts = version, 0
 
-    def digest_rects(self, wanted: Mapping[int, Sequence[tuple[str, Rect]]]) -> dict[int, list[str]]:
+    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
         def ask(number: int, engine: Engine) -> dict[int, list[str]]:
-            own_rects = {rank - self._first_rank(number): rects for rank, rects in wanted.items() if self._owner_of_rank(rank) == number}
+            own_rects = {
+                rank - self._first_rank(number): rects for rank, rects in rects_by_rank.items() if self._owner_of_rank(rank) == number
+            }
             return engine.digest_rects(own_rects) if own_rects else {}
 
         return self._merge_by_rank(self._call_all(ask))

@@ -1,4 +1,4 @@
-"""Does a live engine hold and compute what the precision contract says? Asked at every start."""
+"""Check, at every start, that a live engine holds and computes what the precision contract says."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The sync, and what rank 0 has sampled, made to outlive engines: where one is lost, a new one is brought to the same policy version.
+"""Syncs, and the sampling on rank 0, that survive the loss of engines: a new engine gets the same policy version.
 
-What was under way is done anew. Draws are a function of seed, policy version and place, and a sync ends with the same bytes however
-often it is begun, so a run that lost engines ends with the bits of one that did not (`megatron_rl.rollout.engine_pool` has the engines'
-side).
+What the loss interrupted is repeated. Sampling is a function of seed, policy version and position, and a sync ends with the same bytes
+however often it is begun, so a run that lost engines ends with the bits of one that did not. `megatron_rl.rollout.engine_pool` is the
+engines' side.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ T = TypeVar("T")
 
 
 class RecoveringWeightSync:
-    """A `WeightSync` that is repeated. Every trainer rank makes one, only rank 0 has the engines; all methods are collective."""
+    """A `WeightSync` that is repeated. Every trainer rank constructs one, only rank 0 has the engines; all methods are collective."""
 
     def __init__(self, sync: WeightSync, engines: EnginePool | None, notify: Callable[[str], None]) -> None:
         self._sync, self._engines, self._notify = sync, cast(EnginePool, engines), notify  # the engines are used inside run_on_rank0 only
-        self._restarts, self._seconds = 0, 0.0
-        self._since: float | None = None
+        self._restarts, self._recovery_seconds = 0, 0.0
+        self._lost_at: float | None = None
 
     def run(self, version: int) -> SyncReport:
-        """See `WeightSync.run`; the report counts the losses since the report before. Raises RunError where no restart is left."""
+        """Sync as `WeightSync.run`; the report counts the losses since the previous report. Raise RunError where no restart is left."""
         report = self._sync_with_recovery(version)
-        report = replace(report, restarts=self._restarts, recovery_seconds=self._seconds)
-        self._restarts, self._seconds = 0, 0.0
+        report = replace(report, restarts=self._restarts, recovery_seconds=self._recovery_seconds)
+        self._restarts, self._recovery_seconds = 0, 0.0
         return report
 
     def run_with_recovery(self, version: int, work: Callable[[], T]) -> T:
-        """The result of rank 0's `work` on all ranks, begun anew as often as engines, which hold `version`, were lost meanwhile."""
+        """Return the result of rank 0's `work` on all ranks; repeat it as often as engines, which hold `version`, are lost meanwhile."""
         while True:
             try:
                 return run_on_rank0(work)
@@ -55,16 +55,16 @@ class RecoveringWeightSync:
             except EngineLostError as error:
                 loss = error
                 continue
-            if self._since is not None:
-                seconds = time.perf_counter() - self._since
-                self._since, self._seconds = None, self._seconds + seconds
+            if self._lost_at is not None:
+                seconds = time.perf_counter() - self._lost_at
+                self._lost_at, self._recovery_seconds = None, self._recovery_seconds + seconds
                 self._notify(f"engines serve policy version {version} again, proved, {seconds:.1f} s after the loss")
             return report
 
     def _replace_lost(self, loss: EngineLostError) -> None:
         check_stop()  # a cluster's signal goes to engines as well
         hang_watchdog.enter_phase("restarting engines")
-        self._since = self._since or time.perf_counter()
+        self._lost_at = self._lost_at or time.perf_counter()
         self._sync.close()
         self._restarts += run_on_rank0(lambda: self._engines.wait_for_successors(loss))
         run_on_rank0(lambda: check_live_engine(self._sync.plan, self._engines))

@@ -1,4 +1,4 @@
-"""Can the chosen transport work on these machines and devices? Asked before anything heavy starts."""
+"""Check that the chosen transport can work on these machines and devices, before anything heavy starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_rl.errors import UserError
 
 
 def check_transport(settings: SyncConfig, shared: bool = False) -> None:
-    """Raises UserError for a transport that cannot work on this machine. `shared`: trainer and engines have the same devices."""
+    """Raise UserError for a transport that cannot work on this machine. `shared`: trainer and engines have the same devices."""
     if settings.transport == "process_group" and shared and torch.cuda.is_available():
         rule = "is NCCL's, which takes no GPU twice, and trainer and engines share theirs (placement.kind)"
         raise UserError("sync.transport", "process_group", rule, "use cuda_ipc on one host, gloo on several")
@@ -25,7 +25,7 @@ def check_transport(settings: SyncConfig, shared: bool = False) -> None:
 
 
 def check_hosts(settings: SyncConfig, hosts: Sequence[str]) -> None:
-    """Raises UserError where trainer ranks on these hosts, and an engine on the first of them, cannot use the transport."""
+    """Raise UserError where trainer ranks on these hosts, and an engine on the first of them, cannot use the transport."""
     if settings.transport in ("shared_memory", "cuda_ipc") and len(set(hosts)) > 1:
         rule = f"needs trainer and engine on one host; the trainer's ranks are on {len(set(hosts))}"
         raise UserError("sync.transport", settings.transport, rule, "use process_group, gloo, or disk with a shared folder")
