@@ -1,33 +1,33 @@
-# What launch/setup.sh and launch/install_gpu.sh share; they source it after they set `root`, `venv` and `said_by` and define `wanted`,
-# which prints what an installation depends on.
+# Shared by launch/setup.sh and launch/install_gpu.sh, which source it after they set `root`, `venv` and `program` and define
+# `print_dependencies`, which prints what an installation depends on.
 stamp="$venv/.megatron-rl-installed"
 
 fail() {
-  echo "megatron-rl $said_by: $1" >&2
+  echo "megatron-rl $program: $1" >&2
   exit 2
 }
 
-is_done() {
-  [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(wanted)" ]
+is_installed() {
+  [ -x "$venv/bin/python" ] && [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(print_dependencies)" ]
 }
 
-# 3.11 or 3.12, with the modules that make a virtual environment.
-is_fit() {
+# is_usable_python PYTHON: is it 3.11 or 3.12, with the modules that make a virtual environment?
+is_usable_python() {
   "$1" -c 'import sys, venv, ensurepip; sys.exit((3, 11) > sys.version_info[:2] or sys.version_info[:2] > (3, 12))' >/dev/null 2>&1
 }
 
-# find_python HOW_TO_INSTALL CANDIDATE...: $PYTHON where it is set, else the first fit candidate.
+# find_python HOW_TO_INSTALL CANDIDATE...: print $PYTHON where it is set, else the first usable candidate.
 find_python() {
-  local how=$1 candidate
+  local how_to_install=$1 candidate
   shift
   for candidate in ${PYTHON:+"$PYTHON"} "$@"; do
-    if is_fit "$candidate"; then
+    if is_usable_python "$candidate"; then
       echo "$candidate"
       return
     fi
     [ "$candidate" != "${PYTHON:-}" ] || fail "PYTHON = '$PYTHON': is not Python 3.11 or 3.12 with the venv module"
   done
-  fail "no Python 3.11 or 3.12 with the venv module on PATH; install one ($how) or set PYTHON"
+  fail "no Python 3.11 or 3.12 with the venv module on PATH; install one ($how_to_install) or set PYTHON"
 }
 
 # Was the virtual environment made in this folder? Its pyvenv.cfg says how.
@@ -35,15 +35,15 @@ was_made_here() {
   case "$(sed -n 's/^command = //p' "$venv/pyvenv.cfg" 2>/dev/null)" in *" $venv") ;; *) return 1 ;; esac
 }
 
-# check_disk MB FIX
+# check_disk MB FIX: fail where less disk is free, counting what an earlier installation occupies.
 check_disk() {
   local need=$1 free used=0
   free=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
-  if [ -d "$venv" ]; then used=$(du -sm "$venv" | cut -f1); fi # what an earlier installation holds need not be free again
+  if [ -d "$venv" ]; then used=$(du -sm "$venv" | cut -f1); fi
   [ "$((free + used))" -ge "$need" ] || fail "only $free MB free at $root: an installation asks for $((need - used)) MB$2"
 }
 
-# lock SCRIPT: two installations at once wait for each other.
+# lock SCRIPT: concurrent installations wait for each other.
 lock() {
   exec 9<"$1"
   flock 9

@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
 # Make .venv-gpu in the repository's root with the pinned packages of the GPU tier: torch for CUDA 13, SGLang with its kernels, DeepGEMM,
 # Megatron-Core, Transformer Engine (its torch extension is built here, from source), and this project (editable). See docs/guides/gpu.md.
-#   bash launch/install_gpu.sh --check       # say what would be installed and what this machine lacks; changes nothing
-#   PYTHON=/path/to/python3.12               use this interpreter (default: the first fit one on PATH)
-#   MEGATRON_RL_MIN_DISK_MB=30000            disk to ask for: an estimate, the installation was never measured
-#   MAX_JOBS=8                               compilers at once; each takes a few GB of memory
-# Exit code 2 and one line where Python, the C++ compiler or the disk is unfit. Installs without a GPU, too: as in a container's build.
+#   bash launch/install_gpu.sh --check       # print what would be installed and what this machine lacks; changes nothing
+#   PYTHON=/path/to/python3.12               use this interpreter (default: the first usable one on PATH)
+#   MEGATRON_RL_MIN_DISK_MB=30000            required disk: an estimate, the installation was never measured
+#   MAX_JOBS=8                               concurrent compilers; each takes a few GB of memory
+# Exit code 2 and one line where Python, the C++ compiler or the disk does not suffice. Also installs without a GPU, as in a container's build.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv="$root/.venv-gpu"
-said_by=install_gpu
+program=install_gpu
 pins="$root/launch/requirements-gpu.txt"
 . "$root/launch/common.sh"
 
-pinned() {
+print_pin() {
   sed -n "s/^$1==//p" "$pins"
 }
 
-# What an installation depends on: these files and the folder.
-wanted() {
+# An installation depends on these files and on the folder.
+print_dependencies() {
   (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
-python_here() {
+find_gpu_python() {
   find_python "Ubuntu: apt install python3.12 python3.12-venv python3.12-dev" python3.12 python3.11 python3 python
 }
 
@@ -35,8 +35,8 @@ check_machine() {
   check_disk "${MEGATRON_RL_MIN_DISK_MB:-30000}" ""
 }
 
-# The compiler that DeepGEMM calls while it runs, and its CUDA version.
-nvcc_here() {
+# Print the compiler that DeepGEMM calls while it runs, and its CUDA version.
+print_nvcc() {
   local nvcc
   nvcc=${CUDA_HOME:+$CUDA_HOME/bin/nvcc}
   [ -x "${nvcc:-}" ] || nvcc=$(command -v nvcc || true)
@@ -44,33 +44,33 @@ nvcc_here() {
   echo "$nvcc, CUDA $("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')"
 }
 
-say_what() {
+print_check() {
   local name installed python
-  python=$( (python_here) 2>&1) || true
-  echo "would make $venv with $(grep -c == "$pins") pinned packages and build transformer-engine-torch $(pinned transformer-engine) from source"
+  python=$( (find_gpu_python) 2>&1) || true
+  echo "would make $venv with $(grep -c == "$pins") pinned packages and build transformer-engine-torch $(print_pin transformer-engine) from source"
   for name in torch triton sglang sglang-kernel sgl-deep-gemm flashinfer-python megatron-core transformer-engine nvidia-cublas; do
     installed=$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$name'))" 2>/dev/null || echo "not installed")
-    printf '  %-20s %-12s %s\n' "$name" "$(pinned "$name")" "$installed"
+    printf '  %-20s %-12s %s\n' "$name" "$(print_pin "$name")" "$installed"
   done
   echo "python: $python"
   echo "compiler: $(command -v "${CXX:-g++}" || echo "none; install g++")"
-  echo "nvcc: $(nvcc_here)"
+  echo "nvcc: $(print_nvcc)"
   echo "GPU: $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader 2>/dev/null || echo "none seen; CUDA 13 wants driver 580 or newer")"
   echo "disk: $(df -Pm "$root" | awk 'NR == 2 { print $4 }') MB free"
-  if is_done; then echo "state: installed"; else echo "state: not installed, or from other pins"; fi
+  if is_installed; then echo "state: installed"; else echo "state: not installed, or from other pins"; fi
 }
 
 case "${1:-}" in
-  --check) say_what; exit 0 ;;
+  --check) print_check; exit 0 ;;
   "") ;;
   *) fail "$1: is no option; there is --check" ;;
 esac
 
-is_done && exit 0
+is_installed && exit 0
 lock "${BASH_SOURCE[0]}"
-is_done && exit 0
+is_installed && exit 0
 
-python=$(python_here)
+python=$(find_gpu_python)
 check_machine
 echo "megatron-rl install_gpu: installing into $venv (this happens once)"
 was_made_here || "$python" -m venv --clear "$venv"
@@ -78,9 +78,9 @@ rm -f "$stamp"
 pip -q install --no-deps -r "$pins"
 # Built against the torch above and the headers that came with it; its set-up would otherwise look for a ready wheel on GitHub.
 NVTE_BUILD_USE_NVIDIA_WHEELS=1 NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-8} \
-  pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(pinned transformer-engine)"
+  pip -q install --no-deps --no-build-isolation --no-cache-dir --force-reinstall "transformer-engine-torch==$(print_pin transformer-engine)"
 pip -q install --no-deps --no-build-isolation -e "$root"
-wanted >"$stamp"
-echo "megatron-rl install_gpu: done. nvcc: $(nvcc_here)"
+print_dependencies >"$stamp"
+echo "megatron-rl install_gpu: done. nvcc: $(print_nvcc)"
 echo "  .venv-gpu/bin/megatron-rl doctor      # what is there, and the known pitfalls"
 echo "  bash tools/gpu_check.sh               # checks, then measures; under 9 minutes"

@@ -1,30 +1,29 @@
 #!/usr/bin/env bash
 # Make .venv in the repository's root with pinned packages: torch's CPU build, Megatron-Core, SGLang, and this project (editable).
-# A second call finds the stamp of a finished installation and returns at once; a half-finished one is taken up again. Needs no GPU.
-#   PYTHON=/path/to/python3.11     use this interpreter (default: the first fit one on PATH)
-#   MEGATRON_RL_MIN_DISK_MB=4000   disk that an installation asks for; .venv takes 2.1 GB of it, pip's cache and unpacking the rest
-# Exit code 2 and one line where Python or the disk is unfit.
+# A second call finds the stamp of a finished installation and returns at once; an unfinished one is continued. Needs no GPU.
+#   PYTHON=/path/to/python3.11     use this interpreter (default: the first usable one on PATH)
+#   MEGATRON_RL_MIN_DISK_MB=4000   required disk; .venv takes 2.1 GB of it, pip's cache and unpacking the rest
+# Exit code 2 and one line where Python or the disk does not suffice.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv="$root/.venv"
-said_by=setup
+program=setup
 . "$root/launch/common.sh"
 
-# What an installation depends on: these files and the folder (a venv that was moved or copied belongs to its old folder).
-wanted() {
+# An installation depends on these files and on the folder (a venv that was moved or copied belongs to its old folder).
+print_dependencies() {
   (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
-# Otherwise it is made anew.
+# Can the present virtual environment be completed? Otherwise it is made anew.
 is_usable_venv() {
-  was_made_here && is_fit "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
+  was_made_here && is_usable_python "$venv/bin/python" && "$venv/bin/python" -m pip --version >/dev/null 2>&1
 }
 
-is_done && exit 0
-
+is_installed && exit 0
 lock "${BASH_SOURCE[0]}"
-is_done && exit 0
+is_installed && exit 0
 
 python=$(find_python "Debian, Ubuntu: apt install python3.11 python3.11-venv" python3.11 python3.12 python3 python)
 check_disk "${MEGATRON_RL_MIN_DISK_MB:-4000}" "; free some, or move the clone"
@@ -34,5 +33,5 @@ rm -f "$stamp"
 pip -qq --retries 1 install --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
 pip -qq install --no-deps -r "$root/launch/requirements.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"
-wanted >"$stamp"
+print_dependencies >"$stamp"
 echo "megatron-rl setup: done"

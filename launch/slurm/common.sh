@@ -1,17 +1,17 @@
-# What colocated.sbatch and disaggregated.sbatch share: checks, the ranks' meeting place, starting the ranks and waiting for them, and what
-# their end means for the job. They source it with `root` set, the repository.
+# Shared by colocated.sbatch and disaggregated.sbatch, which source it with `root` set to the repository: checks, the ranks' rendezvous,
+# starting the ranks and waiting for them, and what their exit code means for the job.
 
 fail() {
   echo "megatron-rl slurm: $1" >&2
   exit 2
 }
 
-# check_number NAME VALUE LOW HIGH: fails where it is none within these bounds.
+# check_number NAME VALUE LOW HIGH: fail unless it is a number within these bounds.
 check_number() {
   [[ $2 =~ ^[0-9]{1,9}$ ]] && [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] || fail "$1 = '$2': must be a whole number from $3 to $4"
 }
 
-# prepare CONFIG ...: checks what was given, and sets python, logs, restarts and what the ranks need to meet.
+# prepare CONFIG ...: check the arguments, and set python, logs, restarts and the ranks' rendezvous.
 prepare() {
   [ -n "${SLURM_JOB_ID:-}" ] || fail "not a job of SLURM; start it with sbatch"
   [ $# -ge 1 ] || fail "CONFIG is missing: sbatch SCRIPT CONFIG.toml [--section.key=value ...]"
@@ -19,7 +19,7 @@ prepare() {
   [ -f "$1" ] || fail "CONFIG = '$1': no such file in $PWD; give a TOML file such as configs/quickstart.toml"
   restarts=${RESTARTS:-3}
   check_number RESTARTS "$restarts" 0 1000
-  MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # another job on the node has another one
+  MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))} # differs from that of other jobs on the node
   check_number MASTER_PORT "$MASTER_PORT" 1024 65535
   python=${PYTHON:-$root/.venv-gpu/bin/python}
   [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python="$root/.venv/bin/python"
@@ -29,22 +29,22 @@ prepare() {
   export MASTER_PORT
 }
 
-# address NODE: how other nodes reach it.
-address() {
-  local found
-  found=$(scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
-  [ -n "$found" ] || fail "scontrol does not tell the address of node '$1'"
-  echo "$found"
+# print_address NODE: the address by which other nodes reach it.
+print_address() {
+  local node_address
+  node_address=$(scontrol --oneliner show node "$1" | sed -n 's/.* NodeAddr=\([^ ]*\) .*/\1/p')
+  [ -n "$node_address" ] || fail "scontrol does not tell the address of node '$1'"
+  echo "$node_address"
 }
 
-# place_engines NODE...: rollout.engines run on these nodes, as many on each. Those of rank 0's node are its children and listen to nobody
-# else; on other nodes rank 0 starts each as a step of the job.
+# place_engines NODE...: run rollout.engines on these nodes, as many on each. Engines on rank 0's node are its children and listen on
+# loopback; on other nodes rank 0 starts each as a step of the job.
 place_engines() {
   local node host hosts=() launchers=""
   for node; do
     host=127.0.0.1
     if [ "$node" != "${rank_nodes[0]}" ]; then
-      host=$(address "$node")
+      host=$(print_address "$node")
       launchers+="srun --overlap --nodelist=$node --nodes=1 --ntasks=1 --input=none --cpu-bind=none"
     fi
     launchers+=$'\n'
@@ -54,12 +54,12 @@ place_engines() {
   export MEGATRON_RL_ENGINE_LAUNCHER=${launchers%$'\n'}
 }
 
-# run_ranks CONFIG ARGUMENT...: `megatron-rl train` with one task per rank on the `rank_nodes` of the job, every rank's output in a file of
-# its own; sets `code` to how they ended. SLURM's warning is handed on to them. `settings`: what the script itself sets.
+# run_ranks CONFIG ARGUMENT...: run `megatron-rl train` with one task per rank on the `rank_nodes` of the job, each with its own log file;
+# set `code` to their exit code. SLURM's warning is forwarded to them. `settings`: the script's own overrides.
 run_ranks() {
   local config=$1
   shift
-  MASTER_ADDR=$(address "${rank_nodes[0]}")
+  MASTER_ADDR=$(print_address "${rank_nodes[0]}")
   export MASTER_ADDR
   settings+=(--checkpoint.resume=auto)
   if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then # the default transport is for one host
@@ -67,7 +67,7 @@ run_ranks() {
   fi
   echo "megatron-rl slurm: job $SLURM_JOB_ID, start $((${SLURM_RESTART_COUNT:-0} + 1)), ranks on ${rank_nodes[*]}, logs in $logs"
   local ranks=$((${#rank_nodes[@]} * SLURM_NTASKS_PER_NODE))
-  # wait: ranks stop together, but rank 0 has a report to write. cpu-bind: engines are children of rank 0 and need more than its share.
+  # wait: ranks stop together, but rank 0 still writes a report. cpu-bind: engines are children of rank 0 and need more than its share.
   srun --nodelist="$(IFS=,; echo "${rank_nodes[*]}")" --nodes="${#rank_nodes[@]}" --ntasks="$ranks" --input=none \
     --output="$logs/rank_%5t.log" --open-mode=append --kill-on-bad-exit=0 --wait=60 --cpu-bind=none \
     bash -c 'export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS; exec "$@"' rank \
@@ -75,12 +75,12 @@ run_ranks() {
   wait_for $!
 }
 
-# wait_for PID: of srun, whatever signals come; sets `code`, and `ended` where SLURM ends the job.
+# wait_for PID: wait for srun through all signals; set `code`, and `ended` where SLURM ends the job.
 wait_for() {
   local srun=$1 signalled
   ended=""
-  trap 'signalled=1; kill -USR1 "$srun" || true' USR1 # time is almost up (--signal): srun tells its tasks
-  trap 'signalled=1; ended=1' TERM                    # cancelled, requeued or preempted: SLURM has told the tasks itself
+  trap 'signalled=1; kill -USR1 "$srun" || true' USR1 # time is almost up (--signal): srun forwards it to its tasks
+  trap 'signalled=1; ended=1' TERM                    # cancelled, requeued or preempted: SLURM has signalled the tasks itself
   while
     signalled=""
     code=0
@@ -90,16 +90,16 @@ wait_for() {
   trap - USR1 TERM
 }
 
-# finish: ends the job, or starts it again where the run can go on.
+# finish: end the job, or requeue it where the run can go on.
 finish() {
   [ "$code" -ne 0 ] || { echo "megatron-rl slurm: done"; exit 0; }
   [ -z "$ended" ] || { echo "megatron-rl slurm: ended by SLURM, exit code $code"; exit "$code"; }
   case $code in
     143) requeue "stopped as asked" ;;
-    2) last_lines ;;
+    2) print_last_lines ;;
     *)
       echo "$code" >>"$logs/broken"
-      last_lines
+      print_last_lines
       if [ "$(wc -l <"$logs/broken")" -le "$restarts" ]; then requeue "broken with exit code $code"; fi
       echo "megatron-rl slurm: broken $(wc -l <"$logs/broken") times; RESTARTS = $restarts" >&2
       ;;
@@ -107,12 +107,12 @@ finish() {
   exit "$code"
 }
 
-# What rank 0 said at last.
-last_lines() {
+# Print the last lines of rank 0.
+print_last_lines() {
   tail -n 3 "$logs/rank_00000.log" >&2 || true
 }
 
-# requeue WHY: does not come back where SLURM obeys.
+# requeue WHY: does not return where SLURM accepts it.
 requeue() {
   echo "megatron-rl slurm: $1; starting the job again"
   scontrol requeue "$SLURM_JOB_ID" || fail "scontrol requeue failed; submit the job again to go on"
