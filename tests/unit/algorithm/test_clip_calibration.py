@@ -72,10 +72,10 @@ def test_nothing_negative_within_the_bounds_leaves_the_upper_one():
 
 
 @pytest.mark.parametrize(
-    "target, found", [((0.8, 1.2), (0.8, 1.2)), ((0.76, 1.24), (0.78, 1.22)), ((0.5, 2.0), (0.75, 1.3)), ((0.9, 1.2), (0.85, 1.2))]
+    "target, result", [((0.8, 1.2), (0.8, 1.2)), ((0.76, 1.24), (0.78, 1.22)), ((0.5, 2.0), (0.75, 1.3)), ((0.9, 1.2), (0.85, 1.2))]
 )
-def test_moves_are_damped(target, found):
-    assert move_bounds(REFERENCE, target) == pytest.approx(found)
+def test_moves_are_damped(target, result):
+    assert move_bounds(REFERENCE, target) == pytest.approx(result)
 
 
 def test_a_step_is_measured_on_its_last_update_with_corrections_and_engine_probabilities():

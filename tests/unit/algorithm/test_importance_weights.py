@@ -33,10 +33,10 @@ def sequences() -> list[TrainingSample]:
 
 def by_hand(kind: str) -> list[list[float]]:
     """The table of megatron_rl.algorithm.importance_weights with its default bounds."""
-    found = []
+    result = []
     for ratios in RATIOS:
         product = math.prod(ratios)
-        found.append(
+        result.append(
             {
                 "tis": [min(q, 2.0) for q in ratios],
                 "sequence_tis": [min(product, 2.0)] * len(ratios),
@@ -44,7 +44,7 @@ def by_hand(kind: str) -> list[list[float]]:
                 "geometric_mask": [float(0.99 <= product ** (1 / len(ratios)) <= 1.01)] * len(ratios),
             }[kind]
         )
-    return found
+    return result
 
 
 KINDS = ["tis", "sequence_tis", "icepop", "geometric_mask"]

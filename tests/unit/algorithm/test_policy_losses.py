@@ -31,16 +31,16 @@ def sequences(request) -> list[TrainingSample]:
     """Answers of 1 to 12 sampled tokens, advantages of both signs and zero, corrections other than 1. Where an environment spoke, one to
     three tokens of its lie between some of them; nothing of what follows may depend on those."""
     source = random.Random(3)
-    found = []
+    result = []
     for number, advantage in enumerate((1.5, -0.75, 0.0, -2.0, 0.5, -0.25)):
         length = (5, 1, 3, 12, 7, 2)[number]
         old, reference = (torch.tensor([source.uniform(-4, -1) for _ in range(length)]) for _ in range(2))
         correction = torch.tensor([source.uniform(0, 2) for _ in range(length)])
-        found.append(TrainingSample([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
+        result.append(TrainingSample([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
         if request.param == "environment":
-            found[-1].response_mask = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
-            found[-1].response_ids = [9 if flag else 8 for flag in found[-1].response_mask]
-    return found
+            result[-1].response_mask = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
+            result[-1].response_ids = [9 if flag else 8 for flag in result[-1].response_mask]
+    return result
 
 
 @pytest.fixture
@@ -48,11 +48,11 @@ def now(sequences) -> Tokens:
     """Current log-probs: the old ones times ratios on all sides of every clip used here, none within 0.005 of it. In a sequence the
     ratios' deviations have one sign, so that GSPO's means leave its bounds as well."""
     source = random.Random(4)
-    found = []
+    result = []
     for number, sequence in enumerate(sequences):
         ratios = (1.1, 1.25, 1.6, 3.7) if number in (0, 3) else (0.3, 0.7, 0.95)
-        found.append([old + math.log(source.choice(ratios)) for old in sequence.old_logprobs.tolist()])
-    return found
+        result.append([old + math.log(source.choice(ratios)) for old in sequence.old_logprobs.tolist()])
+    return result
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -290,10 +290,10 @@ def test_advantages(kind):
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
 def test_excluded_members_leave_the_others_as_if_they_were_alone(kind):
     rewards, excluded = [1.0, 99.0, 0.0, 0.5, 0.25, -99.0, 0.75, 1.0], [False, True, False, False] * 2
-    found = compute_advantages(rewards, 4, kind, excluded)
+    result = compute_advantages(rewards, 4, kind, excluded)
     alone = compute_advantages([reward for reward, out in zip(rewards, excluded, strict=True) if not out], 3, kind)
-    assert [value for value, out in zip(found, excluded, strict=True) if not out] == pytest.approx(alone, abs=1e-12)
-    assert found[1] == found[5] == 0.0
+    assert [value for value, out in zip(result, excluded, strict=True) if not out] == pytest.approx(alone, abs=1e-12)
+    assert result[1] == result[5] == 0.0
     assert compute_advantages([1.0, 2.0, 3.0, 4.0], 2, kind, [True, False, True, True]) == [0.0] * 4, "nothing to compare with"
 
 
@@ -353,7 +353,7 @@ def test_overlong_punishment_with_the_papers_numbers(length, added):
 
 
 @pytest.mark.parametrize(
-    "given, found",
+    "given, result",
     [
         ({}, ("ppo", "group_std", "token", 0.2, 0.2)),
         ({"name": "dapo"}, ("ppo", "group_std", "token", 0.2, 0.28)),
@@ -363,9 +363,9 @@ def test_overlong_punishment_with_the_papers_numbers(length, added):
         ({"name": "gspo", "advantage": "leave_one_out"}, ("gspo", "leave_one_out", "sequence", 3e-4, 4e-4)),
     ],
 )
-def test_a_name_sets_defaults_and_fields_win(given, found):
+def test_a_name_sets_defaults_and_fields_win(given, result):
     config = AlgorithmConfig.model_validate(given)
-    assert (config.loss, config.advantage, config.aggregate, config.clip_low, config.clip_high) == found
+    assert (config.loss, config.advantage, config.aggregate, config.clip_low, config.clip_high) == result
 
 
 @pytest.mark.parametrize(

@@ -17,23 +17,23 @@ from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 def sequences(draw: st.DrawFn) -> list[TrainingSample]:
     """Sequences whose token ids tell which sequence and position they belong to; all know their advantage and log-probs."""
     lengths = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=7))
-    found = []
+    samples = []
     for index, (prompt, answer) in enumerate(lengths):
         ids = [1 + 100 * index + position for position in range(prompt + answer)]
         numbers = torch.arange(answer) + 10.0 * index
-        found.append(TrainingSample(ids[:prompt], ids[prompt:], index - 2.5, numbers + 0.1, numbers + 0.2, numbers + 0.3))
-    return found
+        samples.append(TrainingSample(ids[:prompt], ids[prompt:], index - 2.5, numbers + 0.1, numbers + 0.2, numbers + 0.3))
+    return samples
 
 
 BOUND = st.integers(1, 40)
 
 
 @given(sequences(), BOUND, st.integers(1, 4))
-def test_a_row_is_the_sequences_end_to_end_shifted_by_one(found, most, multiple):
-    batches = make_micro_batches(found, most, multiple=multiple)
-    assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(found)))
+def test_a_row_is_the_sequences_end_to_end_shifted_by_one(samples, most, multiple):
+    batches = make_micro_batches(samples, most, multiple=multiple)
+    assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(samples)))
     for batch in batches:
-        used = [found[index].length - 1 for index in batch.sample_indices]
+        used = [samples[index].length - 1 for index in batch.sample_indices]
         assert batch.sample_indices and (len(used) == 1 or sum(used) <= most)
         assert batch.lengths == used + [batch.padding] * bool(batch.padding)
         assert batch.padding < max(multiple, MIN_ROWS + multiple - sum(used))
@@ -44,19 +44,19 @@ def test_a_row_is_the_sequences_end_to_end_shifted_by_one(found, most, multiple)
         parts = zip(*(getattr(batch, name)[0].split(batch.lengths) for name in ("tokens", "targets", "positions")), strict=True)
         for number, (tokens, targets, positions) in enumerate(parts):
             assert positions.tolist() == list(range(len(tokens)))
-            sequence = found[batch.sample_indices[number]] if number < len(used) else TrainingSample([0] * (batch.padding + 1), [])
+            sequence = samples[batch.sample_indices[number]] if number < len(used) else TrainingSample([0] * (batch.padding + 1), [])
             ids = sequence.prompt_ids + sequence.response_ids
             assert tokens.tolist() == ids[:-1] and targets.tolist() == ids[1:]
 
 
 @given(sequences(), BOUND)
-def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, most):
-    for batch in make_micro_batches(found, most):
+def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, most):
+    for batch in make_micro_batches(samples, most):
         known = torch.zeros_like(batch.mask)
-        for index, places in batch.iter_target_positions(found):
+        for index, places in batch.iter_target_positions(samples):
             known[0, places] = index + 1
         assert torch.equal(batch.mask, (known > 0).float())
-        for index, sequence in enumerate(found):
+        for index, sequence in enumerate(samples):
             if index in batch.sample_indices:
                 answer = known == index + 1
                 assert batch.targets[answer].tolist() == sequence.response_ids
@@ -68,36 +68,36 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(found, mos
 
 
 @given(sequences(), BOUND)
-def test_a_sequences_mean_is_that_of_its_answer_alone(found, most):
-    for batch in make_micro_batches(found, most):
+def test_a_sequences_mean_is_that_of_its_answer_alone(samples, most):
+    for batch in make_micro_batches(samples, most):
         values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
-        means = dict(batch.split_by_sample(batch.average_by_sample(values), found))
-        for index, part in batch.split_by_sample(values, found):
+        means = dict(batch.split_by_sample(batch.average_by_sample(values), samples))
+        for index, part in batch.split_by_sample(values, samples):
             torch.testing.assert_close(means[index], part.mean().expand(len(part)), rtol=1e-12, atol=0)
 
 
 @given(sequences(), BOUND, st.integers(1, 4))
-def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(found, most, replicas):
-    dealt = [make_micro_batches(found, most, replica, replicas) for replica in range(replicas)]
-    assert sorted(row for batches in dealt for batch in batches for row in batch.sample_indices) == list(range(len(found)))
+def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(samples, most, replicas):
+    dealt = [make_micro_batches(samples, most, replica, replicas) for replica in range(replicas)]
+    assert sorted(row for batches in dealt for batch in batches for row in batch.sample_indices) == list(range(len(samples)))
     assert len({len(batches) for batches in dealt}) == 1
     for batch in (batch for batches in dealt for batch in batches):
         assert batch.tokens.numel() > 0
-        assert batch.mask.sum() == sum(len(found[row].response_ids) for row in batch.sample_indices)
+        assert batch.mask.sum() == sum(len(samples[row].response_ids) for row in batch.sample_indices)
 
 
 @given(sequences(), BOUND, st.integers(1, 3), st.integers(2, 4), st.integers(1, 3))
-def test_context_ranks_get_equal_parts_of_every_sequence(found, most, multiple, context, rounds):
-    batches = make_micro_batches(found, most, multiple=multiple, cp_size=context, vpp_group=rounds)
+def test_context_ranks_get_equal_parts_of_every_sequence(samples, most, multiple, context, rounds):
+    batches = make_micro_batches(samples, most, multiple=multiple, cp_size=context, vpp_group=rounds)
     assert len(batches) % rounds == 0
-    assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(found)))
+    assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(samples)))
     for batch in batches:
         width = batch.tokens.numel()
         assert width == sum(batch.lengths) >= MIN_ROWS * context and width % (context * multiple) == 0
         assert all(length % (2 * context) == 0 for length in batch.lengths)
-        assert width - batch.padding == sum(found[index].length - 1 for index in batch.sample_indices)
-        for index, answer in batch.split_by_sample(batch.targets, found):
-            assert answer.tolist() == found[index].response_ids
+        assert width - batch.padding == sum(samples[index].length - 1 for index in batch.sample_indices)
+        for index, answer in batch.split_by_sample(batch.targets, samples):
+            assert answer.tolist() == samples[index].response_ids
         parts = [context_parallel_positions(batch.lengths, rank, context) for rank in range(context)]
         assert sorted(place for part in parts for place in part) == list(range(width))
         assert {len(part) for part in parts} == {width // context}

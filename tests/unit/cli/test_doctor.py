@@ -76,14 +76,14 @@ def test_pitfalls_are_rows(monkeypatch):
     assert ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "warn") in [(fact.name, fact.status) for fact in doctor.inspect_pitfalls()]
 
 
-@pytest.mark.parametrize(("part", "status", "found"), [("optimizers", "ok", "NVIDIA's"), ("models.py", "warn", "PyPI's web toolkit")])
-def test_apex_and_its_namesake_are_told_apart(monkeypatch, tmp_path, part, status, found):
+@pytest.mark.parametrize(("part", "status", "result"), [("optimizers", "ok", "NVIDIA's"), ("models.py", "warn", "PyPI's web toolkit")])
+def test_apex_and_its_namesake_are_told_apart(monkeypatch, tmp_path, part, status, result):
     (tmp_path / part).mkdir()
     spec = ModuleSpec("apex", None, is_package=True)
     spec.submodule_search_locations = [str(tmp_path)]
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
     assert doctor.inspect_apex().status == status
-    assert doctor.inspect_apex().found.startswith(found)
+    assert doctor.inspect_apex().found.startswith(result)
 
 
 def test_the_jobs_follow_the_machine(monkeypatch):

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def pins() -> dict[str, str]:
     """What launch/install_gpu.sh installs."""
-    found = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
-    return found | {"transformer-engine-torch": found["transformer-engine"]}
+    versions = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
+    return versions | {"transformer-engine-torch": versions["transformer-engine"]}
 
 
 @pytest.fixture
@@ -52,19 +52,19 @@ def test_this_machine_has_nothing_to_fall_into_but_its_environment(monkeypatch):
     "told, words", [("1", "asks Transformer Engine's recipe for FP32 scales"), ("yes", "'yes' is neither 0 nor 1"), ("0", ""), (None, "")]
 )
 def test_the_scale_variable(told, words):
-    found = doctor_gpu.check_scale_variable({} if told is None else {doctor_gpu.SCALES_VARIABLE: told})
-    assert (words in found.found and found.fix.startswith("unset it")) if words else found is None
+    pitfall = doctor_gpu.check_scale_variable({} if told is None else {doctor_gpu.SCALES_VARIABLE: told})
+    assert (words in pitfall.found and pitfall.fix.startswith("unset it")) if words else pitfall is None
 
 
 def test_parts_of_transformer_engine_that_do_not_fit():
     fit = {"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", "transformer-engine-cu13": "2.20.2"}
     assert doctor_gpu.check_transformer_engine_packages(fit, "13.0") == []
-    (found,) = doctor_gpu.check_transformer_engine_packages(fit | {"transformer-engine-torch": "2.19.0"}, "13.0")
-    assert "different versions: transformer-engine 2.20.2, transformer-engine-torch 2.19.0" in found.found
-    (found,) = doctor_gpu.check_transformer_engine_packages(fit, "12.9")
-    assert found.found == "transformer-engine-cu13 installed, torch is built for CUDA 12.9" and "pip uninstall" in found.fix
-    (found,) = doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2"}, "13.0")
-    assert "without transformer-engine-torch" in found.found
+    (pitfall,) = doctor_gpu.check_transformer_engine_packages(fit | {"transformer-engine-torch": "2.19.0"}, "13.0")
+    assert "different versions: transformer-engine 2.20.2, transformer-engine-torch 2.19.0" in pitfall.found
+    (pitfall,) = doctor_gpu.check_transformer_engine_packages(fit, "12.9")
+    assert pitfall.found == "transformer-engine-cu13 installed, torch is built for CUDA 12.9" and "pip uninstall" in pitfall.fix
+    (pitfall,) = doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2"}, "13.0")
+    assert "without transformer-engine-torch" in pitfall.found
     assert doctor_gpu.check_transformer_engine_packages({"transformer-engine": "2.20.2+abc1234"}, "12.9") == []  # built from source
 
 
@@ -72,10 +72,10 @@ LOADING = "Traceback (most recent call last):\nImportError: /site/transformer_en
 
 
 def test_an_extension_built_for_another_torch():
-    found = doctor_gpu.explain_import_error(LOADING + "_ZNK3c106SymInt6sym_neERKS0_\n", "2.14.1")
-    assert found.found.startswith("its extension was built for another torch than 2.14.1") and "--no-build-isolation" in found.fix
-    found = doctor_gpu.explain_import_error(LOADING + "cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13", "2.14.1")
-    assert "cuBLAS lacks cublasLtGroupedMatrixLayoutInit_internal" in found.found and "LD_BIND_NOW" in found.fix
+    pitfall = doctor_gpu.explain_import_error(LOADING + "_ZNK3c106SymInt6sym_neERKS0_\n", "2.14.1")
+    assert pitfall.found.startswith("its extension was built for another torch than 2.14.1") and "--no-build-isolation" in pitfall.fix
+    pitfall = doctor_gpu.explain_import_error(LOADING + "cublasLtGroupedMatrixLayoutInit_internal, version libcublasLt.so.13", "2.14.1")
+    assert "cuBLAS lacks cublasLtGroupedMatrixLayoutInit_internal" in pitfall.found and "LD_BIND_NOW" in pitfall.fix
     assert doctor_gpu.explain_import_error("", "2.14.1").found == "cannot be imported: it ended without a message"
 
 
@@ -106,8 +106,8 @@ def test_packages_that_the_engine_was_not_built_with():
     )
     assert wanted == {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
     versions = {"torch": "2.14.1+cu130", "flashinfer-python": "0.7.1", "sglang": "0.5.23"}
-    (found,) = doctor_gpu.check_engine_pins(versions, wanted)
-    assert found == ("flashinfer-python", "0.7.1, and sglang 0.5.23 asks for 0.7.2", doctor_gpu.INSTALL)
+    (pitfall,) = doctor_gpu.check_engine_pins(versions, wanted)
+    assert pitfall == ("flashinfer-python", "0.7.1, and sglang 0.5.23 asks for 0.7.2", doctor_gpu.INSTALL)
 
 
 def test_what_deep_gemm_compiles_with():

@@ -124,8 +124,8 @@ def test_a_runs_blocks_are_not_quantised_again(model, tmp_path):
     saved = of_a_run(tmp_path / "step_00030", model, mode="fp8_unified", scale_format="pow2")
     with pytest.raises(UserError, match="the checkpoint's blocks have pow2 scales"):
         check_checkpoint(saved, "--checkpoint", config(scale_format="fp32"))
-    found = check_checkpoint(saved, "--checkpoint", config(mode="int8_rollout", scale_format="fp32"))
-    assert (found.step, found.loads_directly, found.tokenizer) == (30, False, saved / "hf")
+    result = check_checkpoint(saved, "--checkpoint", config(mode="int8_rollout", scale_format="fp32"))
+    assert (result.step, result.loads_directly, result.tokenizer) == (30, False, saved / "hf")
 
 
 def test_damaged_checkpoints_are_named_by_their_option(model, tmp_path):

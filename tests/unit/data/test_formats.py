@@ -54,8 +54,8 @@ MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, 
     ],
 )
 def test_one_row_of_each_published_shape(format, row, gold, level):
-    found = read_row(row, format)
-    assert (found.question, found.gold, found.level) == (
+    result = read_row(row, format)
+    assert (result.question, result.gold, result.level) == (
         row.get("question", row.get("problem", row.get("Problem", row.get("prompt")))),
         gold,
         level,
@@ -107,4 +107,4 @@ def test_the_real_files_load_whole(file, format, levels):
 def test_the_boxed_answers_of_real_solutions_are_the_published_ones():
     rows = [json.loads(line) for line in (REAL / "math500/test.jsonl").read_text().splitlines()]
     boxed = [read_row({"problem": row["problem"], "solution": row["solution"]}, "math").gold for row in rows]
-    assert sum(found == row["answer"] for found, row in zip(boxed, rows, strict=True)) >= 490
+    assert sum(result == row["answer"] for result, row in zip(boxed, rows, strict=True)) >= 490

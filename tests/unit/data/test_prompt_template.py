@@ -63,8 +63,8 @@ def test_the_chat_template_ends_where_the_assistant_begins(chat):
 
 
 def test_template_and_system_message_within_the_chat(chat):
-    found = chat("1+1?", prompt_template="{question} Put it into \\boxed{}.", system_prompt="Be brief.")
-    assert found.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it into \\boxed{}.<|im_end|>\n")
+    result = chat("1+1?", prompt_template="{question} Put it into \\boxed{}.", system_prompt="Be brief.")
+    assert result.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it into \\boxed{}.<|im_end|>\n")
 
 
 @pytest.mark.parametrize(

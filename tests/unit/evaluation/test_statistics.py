@@ -83,20 +83,20 @@ def test_one_completion_each_is_mcnemars_exact_test():
 
 
 def test_one_completion_each_has_wilsons_interval():
-    found = estimate_mean([1.0] * 8 + [0.0] * 2, 1)
-    assert (found.low, found.high) == (pytest.approx(0.49016, abs=1e-5), pytest.approx(0.94331, abs=1e-5))  # Wilson 1927, 8 of 10
+    result = estimate_mean([1.0] * 8 + [0.0] * 2, 1)
+    assert (result.low, result.high) == (pytest.approx(0.49016, abs=1e-5), pytest.approx(0.94331, abs=1e-5))  # Wilson 1927, 8 of 10
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_none_or_all_correct_is_not_certain(value):
-    found = estimate_mean([value] * 20, 4)
-    assert found.low <= value <= found.high and found.high - found.low == pytest.approx(0.161, abs=0.001)  # "3 of n" and a little
+    result = estimate_mean([value] * 20, 4)
+    assert result.low <= value <= result.high and result.high - result.low == pytest.approx(0.161, abs=0.001)  # "3 of n" and a little
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
 def test_an_interval_holds_its_value_and_stays_between_0_and_1(correct):
-    found = estimate_mean([count / 4 for count in correct], 4)
-    assert 0 <= found.low <= found.value <= found.high <= 1
+    result = estimate_mean([count / 4 for count in correct], 4)
+    assert 0 <= result.low <= result.value <= result.high <= 1
 
 
 def test_no_interval_of_a_difference_without_spread_or_with_three_problems():
@@ -113,8 +113,8 @@ def simulated(draw: random.Random, problems: int, samples: int, shape: float, ga
 @pytest.mark.parametrize("samples, shape", [(1, 1.0), (4, 0.3), (8, 2.0)])
 def test_95_of_100_intervals_cover_the_truth(samples, shape):
     draw = random.Random(7)
-    found = [estimate_mean(simulated(draw, 40, samples, shape), samples) for _ in range(1000)]
-    assert 0.93 <= sum(estimate.low <= 0.5 <= estimate.high for estimate in found) / 1000 <= 0.98
+    result = [estimate_mean(simulated(draw, 40, samples, shape), samples) for _ in range(1000)]
+    assert 0.93 <= sum(estimate.low <= 0.5 <= estimate.high for estimate in result) / 1000 <= 0.98
 
 
 def test_counting_completions_as_independent_would_cover_far_less():
@@ -132,8 +132,8 @@ def test_intervals_of_differences_cover_the_truth_and_p_values_are_uniform_witho
         chances = [draw.betavariate(0.5, 0.5) for _ in range(30)]
         first, second = ([sum(draw.random() < chance for _ in range(4)) for chance in chances] for _ in range(2))
         gains = [one - other for one, other in zip(first, second, strict=True)]
-        found = estimate_difference([gain / 4 for gain in gains])
-        covered += found.low is not None and found.low <= 0 <= found.high
+        result = estimate_difference([gain / 4 for gain in gains])
+        covered += result.low is not None and result.low <= 0 <= result.high
         small += sign_flip_p_value(gains) <= 0.05
     assert 0.93 <= covered / 1000 <= 0.98
     assert 0.02 <= small / 1000 <= 0.06

@@ -50,11 +50,11 @@ def test_all_correct_completions_vote_for_the_gold_and_those_without_verdict_for
 
 
 def test_a_tally_counts_votes_lengths_and_errors():
-    found = Tally.of(
+    result = Tally.of(
         problem(1), [outcome("#2", True), outcome("2#2", True), outcome("#3"), outcome("1,", finish="length"), outcome("#4", error="died")]
     )
-    assert (found.samples, found.correct, found.votes) == (5, 2, ((2, 2), (1, 0)))
-    assert (found.tokens, found.truncated, found.errors, found.reward) == ((2, 3, 2, 2, 2), 1, 1, 2.0)
+    assert (result.samples, result.correct, result.votes) == (5, 2, ((2, 2), (1, 0)))
+    assert (result.tokens, result.truncated, result.errors, result.reward) == ((2, 3, 2, 2, 2), 1, 1, 2.0)
 
 
 def tally(number: int, correct: int, level: int = 1, source: str = "arithmetic", samples: int = 4) -> Tally:
@@ -109,13 +109,13 @@ class Letters:
 
     def generate(self, prompts_B, sampling):
         with self.lock:
-            found = []
+            result = []
             for prompt in map(self.decode, prompts_B, [True] * len(prompts_B)):
                 if prompt == self.failing:
                     raise RunError("the engine is gone")
-                found.append(Generation(self.encode(f"{prompt}#{self.seen.get(prompt, 0)}", False), [], "stop", 0))
+                result.append(Generation(self.encode(f"{prompt}#{self.seen.get(prompt, 0)}", False), [], "stop", 0))
                 self.seen[prompt] = self.seen.get(prompt, 0) + 1
-            return found
+            return result
 
     def score(self, texts, problems, lengths, broken):
         return [Reward(float(text.endswith("#1")), text.endswith("#1")) for text in texts]
@@ -133,7 +133,7 @@ def run(letters: Letters, path, problems: int = 5, samples: int = 3, chunk: int 
 
 def test_every_problem_gets_its_own_completions(tmp_path):
     tallies = run(Letters(), tmp_path / "c.jsonl")
-    assert [(found.id, found.samples, found.correct) for found in tallies] == [(f"arithmetic:{number}", 3, 1) for number in range(5)]
+    assert [(result.id, result.samples, result.correct) for result in tallies] == [(f"arithmetic:{number}", 3, 1) for number in range(5)]
     rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
     assert [(row["problem"], row["sample"]) for row in rows] == [
         (f"arithmetic:{number}", sample) for number in range(5) for sample in range(3)
@@ -159,8 +159,8 @@ def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
     made = {
         "schema": 1, "started": "a", "ended": "b", "argv": ["x", HOSTILE[:20]], "versions": {"torch": "2"}, "config": {"data": {"seed": 1}},
         "sampling": {"samples": 4, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}, "ks": [1, 2, 4], "confidence": 0.95,
-        "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": build_table(found, [1, 2, 4])}
-                  for name, found in sides.items()},
+        "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": build_table(result, [1, 2, 4])}
+                  for name, result in sides.items()},
         "comparison": compare_tallies(sides["checkpoint"], sides["baseline"], [1, 2, 4]) if with_baseline else [],
     }  # fmt: skip
     folder.mkdir(parents=True)

@@ -25,9 +25,9 @@ SHAPE = RoutingShape(num_layers=3, moe_layers=(1, 2), num_experts=8, top_k=2)
 
 def record(tokens: int, seed: int = 0) -> np.ndarray:
     """Two different experts for every token and layer; none in the dense layer 0."""
-    found = np.random.default_rng(seed).random((tokens - 1, 3, 8)).argsort(-1)[..., :2].astype(np.uint8)
-    found[:, 0] = 0
-    return found
+    result = np.random.default_rng(seed).random((tokens - 1, 3, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    result[:, 0] = 0
+    return result
 
 
 def test_the_shape_is_the_models():
@@ -76,13 +76,13 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 
 @given(LENGTHS, st.integers(1, 30), st.integers(1, 3), st.integers(1, 4))
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replicas, multiple):
-    found = [
+    result = [
         TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))
         for index, (prompt, answer) in enumerate(lengths)
     ]
     seen, numbers = 0, []
     for replica in range(replicas):
-        for batch in make_micro_batches(found, most, replica, replicas, multiple):
+        for batch in make_micro_batches(result, most, replica, replicas, multiple):
             assert batch.routed_experts.shape == (1, batch.tokens.shape[1], 3, 2)
             assert ((batch.token_indices >= 0).sum(), batch.token_indices.shape) == (
                 batch.tokens.shape[1] - batch.padding,
@@ -90,11 +90,11 @@ def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replica
             )
             parts = batch.routed_experts[0].split(batch.lengths)
             for part, index in zip(parts, batch.sample_indices, strict=False):
-                assert torch.equal(part, found[index].routed_experts)
+                assert torch.equal(part, result[index].routed_experts)
                 seen += 1
             assert (batch.routed_experts[batch.token_indices < 0] == torch.tensor([0, 1])).all()
             numbers += batch.token_indices[batch.token_indices >= 0].tolist()
-    assert seen == len(found) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in found)))
+    assert seen == len(result) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in result)))
 
 
 def answer(values: np.ndarray) -> dict:

@@ -26,9 +26,9 @@ def export(*arguments: object) -> tuple[int, str]:
 def test_fp8_to_bf16(tmp_path, scales):
     source, output = make_fp8_checkpoint(tmp_path / "fp8", scales), tmp_path / "bf16"
     assert export("--checkpoint", source, "--output", output) == (0, f"checkpoint: {output}")
-    blocks, found = read_weights(source), read_weights(output)
-    assert found.keys() == {name for name in blocks if not name.endswith("_scale_inv")}
-    for name, tensor in found.items():
+    blocks, results = read_weights(source), read_weights(output)
+    assert results.keys() == {name for name in blocks if not name.endswith("_scale_inv")}
+    for name, tensor in results.items():
         expected = blocks[name]
         if expected.dtype == torch.float8_e4m3fn:
             scale = np.kron(blocks[name + "_scale_inv"].numpy().astype(np.float64), np.ones((128, 128)))
@@ -44,20 +44,20 @@ def test_fp8_to_bf16(tmp_path, scales):
 def test_high_precision_to_fp8(tmp_path):
     source, output = make_checkpoint(tmp_path / "fp32"), tmp_path / "fp8"
     assert export("--checkpoint", source, "--output", output, "--precision", "fp8")[0] == 0
-    weights, found, config = read_weights(source), read_weights(output), read_config(output)
+    weights, results, config = read_weights(source), read_weights(output), read_config(output)
     assert config["quantization_config"]["scale_fmt"] == "ue8m0" and config["torch_dtype"] == "float32"
     checkpoint, model = HFCheckpoint(output, config), ModelGeometry.from_hf_config(config)
     checkpoint.check(model)
     checkpoint.check_scales(model.tensors().values(), "pow2")
     for name, tensor in weights.items():
-        if name + "_scale_inv" in found:
+        if name + "_scale_inv" in results:
             codes, scales = slow_fp8.quantize_matrix(tensor.numpy(), "pow2")
-            assert np.array_equal(found[name].view(torch.uint8).numpy(), codes) and np.array_equal(
-                found[name + "_scale_inv"].numpy(), scales
+            assert np.array_equal(results[name].view(torch.uint8).numpy(), codes) and np.array_equal(
+                results[name + "_scale_inv"].numpy(), scales
             )
         else:
-            assert torch.equal(found[name], tensor), name
-    assert sum(name.endswith("_scale_inv") for name in found) == 7
+            assert torch.equal(results[name], tensor), name
+    assert sum(name.endswith("_scale_inv") for name in results) == 7
 
 
 def test_there_and_back_again_is_the_same_values(tmp_path):
@@ -69,7 +69,7 @@ def test_there_and_back_again_is_the_same_values(tmp_path):
     first, again = read_weights(tmp_path / "fp8"), read_weights(tmp_path / "again")
     weights = [name for name in first if name + "_scale_inv" in first]
     for name in weights:
-        values, second = (dequantize_weight(Fp8Weight(found[name], found[name + "_scale_inv"])) for found in (first, again))
+        values, second = (dequantize_weight(Fp8Weight(results[name], results[name + "_scale_inv"])) for results in (first, again))
         assert torch.equal(values, second), name
     assert len(weights) == 7
 

@@ -66,10 +66,10 @@ def on_device(monkeypatch):
 
 
 def hashed(*matrices: torch.Tensor) -> str:
-    found = Hash()
+    hasher = Hash()
     for matrix in matrices:
-        found.update(matrix)
-    return found.hexdigest()
+        hasher.update(matrix)
+    return hasher.hexdigest()
 
 
 def test_every_kind_of_change_changes_the_digest(on_device):
@@ -98,7 +98,7 @@ def test_columns_of_a_tensor_are_hashed_as_their_copy(on_device):
 
 
 def test_what_is_read_twice_is_the_same(on_device):
-    found = Hash()
-    found.update(torch.ones(3, 128, dtype=torch.uint8))
-    assert found.hexdigest() == found.hexdigest() == hashed(torch.ones(3, 128, dtype=torch.uint8))
+    hasher = Hash()
+    hasher.update(torch.ones(3, 128, dtype=torch.uint8))
+    assert hasher.hexdigest() == hasher.hexdigest() == hashed(torch.ones(3, 128, dtype=torch.uint8))
     assert hashed(torch.empty(0, 128, dtype=torch.uint8)) != hashed()

@@ -31,16 +31,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
     """The checkpoint's experts as transformers 5 holds them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
-    found: dict[str, list[int]] = {}
+    stacked: dict[str, list[int]] = {}
     for name, shape in shapes.items():
         match = re.match(r"(.*\.experts)\.\d+\.(\w+)_proj\.weight", name)
         if match is None:
-            found[name] = shape
+            stacked[name] = shape
         elif match[2] == "gate":
             count = sum(other.startswith(match[1]) and other.endswith("gate_proj.weight") for other in shapes)
-            found[f"{match[1]}.gate_up_proj"] = [count, 2 * shape[0], shape[1]]
-            found[f"{match[1]}.down_proj"] = [count, shape[1], shape[0]]
-    return found
+            stacked[f"{match[1]}.gate_up_proj"] = [count, 2 * shape[0], shape[1]]
+            stacked[f"{match[1]}.down_proj"] = [count, shape[1], shape[0]]
+    return stacked
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -130,9 +130,9 @@ def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, 
 def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
     model, asked = published_model("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
     assert find_trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
-    found = find_nearest_layouts(model, asked, ROLES)
-    assert found == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
-    assert all(find_trainer_problem(model, one, ROLES) is None for one in found)
+    layouts = find_nearest_layouts(model, asked, ROLES)
+    assert layouts == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
+    assert all(find_trainer_problem(model, one, ROLES) is None for one in layouts)
     assert all(find_engine_problem(model, tp, ep, ROLES) is None for tp, ep in find_nearest_engines(model, 8, 1, ROLES))
 
 

@@ -188,13 +188,13 @@ def test_shared_gpus_hold_by_turns():
 
 
 def test_the_search_ranks_what_fits_and_says_why():
-    found = Planner(job(), NODE).search(("colocated", "disaggregated"), 3)
-    assert len(found.ranked) == 3 and found.tried > 50
-    steps = [verdict.seconds.step for verdict in found.ranked]
-    assert steps == sorted(steps) and all(verdict.fits for verdict in found.ranked)
-    assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in found.ranked}) == 3
-    assert explain_rank(found.ranked[0], found.ranked[0]).startswith("the fastest that fits")
-    assert explain_rank(found.ranked[1], found.ranked[0])[0] == "+"
+    results = Planner(job(), NODE).search(("colocated", "disaggregated"), 3)
+    assert len(results.ranked) == 3 and results.tried > 50
+    steps = [verdict.seconds.step for verdict in results.ranked]
+    assert steps == sorted(steps) and all(verdict.fits for verdict in results.ranked)
+    assert len({(verdict.candidate.train, verdict.candidate.placement) for verdict in results.ranked}) == 3
+    assert explain_rank(results.ranked[0], results.ranked[0]).startswith("the fastest that fits")
+    assert explain_rank(results.ranked[1], results.ranked[0])[0] == "+"
 
 
 def test_alignment_names_what_is_cut():

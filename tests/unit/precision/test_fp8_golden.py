@@ -17,26 +17,26 @@ FILE = ROOT / "tests" / "support" / "golden" / "fp8.npz"
 
 def values(rows: int, cols: int, seed: int) -> torch.Tensor:
     """float32 [rows, cols]: 24-bit integers of a linear congruential generator, scaled by powers of two between 2^-24 and 2^-8."""
-    state, found = np.uint64(seed), np.empty(rows * cols, np.float32)
+    state, array = np.uint64(seed), np.empty(rows * cols, np.float32)
     with np.errstate(over="ignore"):  # the generator counts modulo 2^64
-        for index in range(found.size):
+        for index in range(array.size):
             state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-            found[index] = (int(state >> np.uint64(40)) - 2**23) * 2.0 ** -(32 - int(state >> np.uint64(28)) % 17 // 2)
-    return torch.from_numpy(found.reshape(rows, cols))
+            array[index] = (int(state >> np.uint64(40)) - 2**23) * 2.0 ** -(32 - int(state >> np.uint64(28)) % 17 // 2)
+    return torch.from_numpy(array.reshape(rows, cols))
 
 
 def results() -> dict[str, np.ndarray]:
     """What the file should hold: name -> uint8 bytes or uint32 bit patterns of float32."""
-    found = {}
+    arrays = {}
     for scale_format in ("pow2", "fp32"):
         blocks = quantize_weight(values(140, 200, seed=1), scale_format)
-        found[f"{scale_format}.weight"] = blocks.data.view(torch.uint8).numpy()
-        found[f"{scale_format}.weight_scale_inv"] = blocks.scale.numpy().view(np.uint32)
-        found[f"{scale_format}.activations_1x128"] = round_trip_1x128(values(4, 200, seed=2), scale_format).numpy().view(np.uint32)
-        found[f"{scale_format}.activations_128x1"] = (
+        arrays[f"{scale_format}.weight"] = blocks.data.view(torch.uint8).numpy()
+        arrays[f"{scale_format}.weight_scale_inv"] = blocks.scale.numpy().view(np.uint32)
+        arrays[f"{scale_format}.activations_1x128"] = round_trip_1x128(values(4, 200, seed=2), scale_format).numpy().view(np.uint32)
+        arrays[f"{scale_format}.activations_128x1"] = (
             round_trip_128x1(values(200, 4, seed=3), scale_format).contiguous().numpy().view(np.uint32)
         )
-    return found
+    return arrays
 
 
 def test_bytes_and_scales_are_the_golden_ones():

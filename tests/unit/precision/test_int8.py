@@ -39,10 +39,15 @@ def uneven(rows: int, cols: int, seed: int) -> torch.Tensor:
 def test_a_weight_is_quantised_as_sglangs_kernel_quantises_rows(dtype):
     weight = uneven(40, 300, 1).to(dtype)
     codes, scales = slow(weight)
-    found = quantize_int8_weight(weight)
-    assert (found.data.dtype, found.data.shape, found.scale.dtype, found.scale.shape) == (torch.int8, (40, 300), torch.float32, (40, 1))
-    assert np.array_equal(found.data.numpy(), codes) and np.array_equal(found.scale.numpy(), scales)
-    assert found.data.abs().amax(1).eq(127).all()  # the largest value of a row uses the whole range
+    quantized = quantize_int8_weight(weight)
+    assert (quantized.data.dtype, quantized.data.shape, quantized.scale.dtype, quantized.scale.shape) == (
+        torch.int8,
+        (40, 300),
+        torch.float32,
+        (40, 1),
+    )
+    assert np.array_equal(quantized.data.numpy(), codes) and np.array_equal(quantized.scale.numpy(), scales)
+    assert quantized.data.abs().amax(1).eq(127).all()  # the largest value of a row uses the whole range
 
 
 def test_ties_go_away_from_zero_and_nearly_ties_do_not():
@@ -52,9 +57,9 @@ def test_ties_go_away_from_zero_and_nearly_ties_do_not():
 
 
 def test_a_row_of_zeros_and_a_row_below_the_epsilon():
-    found = quantize_int8_weight(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))
-    assert found.data.tolist() == [[0, 0], [127, -51], [1, 0]]
-    assert found.scale.flatten().eq(F(1e-10) / F(127)).all()
+    quantized = quantize_int8_weight(torch.tensor([[0.0, 0.0], [1e-10, -4e-11], [1e-12, 0.0]]))
+    assert quantized.data.tolist() == [[0, 0], [127, -51], [1, 0]]
+    assert quantized.scale.flatten().eq(F(1e-10) / F(127)).all()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -69,8 +74,8 @@ def test_parts_of_rows_with_the_maxima_of_whole_rows_are_the_parts_of_the_whole(
     weight = uneven(16, 96, 2)
     whole, amax = quantize_int8_weight(weight), row_maxima(weight)
     for part in (slice(0, 32), slice(32, 96)):
-        found = quantize_int8_weight(weight[:, part], amax)
-        assert torch.equal(found.data, whole.data[:, part]) and torch.equal(found.scale, whole.scale)
+        quantized = quantize_int8_weight(weight[:, part], amax)
+        assert torch.equal(quantized.data, whole.data[:, part]) and torch.equal(quantized.scale, whole.scale)
 
 
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([1, 100, 1023, 1024, 1025, 3000]), st.integers(0, 1000))
@@ -86,8 +91,8 @@ def test_the_largest_sums_are_exact():
     """5000 products of 127 * 127 and one of 1: FP32 would lose the last one, INT32 does not."""
     x, weight = torch.full((1, 5001), 127.0), torch.full((1, 5001), 127.0)
     x[0, 2500] = weight[0, 2500] = 1.0
-    found = quantize_int8_weight(weight)
-    assert float(int8_matmul(x, found.data.float(), found.scale)) == float(F(5000 * 127 * 127 + 1))
+    quantized = quantize_int8_weight(weight)
+    assert float(int8_matmul(x, quantized.data.float(), quantized.scale)) == float(F(5000 * 127 * 127 + 1))
     assert 5000 * 127 * 127 + 1 > 2**24
 
 

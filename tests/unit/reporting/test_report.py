@@ -124,9 +124,9 @@ def test_evaluations_of_the_runs_checkpoints_are_part_of_the_page(tmp_path: Path
     run = make_run(tmp_path, full_rows())
     assert "Evaluations" not in Page(write_report(run)).text
     line = {"problems": 30, "mean": {"value": 0.5, "low": 0.4, "high": 0.6}, "pass": {}, "maj": {}}
-    found = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
+    result = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
     (run / "eval" / "step_2").mkdir(parents=True)
-    (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(found))
+    (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(result))
     text = Page(write_report(run)).text
     assert "Evaluations" in text and "eval/step_2" in text and "mean@8 50.0 % (40.0–60.0)" in text
 

@@ -35,7 +35,7 @@ class Worker:
 
     def collect(self, version: int) -> RolloutBatch:
         began = self.trainer
-        assert self.hold.wait(10)
+        assert self.hold.wait(60)
         if version == self.broken:
             raise self.error
         self.made += 1
@@ -57,28 +57,28 @@ def thread(monkeypatch):
 
 def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[SimpleNamespace]:
     ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
-    worker.made, found = start, []
+    worker.made, results = start, []
     for version in range(start, steps):
         worker.trainer = version
-        found += ahead.collect(version).completions_B
+        results += ahead.collect(version).completions_B
         assert ahead.state_dict() == {"position": version + 1}
     ahead.close()
-    return found
+    return results
 
 
 @given(st.integers(0, 4), st.integers(0, 3), st.integers(1, 8))
 def test_nothing_begins_before_the_trainer_is_near_enough(max_staleness, start, more):
     worker = Worker()
-    found = run(worker, max_staleness, start + more, start)
-    assert [made.version for made in found] == list(range(start, start + more)) and worker.made == start + more
-    assert all(0 <= made.version - made.began <= max_staleness for made in found)
+    results = run(worker, max_staleness, start + more, start)
+    assert [made.version for made in results] == list(range(start, start + more)) and worker.made == start + more
+    assert all(0 <= made.version - made.began <= max_staleness for made in results)
 
 
 def test_the_next_groups_are_made_while_the_trainer_trains(thread):
     worker = Worker()
     ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
     ahead.collect(0)
-    thread.submit(lambda: None).result(10)  # after all that has begun
+    thread.submit(lambda: None).result(60)  # after all that has begun
     assert worker.made == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
     ahead.collect(1)
     ahead.close()
@@ -100,7 +100,7 @@ def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped(thread)
     worker.broken, worker.error = 1, EngineLostError("the engine is gone")
     ahead = AsyncRolloutWorker(worker, 2, 9, lambda: None)
     ahead.collect(0)
-    thread.submit(lambda: None).result(10)
+    thread.submit(lambda: None).result(60)
     assert worker.made == 1, "nothing comes before the groups that failed"
     worker.broken = 2
     assert ahead.collect(1).completions_B[0].version == 1, "a sync has brought the engine back since"
@@ -118,7 +118,7 @@ def test_closing_breaks_off_what_is_made(thread):
     ahead = AsyncRolloutWorker(worker, 2, 9, lambda: (stopped.append(True), worker.hold.set()))
     ahead.collect(0)
     worker.hold.clear()
-    thread.submit(worker.hold.wait, 10)
+    thread.submit(worker.hold.wait, 60)
     ahead.close()
     assert stopped == [True]
     with pytest.raises(RuntimeError, match="after shutdown"):
@@ -176,12 +176,16 @@ def close(value: float) -> object:
 
 def test_stale_tokens_do_not_count_as_mismatch():
     sequences = [sampled([1, 1, 0], [0.5, -0.3, 0.001]), sampled([0], [-0.003])]
-    assert measure_mismatch(sequences)["mismatch/abs_mean"] == close(0.002) and measure_mismatch(sequences)["mismatch/abs_max"] == close(
-        0.003
+    mismatch = measure_mismatch(sequences)
+    assert mismatch["mismatch/abs_mean"] == close(0.002) and mismatch["mismatch/abs_max"] == close(0.003)
+    stale = measure_staleness(sequences)
+    assert (stale["staleness/mean"], stale["staleness/max"], stale["staleness/share"], stale["staleness/mixed"]) == (
+        0.5,
+        1,
+        0.5,
+        0.5,
     )
-    found = measure_staleness(sequences)
-    assert (found["staleness/mean"], found["staleness/max"], found["staleness/share"], found["staleness/mixed"]) == (0.5, 1, 0.5, 0.5)
-    assert found["staleness/abs_mean"] == close(0.4)
+    assert stale["staleness/abs_mean"] == close(0.4)
     assert measure_mismatch([*sequences[:1], sampled([2], [1.0])])["mismatch/abs_max"] == close(0.001)
     assert measure_mismatch([sampled([1], [1.0])]) == {}, "what was not measured is not told"
     assert "staleness/abs_mean" not in measure_staleness([sampled([0], [1.0])])
@@ -202,8 +206,8 @@ def meta(spans: list[tuple[str, int, int]], tokens: int) -> dict:
 
 def test_the_engine_tells_every_tokens_version():
     assert parse_generation(meta([("3", 0, 4)], 4), True).versions_T == []
-    found = parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
-    assert (found.versions_T, found.policy_version, found.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
+    results = parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
+    assert (results.versions_T, results.policy_version, results.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
     with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
         parse_generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
     with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):

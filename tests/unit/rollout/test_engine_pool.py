@@ -36,7 +36,7 @@ class Scripted:
 
     def generate(self, prompts_B, samplings):
         self.asked.append(len(prompts_B))
-        self.hold.wait(20)
+        self.hold.wait(60)
         if self.dead:
             raise EngineLostError(f"engine {self.number} is gone", "its last words")
         return [Generation([prompt[0] + 1], [0.0], "stop", self.number) for prompt in prompts_B]
@@ -105,13 +105,13 @@ def test_answers_come_in_order_and_the_work_is_shared(fleet):
         engine.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(three.engines.generate, prompts(50), [GREEDY] * 50)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while sum(sum(engine.asked) for engine in three.started) < 50 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert sorted(sum(engine.asked) for engine in three.started) == [15, 15, 20]  # pieces of five
         for engine in three.started:
             engine.hold.set()
-        assert [answer.output_ids_T for answer in answers.result(10)] == [[number + 1] for number in range(50)]
+        assert [answer.output_ids_T for answer in answers.result(60)] == [[number + 1] for number in range(50)]
 
 
 def test_one_engine_gets_everything_in_one_request(fleet):
@@ -127,12 +127,12 @@ def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_ta
     slow.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(two.engines.generate, prompts(80), GREEDY)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while sum(quick.asked) < 70 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (sum(slow.asked), sum(quick.asked)) == (10, 70)
         slow.hold.set()
-        assert len(answers.result(10)) == 80
+        assert len(answers.result(60)) == 80
 
 
 def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):

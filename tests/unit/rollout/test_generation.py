@@ -46,16 +46,16 @@ class ScriptedEngine:
     def generate(self, prompts_B, samplings):
         self.asked.append([(prompt, one.max_new_tokens) for prompt, one in zip(prompts_B, samplings, strict=True)])
         assert {one.stop for one in samplings} == {(">",)}
-        found = []
+        result = []
         for prompt, one in zip(prompts_B, samplings, strict=True):
             ids = self._scripts[prompt[0] - ord("A")].pop(0)
             kept = ids[: one.max_new_tokens]
             logprobs = [-float(token) for token in kept]
             routing = np.full((len(prompt) + len(kept) - 1, 1, 1), len(self.asked), np.uint8)  # every token goes to the turn's number
-            found.append(
+            result.append(
                 Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], routed_experts_T=routing)
             )
-        return found
+        return result
 
 
 class Scripted:
@@ -80,8 +80,8 @@ def converse(scripts: list[str | list], replies: list[list[StepResult | None]], 
     engine = ScriptedEngine([[turn if isinstance(turn, list) else [ord(x) for x in turn] for turn in script] for script in scripts])
     scripted = Scripted(replies, **limits)
     problems = [Problem(str(number), "ABC"[number], "", source="here") for number in range(len(scripts))]
-    found = MultiTurnSampler(engine, PairTokenizer(), scripted).sample(problems, SamplingParams(1.0, budget), VERSION)  # type: ignore[arg-type]
-    return found, engine, scripted
+    result = MultiTurnSampler(engine, PairTokenizer(), scripted).sample(problems, SamplingParams(1.0, budget), VERSION)  # type: ignore[arg-type]
+    return result, engine, scripted
 
 
 def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
@@ -101,8 +101,8 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
 
 
 def test_only_answers_that_go_on_are_sampled_again():
-    found, engine, _ = converse([["x>", "y"], ["z"], ["v>", "w"]], [[say("1"), None], [None], [say("2"), None]])
-    assert [completion.text for completion in found] == ["x>1y", "z", "v>2w"]
+    result, engine, _ = converse([["x>", "y"], ["z"], ["v>", "w"]], [[say("1"), None], [None], [say("2"), None]])
+    assert [completion.text for completion in result] == ["x>1y", "z", "v>2w"]
     assert [[prompt[0] for prompt, _ in turn] for turn in engine.asked] == [[65, 66, 67], [65, 67]]
 
 
@@ -147,22 +147,22 @@ def test_without_an_environment_an_answer_is_one_turn():
 
 
 def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
-    found, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [StepResult(error="ValueError: no")]])
-    metrics = compute_rollout_metrics(RolloutBatch(found, {"time/generate": 2.0}))
+    result, _, _ = converse([["ab>", "c"], ["d>"]], [[say("?", "no number"), None], [StepResult(error="ValueError: no")]])
+    metrics = compute_rollout_metrics(RolloutBatch(result, {"time/generate": 2.0}))
     expected = {
         "length/mean": 3, "length/max": 4, "tokens/generated": 6, "tokens/per_second": 3, "environment/turns": 1.5,
         "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
-    assert [row["dialogue"] for row in build_sample_rows(1, found, 2)] == [["ab>", "?", "c"], ["d>"]]
+    assert [row["dialogue"] for row in build_sample_rows(1, result, 2)] == [["ab>", "?", "c"], ["d>"]]
 
 
 def test_the_trainer_never_reads_a_log_prob_of_the_environment():
-    found, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
-    found[0].logprobs_T[3:5] = [float("nan")] * 2
-    (sequence,) = to_training_samples(RolloutBatch(found))
+    result, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
+    result[0].logprobs_T[3:5] = [float("nan")] * 2
+    (sequence,) = to_training_samples(RolloutBatch(result))
     assert sequence.rollout_logprobs.tolist() == [-97.0, -98.0, -62.0, -99.0]
-    assert sequence.response_ids == found[0].output_ids_T and sequence.sampled_count == 4
+    assert sequence.response_ids == result[0].output_ids_T and sequence.sampled_count == 4
     assert torch.tensor([0, *sequence.response_ids])[sequence.target_positions + 1].tolist() == [97, 98, 62, 99]
 
 

@@ -165,9 +165,9 @@ def test_a_completion_of_another_policy_version_breaks_the_run(worker):
 
 
 def test_evaluation_scores_each_held_out_problem_once(worker):
-    found = worker.evaluate(5)
-    assert found.pop("time/eval") >= 0
-    assert found == {"eval/accuracy": 0.5, "eval/level_1": 1.0, "eval/level_2": 0.0}
+    result = worker.evaluate(5)
+    assert result.pop("time/eval") >= 0
+    assert result == {"eval/accuracy": 0.5, "eval/level_1": 1.0, "eval/level_2": 0.0}
 
 
 class Scripted:

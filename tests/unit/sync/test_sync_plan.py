@@ -116,12 +116,12 @@ def test_an_engine_that_quantises_activations_otherwise_is_refused(formats, told
 
 def int8_engine() -> list[dict[str, EngineTensorSpec]]:
     """`live_engine` in INT8: one scale per row of a weight."""
-    found = []
+    ranks = []
     for rank in live_engine():
         data = {name: EngineTensorSpec("int8", tensor.shape) for name, tensor in rank.items() if tensor.dtype == "float8_e4m3fn"}
         scales = {name + "_scale": EngineTensorSpec("float32", (tensor.shape[0], 1)) for name, tensor in data.items()}
-        found.append({name: tensor for name, tensor in rank.items() if tensor.dtype == "bfloat16"} | data | scales)
-    return found
+        ranks.append({name: tensor for name, tensor in rank.items() if tensor.dtype == "bfloat16"} | data | scales)
+    return ranks
 
 
 def test_an_int8_engine_passes_in_int8_alone():

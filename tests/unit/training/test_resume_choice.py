@@ -85,14 +85,14 @@ def test_the_run_of_another_version_of_the_project_is_refused(tmp_path):
 def test_the_newest_whole_checkpoint_is_chosen_and_what_differs_is_said(tmp_path):
     log = make_run(tmp_path, steps=(2, 4))
     (log.dir / "checkpoints" / "step_00004" / "state.json").write_text("{")
-    found = choose_checkpoint(log.dir, 9)
-    assert found.describe({"tp": 1}) == [
+    checkpoint = choose_checkpoint(log.dir, 9)
+    assert checkpoint.describe({"tp": 1}) == [
         "step_00004 is not whole: state.json cannot be read (JSONDecodeError); the checkpoint before it is used",
-        f"going on from {found.folder}, step 2",
+        f"going on from {checkpoint.folder}, step 2",
     ]
-    assert found.describe({"tp": 2})[2].startswith("another train.layout wrote it: ")
-    found.state["versions"]["torch"] = "1.0"
-    assert found.describe({"tp": 1})[2].startswith("other versions wrote it, so numbers may differ: torch 1.0 -> ")
+    assert checkpoint.describe({"tp": 2})[2].startswith("another train.layout wrote it: ")
+    checkpoint.state["versions"]["torch"] = "1.0"
+    assert checkpoint.describe({"tp": 1})[2].startswith("other versions wrote it, so numbers may differ: torch 1.0 -> ")
 
 
 def test_no_whole_checkpoint_or_no_step_left_is_refused(tmp_path):

@@ -22,11 +22,11 @@ def kept(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     """Tensors saved for the backward pass but the weight."""
     backend, weight = make_backend(name, "pow2"), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
-    found: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found.append(tensor) or tensor, lambda tensor: tensor):
+    result: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: result.append(tensor) or tensor, lambda tensor: tensor):
         y = FP8Matmul.apply(x, weight, layer, False, False, None)
         assert y.shape == (T, N)
-    return [tensor for tensor in found if tensor.data_ptr() != weight.data_ptr()]
+    return [tensor for tensor in result if tensor.data_ptr() != weight.data_ptr()]
 
 
 @pytest.mark.parametrize("name, tokens", [("deep_gemm", _PADDED), ("transformer_engine", T)])

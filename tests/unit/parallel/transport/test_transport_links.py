@@ -23,11 +23,11 @@ ON_CPU = ["shared_memory", "process_group", "gloo", "disk"]
 def chunks_between(sources: int, targets: int, sizes: list[int]) -> list[Chunk]:
     """For every pair of ranks a chunk of every size, pairs taking turns."""
     sent = dict.fromkeys(range(sources), 0)
-    found = []
+    results = []
     for size, target, source in itertools.product(sizes, range(targets), range(sources)):
-        found.append(Chunk(source, target, sent[source], size, (), ()))
+        results.append(Chunk(source, target, sent[source], size, (), ()))
         sent[source] += size
-    return found
+    return results
 
 
 def content(chunk: Chunk, turn: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ def test_no_more_than_two_chunks_are_under_way(transport, tmp_path):
         received.append(inbox.receive(chunk))
         assert received[-1].eq(number).all()
         inbox.release(chunk)
-    sender.join(10)
+    sender.join(60)
     assert not sender.is_alive() and filled == list(range(5))
     assert memory_of(sent) == memory_of(received) == CHUNKS_IN_FLIGHT * 100_000
     outbox.close()

@@ -148,10 +148,10 @@ PLANTED = {
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_difference_is_named(plant):
     rollout, expected = PLANTED[plant]
-    found = describe_differences(rollout, TRAINING)
-    assert set(expected) <= set(found)
+    result = describe_differences(rollout, TRAINING)
+    assert set(expected) <= set(result)
     if "absent" not in expected[0]:
-        assert found == expected
+        assert result == expected
 
 
 def test_latent_attention_that_absorbs_a_projection_shows_it():
@@ -200,9 +200,9 @@ def test_pipeline_stages_make_the_whole_graph():
     whole = decoder(layers=4, trained=True)
     first = replace(whole, layers={0: whole.layers[0], 1: whole.layers[1]}, norm=None, lm_head=None, logits=None)
     last = replace(whole, layers={2: whole.layers[2], 3: whole.layers[3]}, embedding=None)
-    found, expected = merge_graphs([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
-    assert set(found.nodes) == set(expected.nodes)
-    assert set(found.edges) == set(expected.edges)
+    result, expected = merge_graphs([decoder_graph(first), decoder_graph(last)]), decoder_graph(whole)
+    assert set(result.nodes) == set(expected.nodes)
+    assert set(result.edges) == set(expected.edges)
 
 
 def test_ranks_that_disagree_are_refused():

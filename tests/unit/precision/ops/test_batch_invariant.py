@@ -66,13 +66,13 @@ def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
 def test_attention_is_that_of_torch_and_so_is_its_gradient(shape, monkeypatch):
     inputs = [x.requires_grad_() for x in attention_inputs(*shape)]
     wanted = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    found = batch_invariant.causal_attention(*inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    output = batch_invariant.causal_attention(*inputs)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
     gradient = random(*wanted.shape, seed=9)
-    for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
+    for ours, theirs in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(batch_invariant, "MAX_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
-    assert torch.equal(batch_invariant.causal_attention(*inputs), found)
+    assert torch.equal(batch_invariant.causal_attention(*inputs), output)
 
 
 def test_bf16_is_computed_in_fp32_and_rounded_once():

@@ -27,9 +27,9 @@ def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return torch.cat([batch_invariant.causal_attention(*part)[0] for part in parts if part[0].numel()], 1).transpose(0, 1)
 
 
-def assert_same_gradients(found: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+def assert_same_gradients(output: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     gradient = random(*wanted.shape, seed=9)
-    for ours, theirs in zip(torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
+    for ours, theirs in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -37,10 +37,10 @@ def assert_same_gradients(found: torch.Tensor, wanted: torch.Tensor, inputs: lis
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_by_row_gives_the_bits_of_each_sequence_alone(shape, dtype):
     inputs = row(*shape, dtype)
-    found, wanted = packed_attention.grouped_attention(*inputs, packed_attention.group_by_length(LENGTHS)), alone(*inputs)
-    assert found.dtype == dtype and torch.equal(found, wanted)
+    output, wanted = packed_attention.grouped_attention(*inputs, packed_attention.group_by_length(LENGTHS)), alone(*inputs)
+    assert output.dtype == dtype and torch.equal(output, wanted)
     if dtype is torch.float32:
-        assert_same_gradients(found, wanted, inputs)
+        assert_same_gradients(output, wanted, inputs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,10 +53,10 @@ def test_company_changes_no_bit_of_a_gradient(shape):
         ends = [0, *cuts, len(LENGTHS)]
         rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
         parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
-        found = torch.cat(
+        output = torch.cat(
             [packed_attention.grouped_attention(*part, packed_attention.group_by_length(lengths)) for *part, lengths in parts]
         )
-        return torch.autograd.grad(found, inputs, gradient)
+        return torch.autograd.grad(output, inputs, gradient)
 
     together = gradients()
     for cuts in ((3, 8), tuple(range(1, len(LENGTHS)))):
@@ -67,9 +67,9 @@ def test_company_changes_no_bit_of_a_gradient(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_one_by_one_gives_the_same_numbers(shape):
     inputs = row(*shape)
-    found, wanted = packed_attention.sdpa_per_sequence(*inputs, LENGTHS, None), alone(*inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(found, wanted, inputs)
+    output, wanted = packed_attention.sdpa_per_sequence(*inputs, LENGTHS, None), alone(*inputs)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(output, wanted, inputs)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,8 +85,8 @@ def test_flash_is_asked_for_the_same(shape, monkeypatch):
     inputs = row(*shape)
     monkeypatch.setattr(packed_attention, "varlen_attn", stand_in)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    found = packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None)
-    torch.testing.assert_close(found, alone(*inputs), rtol=1e-5, atol=1e-5)
+    output = packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None)
+    torch.testing.assert_close(output, alone(*inputs), rtol=1e-5, atol=1e-5)
 
 
 def test_flash_fits_the_installed_operator():
@@ -94,5 +94,5 @@ def test_flash_fits_the_installed_operator():
     query, key, value = (
         torch.empty(20, count, width, dtype=torch.bfloat16, device="meta") for count, width in ((4, 192), (2, 192), (2, 128))
     )
-    found = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
-    assert found.shape == (20, 4, 128) and found.dtype is torch.bfloat16
+    output = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
+    assert output.shape == (20, 4, 128) and output.dtype is torch.bfloat16

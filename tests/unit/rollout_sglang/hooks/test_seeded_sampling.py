@@ -29,9 +29,9 @@ def test_frequencies_are_the_probabilities():
     probs, count = probabilities(1, 12), 40_000
     seeds = torch.tensor([derive_seed(0, 0, "train/0", index) for index in range(count // 40)]).repeat_interleave(40)
     tokens = sample_tokens(probs.expand(count, 12), seeds, torch.arange(count) % 40)
-    found = torch.bincount(tokens.long(), minlength=12) / count
+    result = torch.bincount(tokens.long(), minlength=12) / count
     error = (probs[0] * (1 - probs[0]) / count).sqrt()
-    assert ((found - probs[0]).abs() < 5 * error).all()
+    assert ((result - probs[0]).abs() < 5 * error).all()
 
 
 def test_what_has_no_probability_is_never_drawn():
@@ -43,8 +43,8 @@ def test_what_has_no_probability_is_never_drawn():
 
 def test_the_hash_is_splitmix64():
     """The generator's published first outputs from seed 0 (its state after one and two steps), as numbers in [0, 1)."""
-    found = hash_to_uniform(np.array([0, 0]), np.array([0, 1]))
-    assert found.tolist() == [(0xE220A8397B1DCDAF >> 11) * 2.0**-53, (0x6E789E6AA1B965F4 >> 11) * 2.0**-53]
+    result = hash_to_uniform(np.array([0, 0]), np.array([0, 1]))
+    assert result.tolist() == [(0xE220A8397B1DCDAF >> 11) * 2.0**-53, (0x6E789E6AA1B965F4 >> 11) * 2.0**-53]
 
 
 def test_seeds_differ_by_run_version_purpose_and_completion():
