@@ -9,9 +9,8 @@ from typing import Any
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl
 from megatron_rl.reporting.eval_text import (
-    find_estimate,
+    format_estimates,
     format_group,
-    format_interval,
     format_p_value,
     format_points,
     list_columns,
@@ -53,8 +52,9 @@ def _make_tiles(results: dict[str, Any]) -> list[SummaryTile]:
     side = results["sides"]["checkpoint"]
     overall, sampling = side["table"][0], results["sampling"]
     tiles = []
-    for title, kind, k in list_widest_columns(results):
-        value, _, bounds = format_interval(find_estimate(overall, kind, k)).partition(" (")
+    columns = list_widest_columns(results)
+    for (title, _, _), estimate in zip(columns, format_estimates(overall, columns), strict=True):
+        value, _, bounds = estimate.partition(" (")
         tiles.append(SummaryTile(title, value, f"{100 * results['confidence']:.0f} % interval {bounds.removesuffix(')')}"))
     tokens, errors = overall["tokens"], overall["errors"]
     lengths = f"median {tokens['median']:g}, longest {tokens['max']}"
@@ -73,7 +73,7 @@ def _format_row(results: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": format_group(row),
         "problems": row["problems"],
-        "estimates": [format_interval(find_estimate(row, kind, k)) for _, kind, k in list_columns(results)],
+        "estimates": format_estimates(row, list_columns(results)),
         "reward": format_value(row["reward"], "number"),
         "tokens": format_value(row["tokens"]["mean"], "number"),
         "truncated": format_value(row["truncated"], "share"),
@@ -82,7 +82,7 @@ def _format_row(results: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _format_difference(results: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    estimates = [format_points(find_estimate(row, kind, k)) for _, kind, k in list_columns(results)]
+    estimates = format_estimates(row, list_columns(results), format_points)
     counts = {"better": row["better"], "worse": row["worse"], "equal": row["problems"] - row["better"] - row["worse"]}
     return {"name": format_group(row), "estimates": estimates, "p": format_p_value(row["p"]), **counts}
 

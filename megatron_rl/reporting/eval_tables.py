@@ -9,9 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.reporting.eval_text import (
-    find_estimate,
+    format_estimates,
     format_group,
-    format_interval,
     format_p_value,
     format_points,
     list_widest_columns,
@@ -28,7 +27,7 @@ def print_results(results: dict[str, Any]) -> None:
     for name, side in results["sides"].items():
         table = _make_table(f"{name}: {side['path']}", ["count", *titles, "tokens", "cut"])
         for row in side["table"]:
-            estimates = [_break_line(format_interval(find_estimate(row, kind, k))) for _, kind, k in columns]
+            estimates = map(_break_line, format_estimates(row, columns))
             tokens, truncated = format_value(row["tokens"]["mean"], "number"), format_value(row["truncated"], "share")
             table.add_row(format_group(row), str(row["problems"]), *estimates, tokens, truncated)
         console.print(table)
@@ -37,7 +36,7 @@ def print_results(results: dict[str, Any]) -> None:
     if results["comparison"]:
         table = _make_table("checkpoint less baseline, in points", [*titles, "p", "up", "down"])
         for row in results["comparison"]:
-            estimates = [_break_line(format_points(find_estimate(row, kind, k))) for _, kind, k in columns]
+            estimates = map(_break_line, format_estimates(row, columns, format_points))
             table.add_row(format_group(row), *estimates, format_p_value(row["p"]), str(row["better"]), str(row["worse"]))
         console.print(table)
     console.print(summarize(results), soft_wrap=True)

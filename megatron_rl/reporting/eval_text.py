@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from megatron_rl.reporting.metric_glossary import format_value
 
 EstimateDict = dict[str, float | None]
 """value, low, high; the last two are None without an interval."""
+Column = tuple[str, str, str]
+"""A column of estimates: title, kind, k."""
 SCHEMA = 1
 
 
@@ -37,21 +40,21 @@ def format_group(row: dict[str, Any]) -> str:
     return row["source"] if row["level"] is None else f"{row['source']}, level {row['level']}"
 
 
-def list_columns(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return the columns of estimates: (title, kind, k). pass@1, maj@1 and, where all completions vote, maj@2 are mean@K itself."""
+def list_columns(results: dict[str, Any]) -> list[Column]:
+    """Return the columns of estimates. pass@1, maj@1 and, where all completions vote, maj@2 are mean@K itself."""
     columns = [(f"mean@{results['sampling']['samples']}", "mean", "")]
     columns += [(f"pass@{k}", "pass", str(k)) for k in results["ks"] if k > 1]
     return columns + [(f"maj@{k}", "maj", str(k)) for k in results["ks"] if k > 2]
 
 
-def list_widest_columns(results: dict[str, Any]) -> list[tuple[str, str, str]]:
+def list_widest_columns(results: dict[str, Any]) -> list[Column]:
     """Return those of `list_columns` with the largest k of each kind."""
     return list({kind: (title, kind, k) for title, kind, k in list_columns(results)}.values())
 
 
-def find_estimate(row: dict[str, Any], kind: str, k: str) -> EstimateDict:
-    """Return a row's estimate in one column of `list_columns`."""
-    return row[kind][k] if k else row[kind]
+def format_estimates(row: dict[str, Any], columns: Sequence[Column], form: Callable[[EstimateDict], str] = format_interval) -> list[str]:
+    """Return a table row's estimates in these columns as text."""
+    return [form(row[kind][k] if k else row[kind]) for _, kind, k in columns]
 
 
 def summarize(results: dict[str, Any]) -> str:
@@ -73,7 +76,9 @@ def summarize_evaluations(run_dir: Path) -> list[dict[str, str]]:
         try:
             results = json.loads(path.read_text())
             overall = results["sides"]["checkpoint"]["table"][0]
-            text = ", ".join(f"{title} {format_interval(find_estimate(overall, kind, k))}" for title, kind, k in list_columns(results))
+            columns = list_columns(results)
+            estimates = zip(columns, format_estimates(overall, columns), strict=True)
+            text = ", ".join(f"{title} {estimate}" for (title, _, _), estimate in estimates)
             baseline = f"; against {results['sides']['baseline']['path']}: {summarize(results)}" if results["comparison"] else ""
             step = results["sides"]["checkpoint"]["step"]
             row = {"folder": f"eval/{path.parent.name}", "step": str(step), "problems": str(overall["problems"]), "found": text + baseline}
