@@ -20,12 +20,11 @@ from parallel.shards import (
     HFTensor,
     Region,
     Shard,
+    ShardBuilder,
     find_misaligned_region,
     split_cols,
     split_rows,
-    split_vocabulary,
     stack_regions,
-    take_all,
     take_rows,
 )
 
@@ -133,41 +132,38 @@ def reorder_for_quantization(shard: Shard) -> Shard:
     return stack_regions(shard.name, by_tensor)
 
 
-class _MegatronShardBuilder:
+class _MegatronShardBuilder(ShardBuilder):
     """Builds the shards of one rank."""
 
     def __init__(self, model: ModelGeometry, layout: Layout, coordinates: Coordinates, vocab_rows: int, split_latent: bool) -> None:
+        super().__init__(model.tensors(), coordinates.tp, layout.tp, "layout.tp")
         self.model, self.layout, self.coordinates = model, layout, coordinates
         self.vocab_rows, self.split_latent = vocab_rows, split_latent
-        self.tensors = model.tensors()
 
     def build(self) -> list[Shard]:
         layout, coordinates = self.layout, self.coordinates
         first, last = coordinates.pp == 0, coordinates.pp == layout.pp - 1
         shards = []
         if first:
-            shards.append(self._vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"))
+            shards.append(self.vocabulary(self.vocab_rows, "embedding.word_embeddings.weight", "model.embed_tokens.weight"))
         for layer in list_stage_layers(self.model.layers, layout, coordinates.pp):
             shards += self._layer(layer)
         if last:
-            shards.append(self._whole("decoder.final_layernorm.weight", "model.norm.weight"))
+            shards.append(self.whole("decoder.final_layernorm.weight", "model.norm.weight"))
             if not self.model.tied:
-                shards.append(self._vocabulary("output_layer.weight", "lm_head.weight"))
+                shards.append(self.vocabulary(self.vocab_rows, "output_layer.weight", "lm_head.weight"))
             elif not first:  # the last stage keeps its own copy of the tied embedding
-                shards.append(self._vocabulary("output_layer.weight", "model.embed_tokens.weight"))
+                shards.append(self.vocabulary(self.vocab_rows, "output_layer.weight", "model.embed_tokens.weight"))
         return shards
-
-    def _vocabulary(self, name: str, hf: str) -> Shard:
-        return split_vocabulary(name, self.tensors[hf], self.vocab_rows, self.coordinates.tp, self.layout.tp)
 
     def _layer(self, layer: int) -> list[Shard]:
         hf, mcore = f"model.layers.{layer}.", f"decoder.layers.{layer}."
         attention = self._attention if self.model.latent is None else self._latent_attention
         mlp = (hf + "mlp.", mcore + "mlp.")
         return [
-            self._whole(mcore + "input_layernorm.weight", hf + "input_layernorm.weight"),
+            self.whole(mcore + "input_layernorm.weight", hf + "input_layernorm.weight"),
             *attention(hf + "self_attn.", mcore + "self_attention."),
-            self._whole(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight"),
+            self.whole(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight"),
             *(self._moe(*mlp) if self.model.has_experts(layer) else self._mlp(*mlp)),
         ]
 
@@ -176,8 +172,8 @@ class _MegatronShardBuilder:
         if self.model.qkv_bias:
             shards.append(self._qkv(mcore + "linear_qkv.bias", [self.tensors[f"{hf}{part}_proj.bias"] for part in "qkv"]))
         if self.model.qk_norm:
-            shards += [self._whole(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight") for part in "qk"]
-        return [*shards, self._cols(mcore + "linear_proj.weight", hf + "o_proj.weight")]
+            shards += [self.whole(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight") for part in "qk"]
+        return [*shards, self.cols(mcore + "linear_proj.weight", hf + "o_proj.weight")]
 
     def _qkv(self, name: str, qkv: list[HFTensor]) -> Shard:
         """Stack this rank's range of rows of all groups, which lie one below the other."""
@@ -201,21 +197,21 @@ class _MegatronShardBuilder:
 
     def _latent_attention(self, hf: str, mcore: str) -> list[Shard]:
         assert self.model.latent is not None
-        down = self._rows if self.split_latent else self._whole
+        down = self.rows if self.split_latent else self.whole
         if self.model.latent.q_rank:
             queries = [
                 down(mcore + "linear_q_down_proj.weight", hf + "q_a_proj.weight"),
-                self._whole(mcore + "q_layernorm.weight", hf + "q_a_layernorm.weight"),
-                self._rows(mcore + "linear_q_up_proj.weight", hf + "q_b_proj.weight"),
+                self.whole(mcore + "q_layernorm.weight", hf + "q_a_layernorm.weight"),
+                self.rows(mcore + "linear_q_up_proj.weight", hf + "q_b_proj.weight"),
             ]
         else:
-            queries = [self._rows(mcore + "linear_q_proj.weight", hf + "q_proj.weight")]
+            queries = [self.rows(mcore + "linear_q_proj.weight", hf + "q_proj.weight")]
         return [
             *queries,
             down(mcore + "linear_kv_down_proj.weight", hf + "kv_a_proj_with_mqa.weight"),
-            self._whole(mcore + "kv_layernorm.weight", hf + "kv_a_layernorm.weight"),
-            self._rows(mcore + "linear_kv_up_proj.weight", hf + "kv_b_proj.weight"),
-            self._cols(mcore + "linear_proj.weight", hf + "o_proj.weight"),
+            self.whole(mcore + "kv_layernorm.weight", hf + "kv_a_layernorm.weight"),
+            self.rows(mcore + "linear_kv_up_proj.weight", hf + "kv_b_proj.weight"),
+            self.cols(mcore + "linear_proj.weight", hf + "o_proj.weight"),
         ]
 
     def _mlp(self, hf: str, mcore: str, expert: bool = False) -> list[Shard]:
@@ -229,24 +225,15 @@ class _MegatronShardBuilder:
     def _moe(self, hf: str, mcore: str) -> list[Shard]:
         experts = self.model.experts
         assert experts is not None
-        shards = [self._whole(mcore + "router.weight", hf + "gate.weight")]
+        shards = [self.whole(mcore + "router.weight", hf + "gate.weight")]
         if experts.correction_bias:
-            shards.append(self._whole(mcore + "router.expert_bias", hf + "gate.e_score_correction_bias"))
+            shards.append(self.whole(mcore + "router.expert_bias", hf + "gate.e_score_correction_bias"))
         per_rank = experts.count // self.layout.ep
         for expert in range(self.coordinates.ep * per_rank, (self.coordinates.ep + 1) * per_rank):
             shards += self._mlp(f"{hf}experts.{expert}.", f"{mcore}experts.local_experts.{expert}.", expert=True)
         if experts.shared_ffn:
             shards += self._mlp(hf + "shared_experts.", mcore + "shared_experts.")
         return shards
-
-    def _whole(self, name: str, hf: str) -> Shard:
-        return stack_regions(name, [take_all(self.tensors[hf])])
-
-    def _rows(self, name: str, hf: str) -> Shard:
-        return stack_regions(name, [split_rows(self.tensors[hf], self.coordinates.tp, self.layout.tp)])
-
-    def _cols(self, name: str, hf: str) -> Shard:
-        return stack_regions(name, [split_cols(self.tensors[hf], self.coordinates.tp, self.layout.tp)])
 
 
 def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:

@@ -1,12 +1,12 @@
 """How SGLang 0.5.23 cuts a model: each engine rank's parameters as regions of the checkpoint. Knows names and shapes, imports no SGLang.
 
 qkv_proj is [q ; k ; v] of the rank's heads (a kv head is replicated when there are more ranks than kv heads), gate_up_proj is
-[gate ; up]. Experts lie in two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], told here as their E
-matrices one below the other. With expert parallelism, rank r of tp holds the experts of run r // (tp / ep), cut by the rest.
+[gate ; up]. Experts lie in two tensors, w13_weight [E, 2I, H] = [gate ; up] each and w2_weight [E, H, I], here with their E matrices
+one below the other. With expert parallelism, rank r of tp holds the r // (tp / ep)-th group of experts, split tensor-parallel by the rest.
 The vocabulary is padded to a multiple of 64: the padding is no region of the checkpoint and is never written.
 
 MLA: q_a and kv_a are one replicated tensor, fused_qkv_a_proj_with_mqa. SGLang also keeps w_kc and w_vc, made from kv_b_proj by the
-model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are told as modules of their
+model's post_load_weights, which runs again when SGLang's weight update ends. DeepSeek's shared experts are modules of their
 own: run the engine with --disable-shared-experts-fusion, and no all-to-all backend that replicates them.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, HFTensor, Region, Shard, split_cols, split_rows, split_vocabulary, stack_regions, take_all
+from parallel.shards import GeometryError, HFTensor, Region, Shard, ShardBuilder, split_cols, split_rows, stack_regions, take_all
 
 _VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
 _FIELD = "rollout.tp"
@@ -66,34 +66,31 @@ def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, .
     return tuple(_SGLangShardBuilder(model, tp, rank, ep).build())
 
 
-class _SGLangShardBuilder:
+class _SGLangShardBuilder(ShardBuilder):
     """Builds the shards of one rank."""
 
     def __init__(self, model: ModelGeometry, tp: int, rank: int, ep: int) -> None:
+        super().__init__(model.tensors(), rank, tp, _FIELD)
         self.model, self.tp, self.rank, self.ep = model, tp, rank, ep
-        self.tensors = model.tensors()
 
     def build(self) -> list[Shard]:
-        embedding = "model.embed_tokens.weight"
-        shards = [self._vocabulary(embedding, embedding)]
+        embedding, vocab_rows = "model.embed_tokens.weight", padded_vocabulary(self.model.vocab, self.tp)
+        shards = [self.vocabulary(vocab_rows, embedding)]
         for layer in range(self.model.layers):
             shards += self._layer(f"model.layers.{layer}.", self.model.has_experts(layer))
-        shards.append(self._whole("model.norm.weight"))
+        shards.append(self.whole("model.norm.weight"))
         if not self.model.tied:
-            shards.append(self._vocabulary("lm_head.weight", "lm_head.weight"))
+            shards.append(self.vocabulary(vocab_rows, "lm_head.weight"))
         elif self.model.kind == "qwen3_moe":  # its lm_head is never the embedding itself
-            shards.append(self._vocabulary("lm_head.weight", embedding))
+            shards.append(self.vocabulary(vocab_rows, "lm_head.weight", embedding))
         return shards
-
-    def _vocabulary(self, name: str, hf: str) -> Shard:
-        return split_vocabulary(name, self.tensors[hf], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
 
     def _layer(self, prefix: str, experts: bool) -> list[Shard]:
         attention = self._attention if self.model.latent is None else self._latent_attention
         return [
-            self._whole(prefix + "input_layernorm.weight"),
+            self.whole(prefix + "input_layernorm.weight"),
             *attention(prefix + "self_attn."),
-            self._whole(prefix + "post_attention_layernorm.weight"),
+            self.whole(prefix + "post_attention_layernorm.weight"),
             *(self._moe(prefix + "mlp.") if experts else self._mlp(prefix + "mlp.")),
         ]
 
@@ -102,8 +99,8 @@ class _SGLangShardBuilder:
         if self.model.qkv_bias:
             shards.append(self._qkv(prefix, "bias"))
         if self.model.qk_norm:
-            shards += [self._whole(f"{prefix}{part}_norm.weight") for part in "qk"]
-        return [*shards, self._cols(prefix + "o_proj.weight")]
+            shards += [self.whole(f"{prefix}{part}_norm.weight") for part in "qk"]
+        return [*shards, self.cols(prefix + "o_proj.weight")]
 
     def _qkv(self, prefix: str, parameter: str) -> Shard:
         q, k, v = (self.tensors[f"{prefix}{part}_proj.{parameter}"] for part in "qkv")
@@ -122,20 +119,20 @@ class _SGLangShardBuilder:
         kv_down = prefix + "kv_a_proj_with_mqa.weight"
         if self.model.latent.q_rank:
             fused = [take_all(self.tensors[prefix + "q_a_proj.weight"]), take_all(self.tensors[kv_down])]
-            shards = [stack_regions(prefix + "fused_qkv_a_proj_with_mqa.weight", fused), self._whole(prefix + "q_a_layernorm.weight")]
-            shards.append(self._rows(prefix + "q_b_proj.weight"))
+            shards = [stack_regions(prefix + "fused_qkv_a_proj_with_mqa.weight", fused), self.whole(prefix + "q_a_layernorm.weight")]
+            shards.append(self.rows(prefix + "q_b_proj.weight"))
         else:
-            shards = [self._rows(prefix + "q_proj.weight"), self._whole(kv_down)]
+            shards = [self.rows(prefix + "q_proj.weight"), self.whole(kv_down)]
         return [
             *shards,
-            self._whole(prefix + "kv_a_layernorm.weight"),
-            self._rows(prefix + "kv_b_proj.weight"),
-            self._cols(prefix + "o_proj.weight"),
+            self.whole(prefix + "kv_a_layernorm.weight"),
+            self.rows(prefix + "kv_b_proj.weight"),
+            self.cols(prefix + "o_proj.weight"),
         ]
 
     def _mlp(self, prefix: str) -> list[Shard]:
         gate_up = [split_rows(self.tensors[f"{prefix}{half}_proj.weight"], self.rank, self.tp, _FIELD) for half in ("gate", "up")]
-        return [stack_regions(prefix + "gate_up_proj.weight", gate_up), self._cols(prefix + "down_proj.weight")]
+        return [stack_regions(prefix + "gate_up_proj.weight", gate_up), self.cols(prefix + "down_proj.weight")]
 
     def _moe(self, prefix: str) -> list[Shard]:
         experts = self.model.experts
@@ -147,20 +144,11 @@ class _SGLangShardBuilder:
             mlp = f"{prefix}experts.{expert}."
             gate_up += [split_rows(self.tensors[f"{mlp}{half}_proj.weight"], part, parts, _FIELD) for half in ("gate", "up")]
             down.append(split_cols(self.tensors[mlp + "down_proj.weight"], part, parts, _FIELD))
-        shards = [self._whole(prefix + "gate.weight")]
+        shards = [self.whole(prefix + "gate.weight")]
         if experts.correction_bias:
-            shards.append(self._whole(prefix + "gate.e_score_correction_bias"))
+            shards.append(self.whole(prefix + "gate.e_score_correction_bias"))
         shards.append(stack_regions(prefix + "experts.w13_weight", gate_up, experts=count))
         shards.append(stack_regions(prefix + "experts.w2_weight", down, experts=count))
         if experts.shared_ffn:
             shards += self._mlp(prefix + "shared_experts.")
         return shards
-
-    def _whole(self, name: str) -> Shard:
-        return stack_regions(name, [take_all(self.tensors[name])])
-
-    def _rows(self, name: str) -> Shard:
-        return stack_regions(name, [split_rows(self.tensors[name], self.rank, self.tp, _FIELD)])
-
-    def _cols(self, name: str) -> Shard:
-        return stack_regions(name, [split_cols(self.tensors[name], self.rank, self.tp, _FIELD)])

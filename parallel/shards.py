@@ -145,11 +145,29 @@ def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) ->
     return length // parts
 
 
-def split_vocabulary(name: str, tensor: HFTensor, padded: int, part: int, parts: int) -> Shard:
-    """Return the `part`-th of `parts` equal ranges of an embedding of `padded` rows; the padding at its end belongs to no region."""
-    size = padded // parts
-    first = min(part * size, tensor.rows)
-    return Shard(name, size, tensor.cols, (take_rows(tensor, first, min(first + size, tensor.rows) - first),))
+class ShardBuilder:
+    """Makes shards of the rank that is the `part`-th of `parts` tensor-parallel ranks; errors name `field`, the setting of `parts`.
+
+    Its methods take a shard's name and the checkpoint's name of its tensor, by default the same.
+    """
+
+    def __init__(self, tensors: dict[str, HFTensor], part: int, parts: int, field: str) -> None:
+        self.tensors, self.part, self.parts, self.field = tensors, part, parts, field
+
+    def whole(self, name: str, hf: str = "") -> Shard:
+        return stack_regions(name, [take_all(self.tensors[hf or name])])
+
+    def rows(self, name: str, hf: str = "") -> Shard:
+        return stack_regions(name, [split_rows(self.tensors[hf or name], self.part, self.parts, self.field)])
+
+    def cols(self, name: str, hf: str = "") -> Shard:
+        return stack_regions(name, [split_cols(self.tensors[hf or name], self.part, self.parts, self.field)])
+
+    def vocabulary(self, padded_rows: int, name: str, hf: str = "") -> Shard:
+        """Return rows of an embedding that has `padded_rows` over all ranks; the padding at its end belongs to no region."""
+        tensor, rows = self.tensors[hf or name], padded_rows // self.parts
+        first = min(self.part * rows, tensor.rows)
+        return Shard(name, rows, tensor.cols, (take_rows(tensor, first, min(first + rows, tensor.rows) - first),))
 
 
 def find_misaligned_region(shard: Shard) -> Region | None:
