@@ -1,4 +1,4 @@
-"""tools/verify_sync.py as a user runs it, and its dump read by other code."""
+"""tools/checks/verify_sync.py as a user runs it, and its dump read by other code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QWEN3 = {
 
 def run(folder: Path, config: dict, *options: str) -> subprocess.CompletedProcess:
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, str(ROOT / "tools" / "verify_sync.py"), "--hf-config", str(folder), *options]
+    command = [sys.executable, str(ROOT / "tools" / "checks" / "verify_sync.py"), "--hf-config", str(folder), *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
 
 
@@ -34,8 +34,8 @@ def test_pipeline_and_tensor_parallel_to_tensor_parallel(tmp_path):
     outputs = ["--dump", f"{tmp_path}/dump", "--json", f"{tmp_path}/v.json"]
     done = run(tmp_path, QWEN3, "--train", "tp=2,pp=2", "--rollout", "tp=2", "--layers", "2", *outputs)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "v.json").read_text())
-    assert found["differences"] == [] and found["blocks"] > 0 and 0 < found["bytes_across_ranks"] < found["bytes_moved"]
+    report = json.loads((tmp_path / "v.json").read_text())
+    assert report["differences"] == [] and report["blocks"] > 0 and 0 < report["bytes_across_ranks"] < report["bytes_moved"]
     source, rank1 = load_file(tmp_path / "dump" / "hf.safetensors"), load_file(tmp_path / "dump" / "rollout_rank1.safetensors")
     down = source["model.layers.1.mlp.down_proj.weight"][128:256, 256:384].float()  # a block that rank 1 holds in its first columns
     scale = 2.0 ** torch.ceil(torch.log2(down.abs().max() / 448))

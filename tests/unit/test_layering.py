@@ -27,12 +27,11 @@ ORDER = [  # of what lies in megatron_rl: each imports only what stands before i
     *("observability", "rollout", "sync", "mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
-GPU_CHECKS = ("tools/gpu_parts/quantisers.py", "tools/gpu_parts/products.py")  # compare the libraries' own kernels
 ONLY_IN = {
-    "sglang": ("rollout_sglang/*", *GPU_CHECKS),
+    "sglang": ("rollout_sglang/*",),
     "megatron": ("megatron_rl/mcore/*",),
     "triton": ("megatron_rl/precision/backends/triton_quantize.py", "parallel/digest_triton.py"),
-    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py", *GPU_CHECKS),
+    "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py",),
     "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),
 }

@@ -15,21 +15,21 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tools" / "bench_sync.py"), *arguments]
+    command = [sys.executable, str(ROOT / "tools" / "bench" / "weight_sync.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 @pytest.mark.slow
 def test_it_measures_every_case_of_a_resharding(tmp_path):
-    done = bench("--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1", "--json", str(tmp_path / "found.json"))
+    done = bench("--model", "tiny", "--train", "tp=2", "--rollout", "tp=2", "--repeat", "1", "--json", str(tmp_path / "report.json"))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert {"plain copy", "plain copy to a process", "gather, convert, quantise", "reread proof"} < found["cases"].keys()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {"plain copy", "plain copy to a process", "gather, convert, quantise", "reread proof"} < report["cases"].keys()
     for transport in ("shared_memory", "process_group", "disk"):
-        fp8, bf16 = found["cases"][f"{transport} fp8"], found["cases"][f"{transport} bf16"]
+        fp8, bf16 = report["cases"][f"{transport} fp8"], report["cases"][f"{transport} bf16"]
         assert 0 < fp8["min"] <= fp8["seconds"] <= fp8["max"]
         assert 1.5 < bf16["bytes"] / fp8["bytes"] < 2
-        assert found["ratios"][transport]["fp8 against bf16"] == pytest.approx(bf16["seconds"] / fp8["seconds"])
+        assert report["ratios"][transport]["fp8 against bf16"] == pytest.approx(bf16["seconds"] / fp8["seconds"])
         assert transport in done.stdout
 
 
@@ -43,4 +43,4 @@ def test_it_measures_every_case_of_a_resharding(tmp_path):
 )
 def test_bad_input_is_one_line(arguments, line):
     done = bench(*arguments)
-    assert done.returncode == 2 and done.stderr.startswith(f"bench_sync: {line}") and done.stderr.count("\n") == 1, done.stderr
+    assert done.returncode == 2 and done.stderr.startswith(f"weight_sync: {line}") and done.stderr.count("\n") == 1, done.stderr

@@ -14,7 +14,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 def study(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / f"{tool}_study.py"), *map(str, arguments)]
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=240, check=False)
 
 
@@ -36,7 +36,7 @@ def algorithm_run(parent: Path, name: str, scores: list[float], *more: str) -> N
 def test_finished_runs_make_a_page_without_training(tmp_path):
     algorithm_run(tmp_path, "grpo", [0.25, 0.75, 0.5], "--train.seed=1")
     algorithm_run(tmp_path, "gspo", [0.25, 0.125, 0.625], "--train.seed=1")
-    done = study("algorithm", "--algorithms", "grpo,gspo", "--steps", 2, "--out", tmp_path, "--train.seed=1")
+    done = study("studies/algorithms", "--algorithms", "grpo,gspo", "--steps", 2, "--out", tmp_path, "--train.seed=1")
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "study.html").read_text()
     assert "<td>grpo</td><td>2</td><td>25.0 %</td><td>75.0 %</td><td>50.0 %</td>" in page
@@ -49,35 +49,48 @@ def test_a_run_of_another_configuration_is_made_anew(tmp_path):
     algorithm_run(tmp_path, "dapo", [0.5, 0.5])
     (tmp_path / "model").mkdir()
     for change in ("--train.seed=1", "--train.learning_rate=1e-3"):
-        done = study("algorithm", "--algorithms", "dapo", "--steps", 1, "--out", tmp_path, change, f"--model.path={tmp_path / 'model'}")
+        done = study(
+            "studies/algorithms", "--algorithms", "dapo", "--steps", 1, "--out", tmp_path, change, f"--model.path={tmp_path / 'model'}"
+        )
         assert done.returncode == 2 and "holds no config.json" in done.stderr
 
 
+WRONG = (
+    ("studies/algorithms", "--algorithms", "gppo"),
+    ("studies/precision", "--modes", "fp4"),
+    ("studies/precision", "--settings", "grpo"),
+)
+
+
 def test_what_is_not_known_is_refused(tmp_path):
-    for tool, *wrong in (("algorithm", "--algorithms", "gppo"), ("precision", "--modes", "fp4"), ("precision", "--settings", "grpo")):
+    for tool, *wrong in WRONG:
         done = study(tool, *wrong, "--out", tmp_path)
         assert done.returncode == 2 and wrong[-1] in done.stderr and not any(tmp_path.iterdir())
-    done = study("algorithm", "--config", "absent.toml", "--out", tmp_path)
+    done = study("studies/algorithms", "--config", "absent.toml", "--out", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "absent.toml" in done.stderr
 
 
 def test_the_precision_study_shows_modes_side_by_side(tmp_path):
     """Two seeds each: means of accuracies, their spread, the deepest fall, and the falls of the reward."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        from precision_study import overrides
-    finally:
-        sys.path.pop(0)
     scores = {"bf16": ([0.25, 0.5, 0.75], [0.25, 0.75, 0.5]), "fp8_rollout+tis": ([0.25, 0.5, 0.5], [0.25, 0.25, 0.25])}
-    for name, runs in scores.items():
-        mode, _, way = name.partition("+")
-        for tis in (False, True) if mode == "bf16" else (bool(way), False):
-            for seed, values in enumerate(runs):
-                folder = tmp_path / "many_updates" / f"{mode}{'+tis' * tis}" / f"seed{seed}"
-                more = overrides("many_updates", mode, tis, seed, 2, tmp_path)
-                run_folder(folder, values, *more, **{"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125})
+    for mode, tis, name in (
+        ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp8_rollout", False, "fp8_rollout+tis"), ("fp8_rollout", True, "fp8_rollout+tis")
+    ):  # fmt: skip
+        for seed, values in enumerate(scores[name]):
+            overrides = {
+                "model.path": tmp_path / "model",
+                "precision.mode": mode,
+                "algorithm.correction": "tis" if tis else "none",
+                "train.seed": seed,
+                "train.steps": 2,
+                "log.attribute_every": 10,
+                "algorithm.updates_per_step": 8,
+            }
+            folder = tmp_path / "many_updates" / f"{mode}{'+tis' * tis}" / f"seed{seed}"
+            causes = {"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125}
+            run_folder(folder, values, *(f"--{key}={value}" for key, value in overrides.items()), **causes)
     arguments = ("--modes", "bf16,fp8_rollout", "--settings", "many_updates", "--seeds", 2, "--steps", 2, "--tis", "--out", tmp_path)
-    done = study("precision", *arguments)
+    done = study("studies/precision", *arguments)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "study.html").read_text()
     line = "<td>{}</td><td>2</td><td>25.0 %</td><td>{}</td><td>{}</td><td>25.0 %</td><td>{}</td><td>{}</td><td>0.5</td><td>–</td>"
@@ -87,18 +100,22 @@ def test_the_precision_study_shows_modes_side_by_side(tmp_path):
     assert page.count("<svg ") == 3  # accuracy, reward, mismatch
 
 
-def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from bench_scaling import medians, table
-
-    def row(trainer: float) -> dict[str, float]:
+def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(tmp_path):
+    def row(step: int, trainer: float) -> dict[str, float]:
         parts = {"time/logprobs": trainer / 4, "time/train": 3 * trainer / 4, "time/generate": 1.0, "time/sync": 0.375, "time/proof": 0.125}
-        return {**parts, "time/step": sum(parts.values())}
+        return {**parts, "step": step, "time/step": sum(parts.values())}
 
-    found = {1: medians([row(2.5), row(2.0), row(99.0)]), 2: medians([row(1.25)])}
-    strong, weak = (table(kind, found).splitlines()[2:] for kind in ("strong", "weak"))
-    assert strong == [
+    for kind in ("strong", "weak"):
+        for count, trainer_seconds in ((1, (7.0, 2.5, 2.0, 99.0)), (2, (7.0, 1.25))):  # a run's first step does not count
+            folder = tmp_path / f"{kind}-{count}-0" / "latest"
+            folder.mkdir(parents=True)
+            rows = [row(step, seconds) for step, seconds in enumerate(trainer_seconds)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = study("bench/training_runs", "scaling", "--read", "--ranks=1,2", "--rounds=1", f"--folder={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("| 1", "| 2"))]
+    assert lines[:2] == [
         "| 1 | 4.00 | 2.50 | 1.00 | 1.00 | 1.00 | 0.500 | 12.5 % | 3.1 % |",
         "| 2 | 2.75 | 1.25 | 2.00 | 1.45 | 1.00 | 0.500 | 18.2 % | 4.5 % |",
     ]
-    assert weak[1].split(" | ")[3:5] == ["4.00", "2.91"]
+    assert lines[3].split(" | ")[3:5] == ["4.00", "2.91"]

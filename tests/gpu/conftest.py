@@ -1,0 +1,101 @@
+"""The GPU check: `bash tools/gpu_check.sh` runs this folder with `-m gpu` and writes a JUnit report and pytest-benchmark's figures.
+
+Tests take a `device`: "cuda" with real libraries and sizes, marked `gpu`, or "cpu" with tiny sizes and stand-in libraries, so that the code
+of the check is executed on machines without a GPU too. Tests that measure use `figures`; they run after those that only check.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import fake_gpu_libraries
+
+from megatron_rl.precision.backends import make_backend, requirements
+
+TO_BEAT = {"actor update": 1.54, "reference forward": 1.80, "rollout": 1.33, "whole step": 1.16, "sync": 0.80}
+"""Speed over BF16 that Jet-RL reports for models of 8B and 32B (arXiv 2601.14243); of the sync, the share of a device copy's speed."""
+GPU_SECONDS = 120
+"""Time limit of a test on a GPU; tools/gpu_check.sh limits the whole."""
+_PACKAGES = ("torch", "triton", "megatron-core", "sglang", "sglang-kernel", "sgl-deep-gemm", "transformer-engine", "flashinfer-python")
+_verdicts = pytest.StashKey[list[str]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "figures" in getattr(item, "fixturenames", ()))
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.timeout(GPU_SECONDS))
+
+
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def backends(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The GPU back ends that this machine can run; on a CPU both, with stand-ins for their libraries."""
+    names = ["deep_gemm", "transformer_engine"]
+    if device == "cpu":
+        fake_gpu_libraries.install(monkeypatch)
+    else:
+        names = [name for name in names if not requirements.find_missing(name)]
+    make_backend.cache_clear()  # no back end keeps a stand-in
+    yield names
+    make_backend.cache_clear()
+
+
+class Figures:
+    """Writes figures into pytest-benchmark's JSON, below `extra_info` of the test."""
+
+    def __init__(self, benchmark: Any, verdicts: list[str]) -> None:
+        self.measure = benchmark.pedantic
+        """`measure(function, args=..., kwargs=...)` runs it once and returns its result."""
+        self.values: dict[str, dict[str, Any]] = benchmark.extra_info
+        self._verdicts = verdicts
+
+    def add(self, name: str, target: str = "", reached: float = 0.0, **values: Any) -> None:
+        """Add a figure. With a `target`, a key of TO_BEAT, also whether `reached` meets it; what does not is no fault."""
+        if target:
+            met = reached >= TO_BEAT[target]
+            values |= {"target": target, "reached": reached, "to_beat": TO_BEAT[target], "met": met}
+            self._verdicts.append(f"{target}: {reached:.2f} ({name}); to beat {TO_BEAT[target]:.2f}: {'met' if met else 'not met'}")
+        self.values[name] = values
+
+    def add_seconds(self, name: str, seconds: dict[str, float], target: str = "", **values: Any) -> None:
+        """Add a figure for every case of `seconds` with its speed against BF16, where that ran; FP8's is held against `target`."""
+        for case, value in seconds.items():
+            ratio = seconds["bf16"] / value if "bf16" in seconds else None
+            held_against = {"target": target, "reached": ratio} if target and ratio and case not in ("bf16", "int8") else {}
+            self.add(f"{name}, {case}", **held_against, seconds=value, of_bf16=ratio, **values)
+
+
+@pytest.fixture
+def figures(benchmark: Any, request: pytest.FixtureRequest) -> Figures:
+    return Figures(benchmark, request.config.stash.setdefault(_verdicts, []))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print what back ends lack and the figures to beat; those of a CPU say nothing."""
+    if torch.cuda.is_available():
+        lacks = [(name, *lack) for name in ("deep_gemm", "transformer_engine") for lack in requirements.find_missing(name)]
+        lines = [f"left out, back end {name}: {what}; {fix}" for name, what, fix in lacks]
+        terminalreporter.write_line("\n".join(lines + config.stash.get(_verdicts, [])))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_benchmark_update_machine_info(machine_info: dict[str, Any]) -> None:
+    """Add the GPU, its driver and the versions of what is measured."""
+    if torch.cuda.is_available():
+        machine_info["gpu"] = torch.cuda.get_device_name()
+        machine_info["memory_gib"] = torch.cuda.get_device_properties(0).total_memory / 2**30
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        machine_info["driver"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    machine_info["cuda"] = torch.version.cuda
+    distributions = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+    machine_info["packages"] = {name: distributions[name] for name in _PACKAGES if name in distributions}

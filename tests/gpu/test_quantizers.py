@@ -1,0 +1,143 @@
+"""Every library's quantizer against the project's reference, bit by bit: E4M3 bytes and FP32 scales, in both scale formats.
+
+The reference has Transformer Engine's formula. SGLang and DeepGEMM round FP32 scales in another order, and DeepGEMM's helpers clamp a
+block's largest value at 1e-4: there the report counts the values that differ, and only a shape that differs is a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.fp8_reference import uneven
+
+from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight, round_trip_1x128, round_trip_128x1
+
+Quantized = tuple[torch.Tensor, torch.Tensor]
+"""E4M3 or uint8 data and float32 scales, in the reference's shapes."""
+REFERENCES: dict[str, Callable[[torch.Tensor, str], Quantized]] = {
+    "1x128": quantize_1x128,
+    "128x1": quantize_128x1,
+    "128x128": quantize_weight,
+}
+
+
+def ordinary(tokens: int, width: int) -> torch.Tensor:
+    """Return bf16 normal values times 2^-6 to 2^6 by token, so that no two blocks share a scale by chance."""
+    generator = torch.Generator().manual_seed(tokens + width)
+    values = torch.randn(tokens, width, generator=generator)
+    return (values * torch.exp2(torch.randint(-6, 7, (tokens, 1), generator=generator).float())).bfloat16()
+
+
+def extreme(tokens: int, width: int) -> torch.Tensor:
+    """Return bf16 values with blocks of zeros, below 1e-4 and of large values, and with exact ties between two E4M3 values."""
+    values = uneven(tokens, width, torch.bfloat16)
+    values[: tokens // 8] = 0.0
+    return values
+
+
+VALUES = {"ordinary": ordinary, "extreme": extreme}
+
+
+def must_agree(library: str, scale_format: str, values: str) -> bool:
+    """Return whether a difference is a fault, not a known property of the library."""
+    if library == "deep_gemm":
+        return scale_format == "pow2" and values == "ordinary"
+    return library != "sglang" or scale_format == "pow2"
+
+
+def kernel_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+
+    return quantize_activation(x, scale_format, rows=True, columns=False)[0]
+
+
+def kernel_columns(x: torch.Tensor, scale_format: str) -> Quantized:
+    from megatron_rl.precision.backends.triton_quantize import quantize_activation
+
+    data, scale = quantize_activation(x, scale_format, rows=False, columns=True)[1]
+    return data.view(torch.uint8).t()[: len(x)], scale.t()
+
+
+def transformer_engine_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+    data, scale = make_backend("transformer_engine", scale_format).quantize(x, rows=True, columns=False).rows
+    return data[: len(x)], scale[:, : len(x)].t()
+
+
+def transformer_engine_columns(x: torch.Tensor, scale_format: str) -> Quantized:
+    data, scale = make_backend("transformer_engine", scale_format).quantize(x, rows=False, columns=True).columns
+    return data[:, : len(x)].t(), scale[:, : x.shape[1]]
+
+
+def transformer_engine_weight(x: torch.Tensor, scale_format: str) -> Quantized:
+    backend: Any = make_backend("transformer_engine", scale_format)
+    metadata = backend._weights(x).get_metadata()  # the project itself quantizes weights by the reference only
+    return metadata["rowwise_data"], metadata["rowwise_scale_inv"][:, : -(-x.shape[1] // 128)]
+
+
+def sglang_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+    """SGLang's own kernel: in this process the engine's plug-in is not loaded."""
+    kernel = pytest.importorskip("sglang.kernels.ops.quantization.fp8_kernel")
+    return kernel.sglang_per_token_group_quant_fp8(x, 128, scale_ue8m0=scale_format == "pow2")
+
+
+def deep_gemm_rows(x: torch.Tensor, scale_format: str) -> Quantized:
+    return pytest.importorskip("deep_gemm.utils.math").per_token_cast_to_fp8(x, use_ue8m0=scale_format == "pow2")
+
+
+def deep_gemm_weight(x: torch.Tensor, scale_format: str) -> Quantized:
+    return pytest.importorskip("deep_gemm.utils.math").per_block_cast_to_fp8(x, use_ue8m0=scale_format == "pow2")
+
+
+QUANTIZERS: dict[tuple[str, str], Callable[[torch.Tensor, str], Quantized]] = {
+    **{("reference on the device", granularity): function for granularity, function in REFERENCES.items()},
+    ("our kernel", "1x128"): kernel_rows,
+    ("our kernel", "128x1"): kernel_columns,
+    ("transformer_engine", "1x128"): transformer_engine_rows,
+    ("transformer_engine", "128x1"): transformer_engine_columns,
+    ("transformer_engine", "128x128"): transformer_engine_weight,
+    ("sglang", "1x128"): sglang_rows,
+    ("deep_gemm", "1x128"): deep_gemm_rows,
+    ("deep_gemm", "128x128"): deep_gemm_weight,
+}
+WITHOUT_STAND_INS = (("transformer_engine", "128x128"), ("sglang", "1x128"), ("deep_gemm", "1x128"), ("deep_gemm", "128x128"))
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("values", VALUES)
+def test_bytes_and_scales_are_the_references(device, backends, scale_format, values, subtests, record_property):
+    x = VALUES[values](1024, 2048) if device == "cuda" else VALUES[values](128, 256)
+    for (library, granularity), quantize in QUANTIZERS.items():
+        absent = library in ("transformer_engine", "deep_gemm") and library not in backends
+        if absent or (device == "cpu" and (library, granularity) in WITHOUT_STAND_INS):
+            continue
+        with subtests.test(library=library, granularity=granularity):
+            data, scale = (tensor.cpu() for tensor in quantize(x.to(device), scale_format))
+            expected_data, expected_scale = REFERENCES[granularity](x, scale_format)
+            different_bytes = count_differences(data.view(torch.uint8), expected_data.view(torch.uint8))
+            different_scales = count_differences(scale, expected_scale)
+            told = f"{different_bytes} bytes and {different_scales} scales of {x.numel()} values differ"
+            record_property(f"{library} {granularity}, {scale_format}, {values} values", told)
+            if must_agree(library, scale_format, values):
+                assert different_bytes == different_scales == 0, told
+
+
+def count_differences(values: torch.Tensor, expected: torch.Tensor) -> int:
+    assert values.shape == expected.shape and values.dtype == expected.dtype
+    return int((values.contiguous().view(torch.uint8) != expected.contiguous().view(torch.uint8)).sum())
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("round_trip", [round_trip_1x128, round_trip_128x1])
+def test_activations_round_to_the_same_values_on_the_device(device, scale_format, round_trip):
+    x = extreme(384, 640).float()
+    assert torch.equal(round_trip(x, scale_format), round_trip(x.to(device), scale_format).cpu())
+
+
+def test_extreme_values_are_what_quantizers_stumble_over():
+    largest = extreme(1024, 2048).float().abs().unflatten(1, (-1, 128)).amax(2)
+    assert (largest == 0).any() and ((largest > 0) & (largest < 1e-4)).any() and (largest > 1e4).any() and largest.isfinite().all()
+    assert ordinary(1024, 2048).float().abs().unflatten(1, (-1, 128)).amax(2).min() > 1e-4

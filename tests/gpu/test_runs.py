@@ -1,0 +1,72 @@
+"""Shortened runs of `megatron-rl train` prove every tensor: a sync by CUDA IPC into a live engine; the quickstart in `fp8_unified`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.processes import ROOT, Command
+
+from megatron_rl.config import load_config
+from megatron_rl.precision.backends import requirements
+from megatron_rl.training.preflight import preflight
+
+RUNS: dict[str, dict[str, Any]] = {
+    "sync by CUDA IPC": {  # three policy versions
+        "sync.transport": "cuda_ipc",
+        "precision.high": "bf16",
+        "model.create.hidden_size": 1024,
+        "model.create.intermediate_size": 3072,
+        "model.create.num_hidden_layers": 4,
+        "model.create.num_attention_heads": 8,
+        "model.warm_start.steps": 0,
+        "train.steps": 2,
+        "data.eval_size": 16,
+        "rollout.start_timeout": 70.0,
+    },
+    "quickstart in fp8_unified": {
+        "precision.mode": "fp8_unified",
+        "precision.high": "bf16",
+        "sync.transport": "cuda_ipc",
+        "model.warm_start.steps": 150,
+        "train.steps": 5,
+        "rollout.start_timeout": 60.0,
+    },
+}
+
+
+def make_options(name: str, folder: Path, backend: str) -> list[str]:
+    settings = {**RUNS[name], "precision.backend": backend, "model.path": folder / "model", "log.dir": folder / "runs"}
+    return [f"--{key}={value}" for key, value in settings.items()]
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
+    """The quickstart takes the first back end that a run accepts here."""
+    backends = ("deep_gemm", "transformer_engine") if "quickstart" in name else ()
+    backend = next((name for name in backends if not requirements.find_missing(name)), "emulated")
+    config = ROOT / "configs" / "quickstart.toml"
+    with Command(tmp_path / "console", "megatron_rl", "train", config, *make_options(name, tmp_path, backend)) as command:
+        done = command.wait(110)
+    run = tmp_path / "runs" / "latest"
+    logs = "".join(f"--- {log.name}\n{log.read_text()[-3000:]}\n" for log in run.glob("*.log"))
+    assert done.code == 0, done.err + logs
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 1 + RUNS[name]["train.steps"]
+    for row in rows:
+        told = ("sync/proved", "sync/bytes", "time/sync", "time/proof", "time/step", "mismatch/abs_mean", "mismatch/abs_max")
+        record_property(f"{name}, {backend}, step {row['step']}", {metric: row[metric] for metric in told if metric in row})
+        assert 0 < row["sync/proved"] == row["sync/tensors"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_settings_of_the_runs_are_accepted(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that transport and engines ask before a run
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = load_config(ROOT / "configs" / "quickstart.toml", make_options(name, tmp_path, "emulated"))
+    assert preflight(config).world_size == 1

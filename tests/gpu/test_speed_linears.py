@@ -1,0 +1,80 @@
+"""Speed of linear layers of 8B and 32B models: the three products of every back end against BF16, quantizers against a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.timing import time_in_turns, time_kernels
+
+from megatron_rl.precision.backends import make_backend
+from megatron_rl.precision.fp8 import quantize_weight
+
+SHAPES = {  # name: (N, K), without tensor parallelism
+    "8B qkv": (6144, 4096),
+    "8B fc1": (28672, 4096),
+    "8B fc2": (4096, 14336),
+    "32B qkv": (10240, 5120),
+    "32B fc1": (51200, 5120),
+    "32B fc2": (5120, 25600),
+}
+
+
+def make_cases(backends: list[str], device: str, tokens: int, n: int, k: int) -> dict[tuple[str, str], Callable[[], object]]:
+    """Return (operation, "bf16" or back end) -> what to time. `quantize` in BF16 is a copy of x, which moves the bytes of both quantized
+    forms: two read and two written. DeepGEMM compiles three kernels for each shape."""
+    x, dy = (torch.randn(tokens, width, device=device, dtype=torch.bfloat16) for width in (k, n))
+    master = torch.randn(n, k, device=device) * 0.02
+    bf16_weight, gradient, fp8_weight = master.bfloat16(), torch.zeros_like(master), quantize_weight(master, "pow2")
+    cases: dict[tuple[str, str], Callable[[], object]] = {
+        ("fprop", "bf16"): lambda: x @ bf16_weight.t(),
+        ("dgrad", "bf16"): lambda: dy @ bf16_weight,
+        ("wgrad", "bf16"): lambda: gradient.add_(dy.t() @ x),
+        ("quantize", "bf16"): lambda: x.clone(),
+    }
+    for name in backends:
+        backend = make_backend(name, "pow2")
+        weight = backend.prepare(fp8_weight, None)
+        x_fp8, dy_fp8 = (backend.quantize(values, rows=True, columns=True) for values in (x, dy))
+        cases |= {
+            ("fprop", name): lambda b=backend, x=x_fp8, w=weight: b.fprop(x, w),
+            ("dgrad", name): lambda b=backend, dy=dy_fp8, w=weight: b.dgrad(dy, w),
+            ("wgrad", name): lambda b=backend, x=x_fp8, dy=dy_fp8: b.wgrad(dy, x, gradient),
+            ("quantize", name): lambda b=backend: b.quantize(x, rows=True, columns=True),
+        }
+    return cases
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_speed_of_products_and_quantizers(device, backends, figures, shape):
+    tokens, (n, k), repeat = (8192, SHAPES[shape], 10) if device == "cuda" else (64, (256, 128), 1)
+    cases = make_cases(backends, device, tokens, n, k)
+    seconds = figures.measure(time_in_turns, (cases, repeat), {"warmup": 3 if device == "cuda" else 0, "timer": time_kernels})
+    assert len(seconds) == 4 * (1 + len(backends))
+    for operation in ("fprop", "dgrad", "wgrad", "quantize"):
+        of_operation = {case: value for (part, case), value in seconds.items() if part == operation}
+        for case, value in of_operation.items():  # a copy reads and writes two bytes per value; a quantizer reads two, writes one twice
+            rate = {"gb_per_s": 4e-9 * tokens * k / value} if operation == "quantize" else {"tflop_per_s": 2e-12 * tokens * n * k / value}
+            figures.add(f"{shape} {operation}, {case}", seconds=value, of_bf16=of_operation["bf16"] / value, **rate)
+
+
+def test_speed_of_the_weights_quantizer(device, figures):
+    """As it runs and compiled, against a copy that moves as many bytes: four of a value are read, one is written. Compiling it would pay
+    only if the bytes stay the same."""
+    (n, k), repeat = (SHAPES["8B fc1"], 10) if device == "cuda" else ((256, 128), 1)
+    master = torch.randn(n, k, device=device) * 0.02
+    quantize_compiled = torch.compile(quantize_weight, backend="inductor" if device == "cuda" else "eager")
+    moved = torch.empty(n * k * 5 // 2, dtype=torch.uint8, device=device)
+    cases: dict[str, Callable[[], object]] = {
+        "as it runs": lambda: quantize_weight(master, "pow2"),
+        "by torch.compile": lambda: quantize_compiled(master, "pow2"),
+        "a copy": lambda: moved.clone(),
+    }
+    pairs = zip(quantize_weight(master, "pow2"), quantize_compiled(master, "pow2"), strict=True)
+    same = all(torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) for a, b in pairs)
+    seconds = figures.measure(time_in_turns, (cases, repeat), {"timer": time_kernels})
+    for case, value in seconds.items():
+        figures.add(f"quantizing a weight, {case}", seconds=value, of_a_copys_speed=seconds["a copy"] / value)
+    figures.add("quantizing a weight, by torch.compile: the same bytes", same=same)
+    assert same or device == "cuda"  # on a GPU it is a finding, not a fault: nothing is compiled in a run

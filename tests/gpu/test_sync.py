@@ -1,0 +1,34 @@
+"""The sync of an 8B model by CUDA IPC to another process on the same GPU: against a flat copy within the device and against gathering
+BF16, converting and quantizing anew; and the share that the proof takes of it. tools/bench/weight_sync.py measures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from support.processes import ROOT, one_thread_environment
+
+pytestmark = pytest.mark.slow
+ON_GPU = ["--model=8b", "--device=cuda", "--transports=cuda_ipc", "--bucket-mb=256,64,16", "--repeat=3"]
+"""A chunk is half a bucket: the smallest one's chunks stay in the GPU's cache between writer and reader, and are many."""
+ON_CPU = ["--model=tiny", "--transports=shared_memory", "--bucket-mb=8,4", "--repeat=1"]
+
+
+def test_speed_of_the_sync(device, figures, tmp_path):
+    options = [*(ON_GPU if device == "cuda" else ON_CPU), "--train=tp=1", f"--json={tmp_path / 'report.json'}"]
+    command = [sys.executable, str(ROOT / "tools" / "bench" / "weight_sync.py"), *options]
+    done = figures.measure(
+        subprocess.run, (command,), {"capture_output": True, "text": True, "check": False, "env": one_thread_environment()}
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert len(report["ratios"]) == (3 if device == "cuda" else 2)
+    for case, values in report["cases"].items():
+        figures.add(f"sync, {case}", **values)
+    for setting, ratios in report["ratios"].items():
+        of_copy = ratios["of plain copy in one process"]
+        figures.add(f"sync, {setting}: without its proof, of a copy's speed", target="sync", reached=of_copy)
+        figures.add(f"sync, {setting}: ratios", **ratios)
+        assert of_copy > 0 and ratios["proof's share"] < 1

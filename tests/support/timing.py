@@ -1,0 +1,68 @@
+"""Timing of cases in turns, so that what slows one slows the others, and children that compute what pytest's own process should not."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from support.processes import end, family
+
+Case = TypeVar("Case", bound=Hashable)
+
+
+def time_call(call: Callable[[], object]) -> float:
+    """Return the seconds until the device is done."""
+    _synchronize()
+    start = time.perf_counter()
+    call()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def time_kernels(call: Callable[[], object]) -> float:
+    """Return the seconds that the device computes; without a GPU as `time_call`."""
+    if not torch.cuda.is_available():
+        return time_call(call)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def time_in_turns(
+    cases: Mapping[Case, Callable[[], object]], repeat: int, warmup: int = 1, timer: Callable[[Callable[[], object]], float] = time_call
+) -> dict[Case, float]:
+    """Return the median seconds of every case over `repeat` turns, after `warmup` turns in which kernels are compiled."""
+    seconds: dict[Case, list[float]] = {case: [] for case in cases}
+    for _ in range(warmup + repeat):
+        for case, call in cases.items():
+            seconds[case].append(timer(call))
+    return {case: statistics.median(values[warmup:]) for case, values in seconds.items()}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def run_in_child(function: Callable[..., Any], *arguments: Any, seconds: float = 900) -> Any:
+    """Return `function(*arguments)` of a new process, which is ended with all that it started. Raise what it raises."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the child needs the memory
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result(seconds)
+        finally:
+            for process in multiprocessing.active_children():
+                if process in (pool._processes or {}).values():
+                    end(family(process.pid))

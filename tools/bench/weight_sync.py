@@ -1,0 +1,263 @@
+"""Measure the weight sync on this machine against plain copies and against the common method; print a table, write JSON.
+
+    python tools/bench/weight_sync.py [--model NAME] [--train tp=2] [--rollout tp=1] [--repeat N] [--json FILE]
+    python tools/bench/weight_sync.py --device cuda --model 8b --train tp=1 --transports cuda_ipc --bucket-mb 256,64,16
+
+Trainer ranks and engine ranks are processes with random weights in the real layouts. An engine rank is a plain process that runs
+`rollout_sglang.rank_handler` and its `WeightReceiver`, the code that runs inside SGLang's scheduler; SGLang itself is not started. Every
+process uses one thread. All cases take turns, so that a busy machine slows all of them; the table shows medians. On a GPU, where memory is
+short, the cases in BF16 and the plain copy to another process are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from weight_sync_baselines import BenchSetup, GatherAndQuantize, PlainCopy, make_contract, make_flat_plan, make_flat_tensors
+from weight_sync_engine import PipeEngine, serve_engine_rank
+
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.weight_sync import WeightSync
+from parallel.layout import Layout
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import scale_name
+from parallel.shards import Shard
+
+MODELS = {
+    "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
+    "0.5gb": ModelGeometry(layers=24, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=4096, vocab=8192, tied=True),
+    "32b_slice": ModelGeometry(layers=2, hidden=5120, heads=64, kv_heads=8, head_dim=128, ffn=25600, vocab=4736, tied=False),
+    "8b": ModelGeometry(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, tied=False),
+    "0.6b": ModelGeometry(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, vocab=151936, tied=True),
+}
+"""Widths of Qwen3 models. `0.5gb` is one of 0.44 GB of FP8 weights and scales, with a small vocabulary, which stays BF16.
+`32b_slice` is a 32nd of Qwen3-32B, 2 of 64 layers and 4,736 of 151,936 words: the bytes of each kind stand as in the whole. `8b` is
+Llama-3.1-8B, for the GPU check."""
+
+TRANSPORTS = ("shared_memory", "process_group", "disk")
+MB = 1e6
+
+
+def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, torch.Tensor]:
+    """Return what `collect_named_tensors` gives: BF16 tensors, and E4M3 with scales quantized from them for the FP8 roles."""
+    tensors = {}
+    for number, shard in enumerate(shards):
+        value = torch.empty(shard.shape, dtype=torch.bfloat16)
+        value.normal_(generator=torch.Generator(value.device).manual_seed((seed << 32) + number))
+        if fp8 and shard.role in make_contract(True).fp8_roles:
+            tensors[shard.name], tensors[scale_name(shard.name)] = quantize_weight(value, "pow2")
+        else:
+            tensors[shard.name] = value
+    return tensors
+
+
+def run_trainer_rank(setup: BenchSetup, rank: int, port: int, pipes: Sequence[Connection], results: Any) -> None:
+    """Run all cases in turns; rank 0 sends ({case: [seconds]}, {case: bytes}), or an expected error, to `results`."""
+    torch.set_num_threads(1)
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+    backend = "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, rank=rank, world_size=setup.train.world_size)
+    try:
+        with torch.device(setup.device):
+            cases = BenchCases(setup, rank, pipes)
+        cases.run_all()
+        if rank == 0:
+            results.send((cases.seconds, cases.bytes))
+    except MegatronRLError as error:
+        if rank == 0:
+            results.send(error)
+    finally:
+        dist.destroy_process_group()
+
+
+class BenchCases:
+    """All that is measured, by name."""
+
+    def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
+        self.setup = setup
+        on_cpu = setup.device == "cpu"
+        self.named_tensors = {
+            fp8: make_random_tensors(build_trainer_shards(setup.model, setup.train, quantized=fp8)[rank], fp8, seed=1)
+            for fp8 in (True, False)
+        }
+        self.seconds: dict[str, list[float]] = {}
+        self.bytes: dict[str, int] = {}
+        self.syncs: dict[str, WeightSync] = {}
+        for name, settings in setup.sync_configs().items():
+            for fp8 in (True, False) if on_cpu else (True,):
+                case = f"{name} {'fp8' if fp8 else 'bf16'}"
+                plan, engine = setup.make_plan(fp8, settings), cast(Engine, PipeEngine(pipes, case, fp8))
+                self.syncs[case] = WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings)
+                self.bytes[case] = sum(map(plan.count_bytes, plan.transfers))
+        proved = next(sync for case, sync in self.syncs.items() if case.endswith("fp8"))
+        copy, gathered = PlainCopy(proved.plan, rank, setup.train.world_size), GatherAndQuantize(setup, self.named_tensors[False])
+        self.others: dict[str, Callable[[int], object]] = {
+            "reread proof": lambda turn: proved.prove(),
+            "plain copy": lambda turn: copy.run(),
+        }
+        if on_cpu:
+            tensors = self.named_tensors[True] = self.named_tensors[True] | make_flat_tensors(setup)
+            engine = cast(Engine, PipeEngine(pipes, "flat", True))
+            self.flat = WeightSync(make_flat_plan(setup), engine, lambda: tensors, SyncConfig(timeout=120))
+            self.others["plain copy to a process"] = partial(self.flat.run, hashing=False)
+        self.others["gather, convert, quantise"] = lambda turn: gathered.run()
+
+    def run_all(self) -> None:
+        """Time every case `repeat` times. The turn before them connects, faults pages in, and rereads everything."""
+        for turn in range(self.setup.repeat + 1):
+            for case, sync in self.syncs.items():
+                self._time(case, turn, sync.run)
+                if case.endswith("fp8"):
+                    self._time(f"{case} unproved", turn, partial(sync.run, hashing=False))
+            for case, call in self.others.items():
+                self._time(case, turn, call)
+        for sync in (*self.syncs.values(), *([self.flat] if self.setup.device == "cpu" else [])):
+            sync.close()
+
+    def _time(self, case: str, turn: int, call: Callable[[int], object]) -> None:
+        self._wait()
+        start = time.perf_counter()
+        call(turn)
+        self._wait()
+        if turn > 0:
+            self.seconds.setdefault(case, []).append(time.perf_counter() - start)
+
+    def _wait(self) -> None:
+        """Wait for the device and for the other trainer ranks."""
+        if self.setup.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+
+def measure(setup: BenchSetup) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Run all processes to their end; return {case: [seconds]} and {case: bytes}."""
+    spawn = multiprocessing.get_context("spawn")
+    pipes = [spawn.Pipe() for _ in range(setup.rollout_tp)]
+    results, result_sender = spawn.Pipe(duplex=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [spawn.Process(target=serve_engine_rank, args=(engine_end, setup, rank)) for rank, (_, engine_end) in enumerate(pipes)]
+    for rank in range(setup.train.world_size):
+        trainer_ends = [trainer_end for trainer_end, _ in pipes] if rank == 0 else []
+        processes.append(spawn.Process(target=run_trainer_rank, args=(setup, rank, port, trainer_ends, result_sender)))
+    for process in processes:
+        process.start()
+    result_sender.close()
+    for _, engine_end in pipes:
+        engine_end.close()
+    try:
+        answer = results.recv()
+    except EOFError:
+        raise UserError("weight_sync", None, "a process ended early", "see above") from None
+    finally:
+        for process in processes:
+            process.join(1)
+            process.kill()
+            process.join()
+    if isinstance(answer, MegatronRLError):
+        raise answer
+    return answer
+
+
+def summarize(setup: BenchSetup, seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Return medians by case, and their ratios by setting."""
+    median = {case: statistics.median(values) for case, values in seconds.items()}
+    ratios = {}
+    for name in setup.sync_configs():
+        proved, unproved = median[f"{name} fp8"], median[f"{name} fp8 unproved"]
+        ratios[name] = {
+            "of plain copy in one process": median["plain copy"] / unproved,
+            "of plain copy to a process": median.get("plain copy to a process", float("nan")) / unproved,
+            "of plain copy in one process, proof included": median["plain copy"] / proved,
+            "of plain copy to a process, proof included": median.get("plain copy to a process", float("nan")) / proved,
+            "against gather, convert, quantise": median["gather, convert, quantise"] / proved,
+            "fp8 against bf16": median.get(f"{name} bf16", float("nan")) / proved,
+            "proof's share": 1 - unproved / proved,
+        }
+    size = next(size for case, size in sizes.items() if case.endswith("fp8"))
+    cases = {
+        case: {"seconds": value, "min": min(seconds[case]), "max": max(seconds[case]), "bytes": sizes.get(case, size)}
+        for case, value in median.items()
+    }
+    measured = {name: {ratio: value for ratio, value in of_name.items() if value == value} for name, of_name in ratios.items()}  # no NaN
+    return {"cases": cases, "ratios": measured}
+
+
+def show(console: Console, report: Mapping[str, Any]) -> None:
+    table = Table("case", "MB", "ms (min - max)", "GB/s", title="medians")
+    for name, case in report["cases"].items():
+        milliseconds = f"{case['seconds'] * 1e3:.0f} ({case['min'] * 1e3:.0f} - {case['max'] * 1e3:.0f})"
+        table.add_row(name, f"{case['bytes'] / MB:.0f}", milliseconds, f"{case['bytes'] / case['seconds'] / 1e9:.2f}")
+    console.print(table)
+    table = Table("ratio", *report["ratios"])
+    for name in next(iter(report["ratios"].values())):
+        table.add_row(name, *(f"{ratios[name]:.2f}" for ratios in report["ratios"].values()))
+    console.print(table)
+
+
+def _parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """Parse `tp=2,pp=2`. Raise UserError for anything else."""
+    sizes = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in allowed or not value.isdigit() or int(value) < 1:
+            raise UserError(option, text, f"must be like {','.join(f'{name}=2' for name in allowed)}")
+        sizes[name] = int(value)
+    return sizes
+
+
+def main(
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "0.5gb",
+    train: Annotated[str, typer.Option(help="trainer layout: tp, pp, dp")] = "tp=2",
+    rollout: Annotated[str, typer.Option(help="engine layout: tp")] = "tp=1",
+    repeat: Annotated[int, typer.Option(help="turns that count")] = 5,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="where the weights are")] = "cpu",
+    transports: Annotated[str, typer.Option(help="values of sync.transport")] = ",".join(TRANSPORTS),
+    bucket_mb: Annotated[str, typer.Option(help="values of sync.bucket_mb")] = str(SyncConfig().bucket_mb),
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers here")] = None,
+) -> None:
+    """Measure and print."""
+    try:
+        if model not in MODELS:
+            raise UserError("--model", model, f"is not one of {', '.join(MODELS)}")
+        layout = Layout(**_parse_sizes("--train", train, ["tp", "pp", "dp"]))
+        tp = _parse_sizes("--rollout", rollout, ["tp"])["tp"]
+        sizes = [int(size) for size in bucket_mb.split(",")]
+        with tempfile.TemporaryDirectory() as folder:
+            setup = BenchSetup(MODELS[model], layout, tp, repeat, Path(folder), device, transports.split(","), sizes)
+            setup.make_plan(True, SyncConfig())  # refuses a layout that does not fit before anything is started
+            report = summarize(setup, *measure(setup))
+    except MegatronRLError as error:
+        print(f"weight_sync: {error}", file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+    console = Console()
+    console.print(f"model {model}, trainer {train}, engine {rollout}, {os.cpu_count()} cores, {repeat} turns")
+    show(console, report)
+    if json_file:
+        json_file.write_text(json.dumps({"model": model, "train": train, "rollout": rollout, "cores": os.cpu_count(), **report}, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)

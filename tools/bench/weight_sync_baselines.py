@@ -1,0 +1,146 @@
+"""What `weight_sync.py` measures a sync against: copies of as many bytes, and the common method of gathering BF16 and quantizing it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import make_chunks
+from parallel.digest import view_rect
+from parallel.layout import Layout
+from parallel.megatron_shards import build_trainer_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import Transfer
+from parallel.shards import Rect
+
+_FLAT_COLS = 4096
+
+
+@dataclass(frozen=True)
+class BenchSetup:
+    """What is measured; every process gets it."""
+
+    model: ModelGeometry
+    train: Layout
+    rollout_tp: int
+    repeat: int
+    folder: Path
+    """For `disk`."""
+    device: str = "cpu"
+    transports: Sequence[str] = ()
+    bucket_mb: Sequence[int] = ()
+
+    def sync_configs(self) -> dict[str, SyncConfig]:
+        """Return the settings to measure, by name: of the transport, with the bucket size where there are several."""
+        return {
+            f"{transport} {size} MiB" if len(self.bucket_mb) > 1 else transport: SyncConfig.model_validate(
+                {"proof": "streamed", "transport": transport, "dir": self.folder, "timeout": 120.0, "bucket_mb": size}
+            )
+            for transport in self.transports
+            for size in self.bucket_mb
+        }
+
+    def make_plan(self, fp8: bool, settings: SyncConfig) -> SyncPlan:
+        """Raise GeometryError or UserError where the layouts do not fit the model."""
+        return SyncPlan.make(self.model, self.train, (self.rollout_tp, 1), make_contract(fp8), settings.chunk_bytes)
+
+
+def make_contract(fp8: bool) -> PrecisionContract:
+    return PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified" if fp8 else "bf16"))
+
+
+class PlainCopy:
+    """Copies the same bytes, tensor by tensor, from memory to memory with `copy_`: no layouts, no other process.
+
+    One core for each engine rank, as far as there are trainer ranks to do it.
+    """
+
+    def __init__(self, plan: SyncPlan, rank: int, world: int) -> None:
+        sizes: Counter[tuple[int, str]] = Counter()
+        for transfer in plan.transfers:
+            if transfer.target_rank % world == rank:
+                sizes[transfer.target_rank, transfer.target] += plan.count_bytes(transfer)
+        self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes.values()]
+
+    def run(self) -> None:
+        for source, target in self._pairs:
+            target.copy_(source)
+
+
+def make_flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
+    """Return one run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
+    plan = setup.make_plan(True, SyncConfig())
+    total = sum(map(plan.count_bytes, plan.transfers))
+    rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
+    count = max(setup.train.world_size, setup.rollout_tp)
+    return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}
+
+
+def make_flat_plan(setup: BenchSetup) -> SyncPlan:
+    """Return a plan that moves those runs of bytes: the same processes, buffers and threads as a sync, no model, no proof."""
+    rows = make_flat_tensors(setup)["flat0"].shape[0]
+    whole = Rect(0, 0, rows, _FLAT_COLS)
+    pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
+    transfers = [Transfer(source, f"flat{target}", whole, target, f"flat{source}", whole, "fp8") for source, target in pairs]
+    return SyncPlan(tuple(transfers), tuple(make_chunks(transfers, SyncConfig().chunk_bytes, "bf16")), {}, make_contract(True))
+
+
+class GatherAndQuantize:
+    """The common method, written plainly: gather whole BF16 tensors on rank 0, rename them as in the checkpoint, quantize them.
+
+    To send the result, and to cut it for the engine's ranks, would come on top; it is left out in this method's favor.
+    """
+
+    def __init__(self, setup: BenchSetup, named_tensors: Mapping[str, torch.Tensor]) -> None:
+        self._named_tensors = named_tensors
+        self._shards = [{shard.name: shard for shard in shards} for shards in build_trainer_shards(setup.model, setup.train).values()]
+
+    def run(self) -> None:
+        for name in dict.fromkeys(name for shards in self._shards for name in shards):
+            parts = self._gather(name)
+            if dist.get_rank() == 0:
+                for tensor in self._to_hugging_face(name, parts).values():
+                    if tensor.dim() == 2 and self._role(name) in make_contract(True).fp8_roles:
+                        quantize_weight(tensor, "pow2")
+
+    def _role(self, name: str) -> str:
+        return next(shards[name].role for shards in self._shards if name in shards)
+
+    def _gather(self, name: str) -> dict[int, torch.Tensor]:
+        """Return every rank's shard of a parameter, on rank 0."""
+        if dist.get_rank() != 0:
+            if name in self._named_tensors:
+                dist.send(self._named_tensors[name].view(torch.uint8), 0)
+            return {}
+        parts = {}
+        for rank, shards in enumerate(self._shards):
+            if name not in shards:
+                continue
+            if rank == 0:
+                parts[0] = self._named_tensors[name]
+                continue
+            shard = shards[name]
+            parts[rank] = torch.empty((shard.rows,) if shard.vector else (shard.rows, shard.cols), dtype=torch.bfloat16)
+            dist.recv(parts[rank].view(torch.uint8), rank)
+        return parts
+
+    def _to_hugging_face(self, name: str, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the checkpoint's whole tensors that the parts make up."""
+        whole: dict[str, torch.Tensor] = {}
+        for rank, value in parts.items():
+            for region in self._shards[rank][name].regions:
+                tensor = region.tensor
+                if tensor.name not in whole:
+                    whole[tensor.name] = value.new_empty((tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols))
+                view_rect(whole[tensor.name], region.tensor_rect).copy_(view_rect(value, region.shard_rect))
+        return whole

@@ -1,0 +1,296 @@
+"""Check the weight sync for one model and one pair of layouts, byte by byte, on this machine's CPUs.
+
+    python tools/checks/verify_sync.py --hf-config FILE_OR_DIR --train tp=4,pp=2 --rollout tp=2 [--layers N] [--seed N]
+        [--scale-format pow2|fp32] [--dump DIR] [--json FILE]
+
+Trainer ranks are gloo processes. Each builds its part of the real Megatron model, fills it with random weights, quantizes it as the
+trainer does, and sends it with `WeightSync`. The engine ranks are tensors of SGLang's names and shapes that the engine's own
+`WeightReceiver` fills. Every byte is then compared with quantizing the Hugging Face tensors directly on their grid. Exit code 0 only
+where every byte agrees; 1 where one differs; 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import typer
+from safetensors.torch import save_file
+
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.config.sync import Running, SyncConfig
+from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters
+from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
+from parallel.chunking import Chunk
+from parallel.digest import digest_all, make_stored_tensors, view_rect
+from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
+from parallel.reshard import get_scale_rect, kind_of, scale_name
+from parallel.shards import GeometryError, HFTensor, NamedRect, Rect, Region, Shard
+from parallel.transport.base import Link
+from rollout_sglang.weight_receiver import WeightReceiver
+
+_BYTES = {"fp8": torch.uint8, "fp32": torch.int32, "high": torch.int16}
+_WAIT_SECONDS = 600
+_NOT_ABOUT_WEIGHTS = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
+"""Settings of a config.json that no weight depends on, of kinds that the trainer computes."""
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """What is verified; every process gets it."""
+
+    hf_config: dict[str, Any]
+    train: Layout
+    rollout: tuple[int, int]
+    """tp and ep of the engine."""
+    contract: PrecisionContract
+    seed: int
+    dump: Path | None
+
+    @property
+    def model(self) -> ModelGeometry:
+        return ModelGeometry.from_hf_config(self.hf_config)
+
+
+def make_hf_tensor(task: VerifyTask, tensor: HFTensor) -> torch.Tensor:
+    """Return the random checkpoint tensor of a name, the same in every process: BF16 where it stays high, FP32 masters where FP8."""
+    generator = torch.Generator().manual_seed(task.seed * 0x1_0000_0000 + zlib.crc32(tensor.name.encode()))
+    shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
+    return torch.randn(shape, generator=generator).to(
+        torch.bfloat16 if kind_of(tensor.role, task.contract.fp8_roles) == "high" else torch.float32
+    )
+
+
+def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor]:
+    """Return one rank's tensors, from a real Megatron model. Masters are dropped once they are quantized, so that big models fit."""
+    start_megatron(task.train, task.seed)
+    model = build_model(task.hf_config, task.train, task.contract)
+    shards, parameters = build_rank_shards(task.hf_config, task.train, rank), global_parameters(model)
+    layers = {id(layer.weight): layer for chunk in get_model_chunks(model) for layer in find_fp8_layers(chunk).values()}
+    for shard in shards:
+        parameter = parameters[shard.name].detach()
+        for region in shard.regions:
+            view_rect(parameter, region.shard_rect).copy_(view_rect(make_hf_tensor(task, region.tensor), region.tensor_rect))
+        layer = layers.get(id(parameters[shard.name]))
+        if layer is not None:
+            layer.quantize(shard.name)
+            layer.weight.data = torch.empty(0)
+    return collect_named_tensors(model, shards, task.contract)
+
+
+class InProcessEngine:
+    """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own receivers."""
+
+    def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
+        self.tensors = {rank: make_stored_tensors(rank_shards, contract.fp8_roles, contract.high) for rank, rank_shards in shards.items()}
+        self._receivers: dict[int, WeightReceiver] = {}
+
+    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
+        for rank, tensors in self.tensors.items():
+            self._receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], tensors, staged)
+
+    def start_receiving(self, hashing: bool) -> None:
+        for rank, receiver in self._receivers.items():
+            receiver.start(self.tensors[rank], hashing)
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
+
+    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
+        return {rank: digest_all(self.tensors[rank], list(rects)) for rank, rects in rects_by_rank.items()}
+
+    def disconnect(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()
+
+    def pause(self, running: Running) -> None: ...
+    def resume(self) -> None: ...
+    def begin_sync(self) -> None: ...
+    def end_sync(self, version: int) -> None: ...
+
+
+def find_differences(task: VerifyTask, engine: InProcessEngine, shards: Mapping[int, Sequence[Shard]]) -> Iterator[str]:
+    """Name the engine rectangles that are not the checkpoint's; the checkpoint's tensors are quantized whole, on their own grid."""
+    copies: dict[str, list[tuple[int, Shard, Region]]] = {}
+    for rank, rank_shards in shards.items():
+        for shard in rank_shards:
+            for region in shard.regions:
+                copies.setdefault(region.tensor.name, []).append((rank, shard, region))
+    for of_tensor in copies.values():
+        tensor = of_tensor[0][2].tensor
+        kind, value = kind_of(tensor.role, task.contract.fp8_roles), make_hf_tensor(task, tensor)
+        quantized = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
+        for rank, shard, region in of_tensor:
+            tensors, rect, source_rect = engine.tensors[rank], region.shard_rect, region.tensor_rect
+            same = {"values": _same(tensors[shard.name], rect, quantized.data if quantized else value, source_rect, _BYTES[kind])}
+            if quantized:
+                scales, scale_rect = tensors[scale_name(shard.name)], get_scale_rect(rect)
+                same["scales"] = _same(scales, scale_rect, quantized.scale, get_scale_rect(source_rect), torch.int32)
+            for what in [what for what, equal in same.items() if not equal]:
+                wrong = scale_rect if what == "scales" else rect
+                yield f"engine rank {rank}: {what} of {shard.name}, rows {wrong.row}..{wrong.row + wrong.rows - 1}, from {tensor.name}"
+
+
+def _same(values: torch.Tensor, rect: Rect, expected: torch.Tensor, expected_rect: Rect, bits: torch.dtype) -> bool:
+    pairs = ((values, rect), (expected, expected_rect))
+    return torch.equal(*(view_rect(tensor, within).contiguous().view(bits) for tensor, within in pairs))
+
+
+def run_rank(rank: int, task: VerifyTask, port: int, results: Any) -> None:
+    """Run one trainer rank; rank 0 holds the engine, compares, and puts the report (or an expected error) into `results`."""
+    torch.set_num_threads(1)
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+    dist.init_process_group("gloo", rank=rank, world_size=task.train.world_size)
+    try:
+        result = sync_and_compare(rank, task)
+    except MegatronRLError as error:
+        result = error
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        results.put(result)
+
+
+def sync_and_compare(rank: int, task: VerifyTask) -> Any:
+    settings = SyncConfig(bucket_mb=64)
+    plan = SyncPlan.make(task.model, task.train, task.rollout, task.contract, settings.chunk_bytes)
+    named_tensors = build_trainer_tensors(task, rank)
+    engine = InProcessEngine(plan.targets, task.contract) if rank == 0 else None
+    sync = WeightSync(plan, cast(Engine | None, engine), lambda: named_tensors, settings)
+    try:
+        start = time.perf_counter()
+        report = sync.run(1)
+        seconds = time.perf_counter() - start
+    finally:
+        sync.close()
+    if engine is None:
+        return None
+    across_ranks = sum(plan.count_bytes(transfer) for transfer in plan.transfers if transfer.source_rank != transfer.target_rank)
+    differences = list(find_differences(task, engine, plan.targets))
+    if task.dump:
+        write_dump(task, engine, task.dump)
+    return {
+        "parameters": report.tensors,
+        "blocks": report.blocks,
+        "bytes_moved": report.bytes,
+        "bytes_across_ranks": across_ranks,
+        "seconds": seconds,
+        "differences": differences,
+    }
+
+
+def write_dump(task: VerifyTask, engine: InProcessEngine, folder: Path) -> None:
+    """Write the checkpoint's tensors and those of every engine rank as safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = {name: make_hf_tensor(task, tensor) for name, tensor in task.model.tensors().items()}
+    save_file(source, folder / "hf.safetensors", metadata={"format": "pt"})
+    for rank, tensors in engine.tensors.items():
+        save_file(tensors, folder / f"rollout_rank{rank}.safetensors", metadata={"format": "pt"})
+
+
+def _parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """Parse `tp=4,pp=2`. Raise UserError for anything else."""
+    sizes = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if name not in allowed or not size.isdigit():
+            raise UserError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
+        sizes[name] = int(size)
+    return sizes
+
+
+def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
+    """Read a config.json and cut the model to `layers`. Raise UserError for bad input."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError("--hf-config", str(path), f"cannot be read ({type(error).__name__})", "name a config.json or its folder") from None
+    if not isinstance(config, dict):
+        raise UserError("--hf-config", str(path), "must be a JSON object", "name a config.json or its folder")
+    if layers is not None:
+        config["num_hidden_layers"] = min(layers, config.get("num_hidden_layers", layers))
+    config.setdefault("max_position_embeddings", 4096)
+    return config | _NOT_ABOUT_WEIGHTS
+
+
+def verify(task: VerifyTask) -> dict[str, Any]:
+    """Run all trainer ranks and return the report. Raise rank 0's expected error, or RunError where a rank is lost."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results = mp.get_context("spawn").SimpleQueue()
+    ranks = mp.start_processes(run_rank, args=(task, port, results), nprocs=task.train.world_size, join=False, start_method="spawn")
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while results.empty():
+        try:
+            if ranks.join(timeout=1) and results.empty():
+                raise RunError("the trainer ranks ended without a result")
+        except mp.ProcessRaisedException as error:
+            raise RunError(f"a trainer rank failed: {error}") from None
+        if time.monotonic() > deadline:
+            for process in ranks.processes:
+                process.terminate()
+            raise RunError(f"no result after {_WAIT_SECONDS} s")
+    result = results.get()
+    ranks.join()
+    if isinstance(result, MegatronRLError):
+        raise result
+    return result
+
+
+def main(
+    hf_config: Annotated[Path, typer.Option(help="A config.json, or the folder that holds it.")],
+    train: Annotated[str, typer.Option(help="tp, pp, vpp, ep, etp, dp, cp: for example tp=4,pp=2")] = "tp=1",
+    rollout: Annotated[str, typer.Option(help="tp and ep of the engine: for example tp=2")] = "tp=1",
+    layers: Annotated[int | None, typer.Option(help="Cut the model to this many layers.")] = None,
+    seed: int = 0,
+    scale_format: Literal["pow2", "fp32"] = "pow2",
+    dump: Annotated[Path | None, typer.Option(help="Write hf.safetensors and rollout_rankR.safetensors here.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+) -> None:
+    """Check that every byte of every engine parameter is the checkpoint's, quantised on the checkpoint's own grid."""
+    try:
+        config = read_hf_config(hf_config, layers)
+        parse_forward_config(config)
+        layout = Layout(**_parse_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
+        contract = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified", scale_format=scale_format))
+        engine = _parse_sizes("--rollout", rollout, ("tp", "ep"))
+        task = VerifyTask(config, layout, (engine.get("tp", 1), engine.get("ep", 1)), contract, seed, dump)
+        SyncPlan.make(task.model, layout, task.rollout, contract, SyncConfig().chunk_bytes)  # refuses before a process starts
+        report = verify(task)
+    except (MegatronRLError, GeometryError) as error:
+        print(f"verify_sync: {error}", file=sys.stderr)
+        raise typer.Exit(getattr(error, "exit_code", 2)) from None
+    for name, value in report.items():
+        print(f"{name:20s} {len(value) if isinstance(value, list) else value}")
+    for line in report["differences"][:10]:
+        print(f"  differs: {line}")
+    if json_file:
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+    raise typer.Exit(1 if report["differences"] else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
