@@ -83,7 +83,7 @@ def pad_micro_batches(actor: Actor, rows: int, longest_first: bool) -> Actor:
         return logits[positions < torch.tensor(batch.lengths)[:, None]].unsqueeze(0)
 
     actor.micro_batch_tokens = 1 << 60  # one packed row for each padded batch
-    actor.make_micro_batches, actor.forward = make_micro_batches, forward  # type: ignore[method-assign,assignment]
+    actor.make_micro_batches, actor.forward = make_micro_batches, forward  # type: ignore[method-assign]
     return actor
 
 
