@@ -63,20 +63,11 @@ class RankMemory(NamedTuple):
         return self.weights + self.blocks + self.operands
 
 
-def count_trainer_memory(job: Workload, candidate: Candidate, stage: int) -> RankMemory:
-    """Return the actor's bytes on a trainer rank of pipeline stage `stage`; ranks of one stage hold equally much."""
-    return _count_trainer_memory(job, candidate.train, stage)
-
-
 @lru_cache(maxsize=4096)
-def _count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
+def count_trainer_memory(job: Workload, layout: Layout, stage: int) -> RankMemory:
+    """Return the actor's bytes on a trainer rank of pipeline stage `stage`; ranks of one stage hold equally much."""
     shards = [_count_shard_memory(job, layout, shard).times(count) for shard, count in count_rank_shards(job.model, layout, stage)]
     return RankMemory(*map(sum, zip(*shards, strict=True)))
-
-
-def count_reference_memory(job: Workload, candidate: Candidate, stage: int) -> int:
-    """Return the bytes of the frozen reference model, which has no gradients; 0 where the run has none."""
-    return count_trainer_memory(job, candidate, stage).model if job.has_reference else 0
 
 
 def count_rank_shards(model: ModelGeometry, layout: Layout, stage: int) -> Iterator[tuple[Shard, int]]:
@@ -162,13 +153,9 @@ def _count_quantized(shard: Shard, kind: str) -> int:
     return shard.rows * shard.cols + _SCALE * math.prod(shard.scale_shape(kind))
 
 
-def count_engine_weights(job: Workload, candidate: Candidate) -> int:
-    """Return the bytes of an engine rank's parameters and scales, vocabulary padding included."""
-    return _count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
-
-
 @lru_cache(maxsize=256)
-def _count_engine_weights(job: Workload, tp: int, ep: int) -> int:
+def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
+    """Return the bytes of an engine rank's parameters and scales, vocabulary padding included."""
     total = 0
     counts = count_layers_like_each(job.model, Layout(), 0)
     for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):

@@ -65,11 +65,11 @@ def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str,
 
 
 def _trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
-    rank = memory.count_trainer_memory(job, candidate, stage)
+    rank = memory.count_trainer_memory(job, candidate.train, stage)
     parts: dict[str, float] = {"weights": rank.weights, "FP8 blocks": rank.blocks + rank.operands}
     if phase in ("logprobs", "train") or not candidate.colocated:
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
-    parts["reference"] = memory.count_reference_memory(job, candidate, stage)
+    parts["reference"] = rank.model if job.has_reference else 0  # frozen: no gradients
     if phase == "train":
         activations = activation_memory.count_training_activations(job, candidate, stage)
         parts["activations"] = activations.kept + activations.working
@@ -84,7 +84,7 @@ def _engine_parts(job: Workload, candidate: Candidate, phase: str) -> dict[str, 
     parts: dict[str, float] = {"context": CUDA_CONTEXT_BYTES}
     if candidate.colocated and phase in ("logprobs", "train"):
         return parts
-    weights = memory.count_engine_weights(job, candidate)
+    weights = memory.count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
     parts["engine weights"] = weights
     if phase == "sync":
         parts["sync"] = (weights if job.config.sync.staged else 0) + (job.config.sync.bucket_mb << 20)
@@ -95,7 +95,7 @@ def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
     """Return the host bytes of one trainer rank's masters and moments while the engine generates; 0 where the device keeps them."""
     if not candidate.colocated:
         return 0
-    return max(memory.count_trainer_memory(job, candidate, stage).optimizer for stage in candidate.extreme_stages)
+    return max(memory.count_trainer_memory(job, candidate.train, stage).optimizer for stage in candidate.extreme_stages)
 
 
 def usable_bytes(cluster: Cluster) -> float:

@@ -115,7 +115,7 @@ def _estimate_gradient_all_reduce(job: Workload, candidate: Candidate, cluster: 
     layout = candidate.train
     if layout.dp * layout.cp == 1:
         return 0.0
-    gradients = max(memory.count_trainer_memory(job, candidate, stage).gradients for stage in candidate.extreme_stages)
+    gradients = max(memory.count_trainer_memory(job, layout, stage).gradients for stage in candidate.extreme_stages)
     return gradients * _all_reduce_factor(layout.dp * layout.cp) / _bandwidth(layout.tp * layout.cp * layout.dp, cluster)
 
 
@@ -134,7 +134,7 @@ def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -
 
 def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster, running: int) -> float:
     """Return the seconds of one token for each of `running` sequences."""
-    weights: float = memory.count_engine_weights(job, candidate)
+    weights: float = memory.count_engine_weights(job, candidate.rollout_tp, candidate.rollout_ep)
     if job.model.experts is not None:  # experts that no token of the batch chose are not read
         weights *= 1 - (1 - job.top_k / job.model.experts.count) ** running
     cache = running * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)

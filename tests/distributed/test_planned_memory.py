@@ -11,7 +11,7 @@ from support.models import ARCHITECTURES, make_model
 
 from megatron_rl.config import Config
 from megatron_rl.planner import activation_memory, memory
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.planner.candidate import Workload
 from parallel.layout import Layout
 
 UNIFIED, BF16 = {"mode": "fp8_unified", "high": "bf16"}, {"mode": "bf16", "high": "bf16"}
@@ -34,16 +34,16 @@ def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Workl
 def test_what_every_rank_holds(four, tmp_path, name, layout, precision, sharded):
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
     found = four.call(megatron_models.held, folder, precision, layout, sharded, seconds=300)
-    job, candidate = job_of(name, precision, sharded), Candidate(layout)
+    job = job_of(name, precision, sharded)
     for rank, measured in enumerate(found):
-        expected = memory.count_trainer_memory(job, candidate, layout.coordinates(rank).pp)._asdict()
+        expected = memory.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict()
         if sharded:  # Megatron pads buffers, and cuts them anywhere
             assert measured == pytest.approx(expected, rel=1e-3), rank
         else:
             assert measured == expected, rank
     if sharded:
         totals = {part: sum(measured[part] for measured in found) for part in ("masters", "moments")}
-        planned = [memory.count_trainer_memory(job, candidate, 0)._asdict() for _ in found]
+        planned = [memory.count_trainer_memory(job, layout, 0)._asdict() for _ in found]
         assert totals == {part: sum(one[part] for one in planned) for part in totals}
 
 

@@ -51,7 +51,7 @@ def test_a_dense_models_bytes_by_hand():
     layer = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288
     vectors = 36 * (2 * 4096 + 2 * 128) + 4096
     embeddings, fp8 = 2 * 151936 * 4096, 36 * layer
-    held = memory.count_trainer_memory(job(), Candidate(Layout()), 0)
+    held = memory.count_trainer_memory(job(), Layout(), 0)
     assert held.weights == 4 * fp8 + 2 * (embeddings + vectors)
     assert held.blocks == fp8 + 4 * fp8 // 128**2
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
@@ -60,16 +60,16 @@ def test_a_dense_models_bytes_by_hand():
 
 
 def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
-    whole = memory.count_trainer_memory(job(), Candidate(Layout()), 0)
-    stages = [memory.count_trainer_memory(job(), Candidate(Layout(pp=4, vpp=3)), stage) for stage in range(4)]
+    whole = memory.count_trainer_memory(job(), Layout(), 0)
+    stages = [memory.count_trainer_memory(job(), Layout(pp=4, vpp=3), stage) for stage in range(4)]
     assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = memory.count_trainer_memory(job(sharded=True), Candidate(Layout(dp=8)), 0)
+    shared = memory.count_trainer_memory(job(sharded=True), Layout(dp=8), 0)
     assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
 
 
 def test_experts_are_shared_out_by_their_own_replicas():
     moe = job("Qwen3-30B-A3B", sharded=True)
-    alone, spread = (memory.count_trainer_memory(moe, Candidate(layout), 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
+    alone, spread = (memory.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
     experts = 48 * 128 * 3 * 2048 * 768
     assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
     assert alone.moments == spread.moments  # an eighth of all experts, or all of an eighth
@@ -100,13 +100,13 @@ def test_the_engine_holds_what_the_sync_plan_writes():
     model = published_model("Qwen3-8B")
     small, one = replace(model, layers=2), job()
     plan = SyncPlan.make(small, Layout(), (1, 1), PrecisionContract.from_config(one.config.precision), 1 << 28)
-    assert memory.count_engine_weights(replace(one, model=small), Candidate(Layout())) == sum(map(plan.count_bytes, plan.transfers))
+    assert memory.count_engine_weights(replace(one, model=small), 1, 1) == sum(map(plan.count_bytes, plan.transfers))
 
 
 def test_in_fp8_rollout_a_sync_makes_the_blocks():
     rollout = job(precision={"mode": "fp8_rollout"})
     made = memory.count_sync_quantization(rollout, Candidate(Layout()), 0)
-    assert made == memory.count_trainer_memory(job(), Candidate(Layout()), 0).blocks
+    assert made == memory.count_trainer_memory(job(), Layout(), 0).blocks
     assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 
 
@@ -183,7 +183,7 @@ def test_shared_gpus_hold_by_turns():
     }
     assert (
         memory_by_phase.count_offloaded_bytes(job(), Candidate(Layout(tp=8), 8))
-        == memory.count_trainer_memory(job(), Candidate(Layout(tp=8)), 0).optimizer
+        == memory.count_trainer_memory(job(), Layout(tp=8), 0).optimizer
     )
 
 
