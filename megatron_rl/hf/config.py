@@ -1,6 +1,6 @@
-"""How an architecture computes, and what of a config.json the trainer refuses rather than computes wrongly. No torch.
+"""What a forward pass needs from a config.json beside widths: rotary positions and the routing of experts. No torch.
 
-Widths are read by `parallel.hf_widths`; here is what a forward pass needs beside them: rotary positions and the routing of experts.
+Settings that the trainer does not compute are refused. `parallel.hf_widths` reads the widths.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How a token chooses its experts, and with which weights it adds up what they give."""
+    """How a token chooses its experts, and how it weights their outputs."""
 
     top_k: int
     sigmoid: bool
-    """Scores are sigmoids of the logits, else a softmax over all experts."""
+    """Scores are sigmoids of the logits; otherwise a softmax over all experts."""
     normalized: bool
     """The chosen experts' weights add up to `scale`."""
     scale: float = 1.0
     groups: int = 1
-    """Experts stand in this many equal groups, of which a token may use `groups_used`."""
+    """Experts form this many equal groups, of which a token may use `groups_used`."""
     groups_used: int = 1
 
 
@@ -61,7 +61,7 @@ class ForwardConfig:
 
 
 def parse_forward_config(hf_config: Mapping[str, Any]) -> ForwardConfig:
-    """The traits of a config.json. Raises UserError for an architecture, or a setting of it, that the trainer does not compute."""
+    """Parse a config.json. Raise UserError for an architecture, or a setting of it, that the trainer does not compute."""
     kind = hf_config.get("model_type")
     if kind not in SUPPORTED_MODEL_TYPES:
         raise UserError(
@@ -83,11 +83,10 @@ def parse_forward_config(hf_config: Mapping[str, Any]) -> ForwardConfig:
 
 
 def rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """The rotary base, in the old place (`rope_theta`) or the new one (`rope_parameters`). Raises UserError where there is none."""
-    places = (hf_config.get("rope_parameters") or {}, hf_config)
-    for place in places:
-        if isinstance(place.get("rope_theta"), int | float):
-            return float(place["rope_theta"])
+    """Return the rotary base, from `rope_parameters` or, as older files have it, `rope_theta`. Raise UserError where there is none."""
+    for settings in (hf_config.get("rope_parameters") or {}, hf_config):
+        if isinstance(settings.get("rope_theta"), int | float):
+            return float(settings["rope_theta"])
     raise UserError("config.json rope_theta", None, "is missing", "add it, or rope_parameters.rope_theta")
 
 

@@ -1,9 +1,9 @@
-"""Reads the weights of a Hugging Face checkpoint: checked by name against its config.json, then rectangle by rectangle.
+"""Read the weights of a Hugging Face checkpoint: check their names against its config.json, then read rectangle by rectangle.
 
 An FP8 checkpoint, as DeepSeek and Qwen publish them and as `export --precision fp8` writes them, says so in config.json's
 `quantization_config`. Its linear weights `X` are float8_e4m3fn [N, K] beside `X_scale_inv` [ceil(N/128), ceil(K/128)], float32 or (Qwen)
 bfloat16, which float32 holds exactly; value = byte's value * scale of its 128x128 block. Which weights these are is
-`precision.QUANTIZED_ROLES`.
+`precision.contract.QUANTIZED_ROLES`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ _FP8_SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dyn
 
 
 def is_fp8_checkpoint(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a config.json tells of 128x128 FP8 blocks. Raises UserError for any other quantisation."""
-    told = hf_config.get("quantization_config")
-    if told is None:
+    """Return whether a config.json describes 128x128 FP8 blocks. Raise UserError for any other quantisation."""
+    quantization = hf_config.get("quantization_config")
+    if quantization is None:
         return False
-    settings = {"fmt": "e4m3", **told} if isinstance(told, dict) else {}
-    for name, read in _FP8_SETTINGS.items():
-        if settings.get(name) != read:
-            rule, fix = f"is not read, only {read} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
+    settings = {"fmt": "e4m3", **quantization} if isinstance(quantization, dict) else {}
+    for name, supported in _FP8_SETTINGS.items():
+        if settings.get(name) != supported:
+            rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
             raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
     return True
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What a file says about a tensor it holds."""
+    """A file's description of a tensor it holds."""
 
     file: Path
     dtype: str
@@ -57,8 +57,8 @@ class _Header:
 class HFCheckpoint:
     """The tensors of a checkpoint folder, one safetensors file or several with an index; each file is opened once.
 
-    Raises UserError, naming `field`, for files that are missing, damaged or not as the index says. Reading tells the dtype's own values;
-    `check` comes first, it promises that every tensor is there.
+    Raises UserError, naming `field`, for files that are missing, damaged or not as the index says. Values are read in the file's dtype.
+    Call `check` before reading: it ensures that every tensor is there.
     """
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], field: str = "model.path") -> None:
@@ -88,10 +88,10 @@ class HFCheckpoint:
             self._headers[name] = _Header(path, view.get_dtype(), view.get_shape())
 
     def check(self, model: ModelGeometry) -> None:
-        """Compares names, shapes and dtypes, from the files' headers alone, with what config.json says.
+        """Compare names, shapes and dtypes, from the files' headers alone, with what config.json says.
 
-        Raises UserError naming the first tensor that is missing, has another shape or dtype, or belongs to no such model. May be there
-        and is not read: `lm_head.weight` beside tied embeddings, rotary frequencies, and DeepSeek's layers for multi-token prediction.
+        Raises UserError naming the first tensor that is missing, has another shape or dtype, or belongs to no such model. Ignores
+        `lm_head.weight` beside tied embeddings, rotary frequencies, and DeepSeek's layers for multi-token prediction.
         """
         expected = set()
         for tensor in model.tensors().values():
@@ -131,10 +131,10 @@ class HFCheckpoint:
         return layer is not None and model.layers <= int(layer[1]) < model.layers + further
 
     def check_scales(self, tensors: Iterable[HFTensor], scale_format: str | None) -> None:
-        """Reads the scales of those `tensors` that are FP8, 1/16384 of their elements.
+        """Read the scales of those `tensors` that are FP8, 1/16384 of their elements.
 
-        Raises UserError by name where one is no positive number with which 448 stays finite, or, with `scale_format` "pow2", where one is
-        no power of two. (Powers of two pass as "fp32" scales; the activations' format is the run's own.)
+        Raises UserError by name where a scale is not positive or makes 448 overflow, or, with `scale_format` "pow2", is no power of two.
+        (Powers of two pass as "fp32" scales; the activations' format is the run's own.)
         """
         for name in (scale_name(tensor.name) for tensor in tensors if self.has_fp8_blocks(tensor)):
             scale = self._slice(name)[:].float()
@@ -146,7 +146,7 @@ class HFCheckpoint:
                 raise self._error(f'tensor {name} holds scales that are no powers of two, precision.scale_format is "pow2"', fix)
 
     def read_values(self, region: Region) -> torch.Tensor:
-        """The region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; FP8 dequantised to float32.
+        """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; FP8 as float32.
 
         Any rectangle, whole blocks or not. Raises UserError where a value is inf or NaN.
         """
@@ -155,13 +155,13 @@ class HFCheckpoint:
         value = view[row : row + rows] if tensor.vector else view[row : row + rows, col : col + cols]
         if self.has_fp8_blocks(tensor):
             scale = self._slice(scale_name(tensor.name))[:].float()
-            of_rows, of_cols = (torch.arange(start, start + length) // BLOCK for start, length in ((row, rows), (col, cols)))
-            value = value.float() * scale[of_rows][:, of_cols]
+            row_blocks, col_blocks = (torch.arange(start, start + length) // BLOCK for start, length in ((row, rows), (col, cols)))
+            value = value.float() * scale[row_blocks][:, col_blocks]
         self._refuse_non_finite(tensor.name, torch.isfinite(value))
         return value
 
     def read_blocks(self, region: Region) -> Fp8Weight:
-        """The bytes and scales of a region of whole blocks, never requantised. Raises UserError where a byte is NaN."""
+        """Return the bytes and scales of a region of whole blocks, never requantised. Raise UserError where a byte is NaN."""
         row, col, rows, cols = region.tensor_rect
         data = self._slice(region.tensor.name)[row : row + rows, col : col + cols]
         self._refuse_non_finite(region.tensor.name, data.view(torch.uint8) & 0x7F != 0x7F)  # E4M3 has no inf
@@ -169,14 +169,14 @@ class HFCheckpoint:
         return Fp8Weight(data, self._slice(scale_name(region.tensor.name))[row : row + rows, col : col + cols].float())
 
     def has_fp8_blocks(self, tensor: HFTensor) -> bool:
-        """Whether `tensor` is FP8 here."""
+        """Return whether the checkpoint stores `tensor` in FP8."""
         return self.fp8 and tensor.role in QUANTIZED_ROLES
 
     def _slice(self, name: str) -> Any:
         return self._open[self._headers[name].file].get_slice(name)
 
-    def _refuse_non_finite(self, name: str, good: torch.Tensor) -> None:
-        if not good.all():
+    def _refuse_non_finite(self, name: str, finite: torch.Tensor) -> None:
+        if not finite.all():
             raise self._error(f"tensor {name} holds inf or NaN", "the checkpoint is damaged")
 
     def _error(self, rule: str, fix: str) -> UserError:
@@ -184,7 +184,7 @@ class HFCheckpoint:
 
 
 def _read_index(folder: Path, field: str) -> dict[str, str]:
-    """Tensor -> file name; empty where the folder holds a single file."""
+    """Return tensor -> file name; empty where the folder holds a single file."""
     path = folder / INDEX
     if not path.is_file():
         if not (folder / SINGLE).is_file():

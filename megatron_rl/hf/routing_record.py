@@ -1,7 +1,7 @@
-"""Which experts each token went to, from where that was recorded to where it is replayed.
+"""Routing records: the experts that the engine chose for each token, which the trainer replays.
 
 A record is [t, layers, k]: a row for every token of a sequence but the last, which predicts nothing; all decoder layers, of which those
-without experts are never read; the k chosen experts. A byte each, two where there are more than 256 experts.
+without experts are never read; the k chosen experts. One byte each, two where there are more than 256 experts.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from parallel.model_geometry import ModelGeometry
 
 @dataclass(frozen=True)
 class RoutingShape:
-    """What a record of one model's routing looks like."""
+    """The dimensions of one model's routing records."""
 
     num_layers: int
     """Decoder layers."""
     moe_layers: tuple[int, ...]
-    """Those with experts."""
+    """Layers that have experts."""
     num_experts: int
     """Experts of a layer."""
     top_k: int
 
     @classmethod
     def from_hf_config(cls, hf_config: Mapping[str, Any]) -> RoutingShape:
-        """Of a model with experts."""
+        """Read them from the config.json of a model with experts."""
         geometry, routing = ModelGeometry.from_hf_config(hf_config), parse_forward_config(hf_config).routing
         assert geometry.experts is not None and routing is not None
         layers = tuple(layer for layer in range(geometry.layers) if geometry.has_experts(layer))
@@ -42,13 +42,13 @@ class RoutingShape:
         return np.uint8 if self.num_experts <= 256 else np.int16
 
     def check(self, experts: np.ndarray | None, tokens: int, whose: str) -> None:
-        """Raises RunError, in one line, unless this is the record of a sequence of that many tokens."""
+        """Raise RunError, in one line, unless this is the record of a sequence of that many tokens."""
         wanted = (tokens - 1, self.num_layers, self.top_k)
         if experts is None:
             raise RunError(f"{whose} comes without the routing of its tokens")
         if experts.shape != wanted or experts.dtype != self.dtype:
-            held = f"{list(experts.shape)} in {experts.dtype}"
-            raise RunError(f"{whose} has a routing of shape {held}; its {tokens} tokens need {list(wanted)} in {np.dtype(self.dtype)}")
+            actual = f"{list(experts.shape)} in {experts.dtype}"
+            raise RunError(f"{whose} has a routing of shape {actual}; its {tokens} tokens need {list(wanted)} in {np.dtype(self.dtype)}")
         used = experts[:, list(self.moe_layers)]
         if used.size and not 0 <= int(used.min()) <= int(used.max()) < self.num_experts:
             wrong = int(used.max()) if int(used.max()) >= self.num_experts else int(used.min())
@@ -59,7 +59,7 @@ class RoutingShape:
 
 
 def extend_routing_record(known: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:
-    """The record after another turn: tokens keep the experts that they had when they were sampled or first read."""
+    """Return the record after another turn: tokens keep the experts that they had when they were sampled or first read."""
     if known is None or longer is None:
         return longer
     return np.concatenate([known, longer[len(known) :]])
