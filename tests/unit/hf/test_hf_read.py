@@ -68,6 +68,7 @@ def change(folder: Path, **tensors: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
 def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
+    """Not raising is the assertion: `check` refuses whatever is wrong."""
     check(folder)
     check(split(folder, 3))
 
@@ -187,6 +188,7 @@ def test_indexes_that_lie(folder):
 
 @high
 def test_what_may_be_there_and_is_not_read(folder):
+    """Not raising is the assertion: `check` refuses whatever is wrong."""
     change(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(64), "model.rotary_emb.inv_freq": torch.zeros(64)})
     check(folder)
     edit_config(folder, {"tie_word_embeddings": True})

@@ -36,10 +36,6 @@ def test_the_shape_is_the_models():
     assert RoutingShape(1, (0,), 256, 8).dtype is np.uint8 and RoutingShape(1, (0,), 257, 8).dtype is np.int16
 
 
-def test_a_record_that_fits_passes():
-    SHAPE.check(record(5), 5, "it")
-
-
 def _with(value: int) -> np.ndarray:
     wrong = record(5)
     wrong[2, 1, 0] = value
@@ -58,6 +54,7 @@ def _with(value: int) -> np.ndarray:
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
+    SHAPE.check(record(5), 5, "a record that fits")
     completion = Completion(Problem("1", "", ""), [1, 2, 3], [4, 5], [-1.0, -1.0], "stop", 0, "", routed_experts_T=wrong)
     with pytest.raises(RunError, match=line) as raised:
         to_training_samples(RolloutBatch([completion]), routing=SHAPE)

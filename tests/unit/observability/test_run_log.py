@@ -110,13 +110,11 @@ def test_an_exception_breaks_the_run_and_it_stays_broken(tmp_path: Path):
     assert not (log.dir / "run.json.tmp").exists()
 
 
-def test_a_failure_after_finish_breaks_the_run(tmp_path: Path):
-    assert read_run(break_run(tmp_path, RuntimeError("checkpoint not written"), finished=True).dir)["status"] == "broken"
-
-
-def test_an_interrupt_and_a_silent_error_have_a_reason(tmp_path: Path):
-    assert read_run(break_run(tmp_path, KeyboardInterrupt()).dir)["reason"] == "interrupted"
-    assert read_run(break_run(tmp_path, ZeroDivisionError()).dir)["reason"] == "ZeroDivisionError"
+def test_what_ends_a_run_gives_its_reason(tmp_path: Path):
+    for error, reason in ((KeyboardInterrupt(), "interrupted"), (ZeroDivisionError(), "ZeroDivisionError")):
+        assert read_run(break_run(tmp_path, error).dir)["reason"] == reason
+    late = break_run(tmp_path, RuntimeError("checkpoint not written"), finished=True)
+    assert read_run(late.dir)["status"] == "broken", "also after it was finished"
 
 
 def test_events_are_one_line_and_never_markup(log: RunLog, capsys: pytest.CaptureFixture[str]):

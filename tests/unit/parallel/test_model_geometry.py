@@ -245,18 +245,17 @@ def test_every_rank_has_its_own_coordinates_in_both_countings():
 FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"]
 
 
-@pytest.mark.parametrize("field", FIELDS)
-def test_a_missing_field_of_config_json_is_named(field):
-    config = hf_config()
-    del config[field]
-    with pytest.raises(GeometryError, match=f"{field} = None: is missing from the model's config.json"):
+@pytest.mark.parametrize(
+    "field, value, rule",
+    [*((field, None, "is missing from the model's config.json") for field in FIELDS)]
+    + [("hidden_size", value, "must be a positive integer") for value in (0, -1, "256", True, 2.0)],
+)
+def test_a_width_that_is_missing_or_no_positive_integer_is_named(field, value, rule):
+    config = hf_config(**{field: value})
+    if value is None:
+        del config[field]
+    with pytest.raises(GeometryError, match=f"{field} = .*: {rule}"):
         ModelGeometry.from_hf_config(config)
-
-
-@pytest.mark.parametrize("value", [0, -1, "256", None, True, 2.0])
-def test_a_width_that_is_no_positive_integer_is_refused(value):
-    with pytest.raises(GeometryError, match="hidden_size = .*: must be a positive integer"):
-        ModelGeometry.from_hf_config(hf_config() | {"hidden_size": value})
 
 
 def test_query_heads_must_be_a_multiple_of_kv_heads():

@@ -120,42 +120,33 @@ def test_whole_page(tmp_path: Path):
     assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text
 
 
-def test_evaluations_of_the_runs_checkpoints_are_part_of_the_page(tmp_path: Path):
+def test_evaluations_and_the_precision_graph_are_part_of_the_page(tmp_path: Path):
     run = make_run(tmp_path, full_rows())
-    assert "Evaluations" not in Page(write_report(run)).text
+    plain = Page(write_report(run))
+    assert "Evaluations" not in plain.text and plain.tags.count("svg") == sum(map(len, SECTIONS.values()))
     line = {"problems": 30, "mean": {"value": 0.5, "low": 0.4, "high": 0.6}, "pass": {}, "maj": {}}
-    result = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
+    results = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
     (run / "eval" / "step_2").mkdir(parents=True)
-    (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(result))
-    text = Page(write_report(run)).text
-    assert "Evaluations" in text and "eval/step_2" in text and "mean@8 50.0 % (40.0–60.0)" in text
-
-
-def test_the_precision_graph_is_part_of_the_page(tmp_path: Path):
-    run = make_run(tmp_path, full_rows())
+    (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(results))
     high, weighted = TensorFormat("bf16"), WeightedOpPrecision(TensorFormat("bf16"), TensorFormat("bf16"))
     layer = LayerPrecision(weighted, AttentionPrecision(weighted, weighted, high, high), weighted, MLPPrecision(weighted, weighted), high)
     graph = decoder_graph(DecoderPrecision(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
     (run / "graph.svg").write_text(draw_svg(graph, graph))
     page = Page(write_report(run))
+    assert "Evaluations" in page.text and "eval/step_2" in page.text and "mean@8 50.0 % (40.0–60.0)" in page.text
     assert "Precision graph" in page.text and "lm_head" in page.text
-    assert page.tags.count("svg") == 1 + sum(map(len, SECTIONS.values())) and "script" not in page.tags
+    assert page.tags.count("svg") == 1 + plain.tags.count("svg") and "script" not in page.tags
     assert all(target.startswith("#") for target in page.loads), page.loads
 
 
-def test_page_loads_nothing(tmp_path: Path):
-    page = Page(write_report(make_run(tmp_path, full_rows(), samples=[sample(1, HOSTILE)])))
-    assert all(target.startswith("#") for target in page.loads), page.loads
-    assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form", "image"} & set(page.tags)
-    assert "@import" not in page.source and "url(http" not in page.source
-    assert "default-src 'none'" in page.source
-
-
-def test_hostile_text_is_shown_not_obeyed(tmp_path: Path):
+def test_the_page_loads_nothing_and_hostile_text_is_shown_not_obeyed(tmp_path: Path):
     run = make_run(tmp_path, full_rows(), "broken", HOSTILE, [sample(1, HOSTILE)])
     (run / "run.log").write_text(HOSTILE, errors="replace")
     page = Page(write_report(run))
-    assert "script" not in page.tags and not page.handlers
+    assert all(target.startswith("#") for target in page.loads), page.loads
+    assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form", "image"} & set(page.tags) and not page.handlers
+    assert "@import" not in page.source and "url(http" not in page.source
+    assert "default-src 'none'" in page.source
     shown = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \\x1b[2J"
     assert page.text.count(shown) == 6  # reason, run.log, prompt, completion, answer, error
     assert " \\xd800 &amp;" in page.text

@@ -241,5 +241,6 @@ def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line)
 
 @pytest.mark.parametrize("algorithm", [{"correction": "tis"}, {"old_policy": "engine"}])
 def test_with_one_they_may_be_trained_on(algorithm):
+    """Not raising is the assertion: without one they are refused above."""
     check_placement(config(placement=ASYNC, algorithm=algorithm))
     check_placement(config(log={"attribute_every": 2}))

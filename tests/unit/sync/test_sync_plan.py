@@ -48,6 +48,7 @@ def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
 
 
 def test_an_engine_that_holds_what_the_contract_says_passes():
+    """Not raising is the assertion: the next test shows what is refused."""
     check_live_tensors(make(), live_engine())
     check_live_tensors(make(high="fp32"), live_engine("float32"))
 
