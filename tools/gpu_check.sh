@@ -25,7 +25,7 @@ name=$(printf %s "$gpu" | tr '[:upper:]' '[:lower:]' | sed 's/nvidia//; s/[^a-z0
 unused=$name number=2
 while [ -e "$out/$unused.json" ] || [ -e "$out/$unused.xml" ]; do unused=$name-$number number=$((number + 1)); done
 code=0
-timeout --signal=INT --kill-after=10 530 "$python" -m pytest tests/gpu -m gpu -n 0 -p no:cacheprovider --benchmark-enable --benchmark-quiet \
+timeout --signal=INT --kill-after=18 520 "$python" -m pytest tests/gpu -m gpu -n 0 -p no:cacheprovider --benchmark-enable --benchmark-quiet \
   --junitxml="$out/$unused.xml" --benchmark-json="$out/$unused.json" "$@" || code=$?
 echo "checks: $out/$unused.xml   figures: $out/$unused.json"
 exit "$code"
