@@ -95,22 +95,19 @@ def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, confi
     assert result.stdout.splitlines() == [f"results: {tmp_path}/eval.json", f"page:    {tmp_path}/eval.html"]
 
 
-def test_a_broken_run_ends_with_3_after_its_log_tail(train):
+@pytest.mark.parametrize(
+    "error, code, shown",
+    [
+        (RunError("the engine died", log_tail="line 8\nline 9\n"), 3, "line 8\nline 9\nmegatron-rl: the engine died\n"),
+        (KeyboardInterrupt(), 130, "megatron-rl: interrupted\n"),
+    ],
+)
+def test_what_ends_a_run_is_shown_after_its_log_tail(train, error, code, shown):
     def run_training(cfg):
-        raise RunError("the engine died", log_tail="line 8\nline 9\n")
+        raise error
 
     result = train(run_training)
-    assert result.exit_code == 3
-    assert result.stderr == "line 8\nline 9\nmegatron-rl: the engine died\n"
-
-
-def test_ctrl_c_ends_with_130(train):
-    def run_training(cfg):
-        raise KeyboardInterrupt
-
-    result = train(run_training)
-    assert result.exit_code == 130
-    assert result.stderr == "megatron-rl: interrupted\n"
+    assert (result.exit_code, result.stderr) == (code, shown)
 
 
 def test_bugs_keep_their_traceback(train):

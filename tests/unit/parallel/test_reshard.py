@@ -18,7 +18,7 @@ from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import add_scale_transfers, reshard, scale_name
+from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards, padded_vocabulary
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
 
@@ -66,21 +66,16 @@ def test_without_fp8_roles_every_element_moves_as_it_is(case):
 
 
 @given(cases())
-def test_export_writes_the_checkpoint_back(case):
-    source = slow_cut.checkpoint(case.model)
-    plan = add_scale_transfers(reshard(source_shards(case), {0: case.model.build_checkpoint_shards()}, ROLES))
-    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), {0: source})
+def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(case):
+    source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
+    trainer = slow_cut.cut_all(source_shards(case), source)
+    plan = add_scale_transfers(reshard(source_shards(case), whole, ROLES))
+    filled, written = slow_cut.carry_out(plan, trainer, {0: source})
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values())
-
-
-@given(cases())
-def test_import_fills_the_trainers_shards(case):
-    source = slow_cut.checkpoint(case.model)
-    plan = add_scale_transfers(reshard({0: case.model.build_checkpoint_shards()}, source_shards(case), ROLES))
-    expected = slow_cut.cut_all(source_shards(case), source)
-    filled, written = slow_cut.carry_out(plan, {0: source}, expected)
-    slow_cut.assert_same(filled, expected)
+    plan = add_scale_transfers(reshard(whole, source_shards(case), ROLES))
+    filled, written = slow_cut.carry_out(plan, {0: source}, trainer)
+    slow_cut.assert_same(filled, trainer)
     for rank, shards in source_shards(case).items():
         assert_written_once(shards, written[rank])
 
@@ -175,14 +170,18 @@ def test_an_overlap_is_taken_from_the_targets_own_rank():
     ]
 
 
+def assert_even(copies: list[Transfer], ranks: int) -> None:
+    """Each of the ranks sends something, and none more than one transfer's bytes beyond another."""
+    sizes = [copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2) for copy in copies]
+    sent: Counter[int] = Counter()
+    for copy, size in zip(copies, sizes, strict=True):
+        sent[copy.source_rank] += size
+    assert set(sent) == set(range(ranks)) and max(sent.values()) - min(sent.values()) <= max(sizes)
+
+
 def test_engines_on_their_own_devices_draw_evenly_on_all_replicas():
     case = Case(small_model(kv_heads=8, vocab=512), Layout(dp=4), 8)
-    plan = reshard(source_shards(case), target_shards(case), ROLES, homes={})
-    sent: Counter[int] = Counter()
-    for copy in plan:
-        sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2)
-    largest = max(copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2) for copy in plan)
-    assert set(sent) == set(range(4)) and max(sent.values()) - min(sent.values()) <= largest
+    assert_even(reshard(source_shards(case), target_shards(case), ROLES, homes={}), 4)
 
 
 def test_a_padded_vocabulary_crosses_ranks_only_in_embedding_and_output_layer():
@@ -192,17 +191,10 @@ def test_a_padded_vocabulary_crosses_ranks_only_in_embedding_and_output_layer():
 
 
 def test_replicas_share_the_load_of_ranks_that_hold_nothing_themselves():
-    dp, tp = 4, 8
-    plan = reshard(*(of(Case(small_model(kv_heads=8), Layout(dp=dp), tp)) for of in (source_shards, target_shards)), ROLES)
-    sent: Counter[int] = Counter()
-    for copy in plan:
-        if copy.target_rank < dp:
-            assert copy.source_rank == copy.target_rank
-        else:
-            sent[copy.source_rank] += copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2)
-    largest = max(copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2) for copy in plan)
-    assert set(sent) == set(range(dp))
-    assert max(sent.values()) - min(sent.values()) <= largest
+    case = Case(small_model(kv_heads=8), Layout(dp=4), 8)
+    plan = reshard(source_shards(case), target_shards(case), ROLES)
+    assert all(copy.source_rank == copy.target_rank for copy in plan if copy.target_rank < 4)
+    assert_even([copy for copy in plan if copy.target_rank >= 4], 4)
 
 
 def test_replicated_kv_heads_are_sent_to_every_rank_that_needs_them():

@@ -146,12 +146,6 @@ def test_the_pipelines_bubble(pp, vpp, m, share):
     assert roofline.bubble_fraction(pp, vpp, m) == pytest.approx(share)
 
 
-def test_the_bubble_is_that_of_a_schedule_told_step_by_step():
-    """1F1B with equal forward and backward steps: the last stage's first forward starts pp - 1 steps late, and so ends the first."""
-    pp, m = 4, 8
-    assert roofline.bubble_fraction(pp, 1, m) == pytest.approx(1 - m / (m + pp - 1))
-
-
 @pytest.mark.parametrize(
     "name, train, tp, ep", [("Qwen3-8B", Layout(tp=4, pp=2), 2, 1), ("Qwen3-30B-A3B", Layout(tp=2, ep=4, etp=1, dp=4), 4, 4)]
 )

@@ -129,18 +129,17 @@ def test_engines_that_cannot_be_where_they_should_are_refused(launchers, lines, 
     assert str(error.value) == line
 
 
-def test_a_node_has_devices_for_all_its_engines(monkeypatch):
+@pytest.mark.parametrize(
+    "engines, tp, line",
+    [
+        (6, 2, "engines = 6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them"),
+        (2, 8, "tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it"),
+    ],
+)
+def test_a_node_has_devices_for_all_its_engines(monkeypatch, engines, tp, line):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     check_devices(config(4, tp=2))
-    mistakes = {
-        (
-            6,
-            2,
-        ): "rollout.engines = 6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them",
-        (2, 8): "rollout.tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it",
-    }
-    for (engines, tp), line in mistakes.items():
-        with pytest.raises(UserError) as error:
-            check_devices(config(engines, tp))
-        assert str(error.value) == line
+    with pytest.raises(UserError) as error:
+        check_devices(config(engines, tp))
+    assert str(error.value) == f"rollout.{line}"
