@@ -142,7 +142,7 @@ def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool)
     return {
         "weights": _bytes(tensor for chunk in chunks for tensor in (*chunk.parameters(), *_router_buffers(chunk))),
         "blocks": _bytes(tensor for layer in layers for tensor in layer.blocks),
-        "operands": _bytes(layer.operand.of(torch.float32) for layer in layers),
+        "operands": _bytes(layer.operand.as_dtype(torch.float32) for layer in layers),
         "gradients": _bytes(buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)),
         "masters": _bytes(tensor for part in parts for group in getattr(part, masters, []) for tensor in group),
         "moments": _bytes(state[kind] for part in parts for state in part.optimizer.state.values() for kind in _MOMENTS),
