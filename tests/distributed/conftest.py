@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from support.models import make_checkpoint
+from support.models import ARCHITECTURES, make_checkpoint, make_model
 from support.processes import World
 
 
@@ -16,26 +19,25 @@ def checkpoint(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def tied_checkpoint(tmp_path_factory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+    return make_checkpoint(tmp_path_factory.mktemp("tied"), num_hidden_layers=2, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Callable[..., Path]:
+    """`model_folder(name, **changes)`: a random checkpoint of an architecture, written once; `changes` overwrite fields of config.json."""
+    folders: dict[str, Path] = {}
+
+    def get(name: str, **changes: Any) -> Path:
+        key = json.dumps([name, changes])
+        if key not in folders:
+            folders[key] = make_model(tmp_path_factory.mktemp(name), ARCHITECTURES[name] | changes)
+        return folders[key]
+
+    return get
 
 
 @pytest.fixture(scope="module")
-def one(worlds):
-    return worlds(1)
-
-
-@pytest.fixture(scope="module")
-def two(worlds):
-    return worlds(2)
-
-
-@pytest.fixture(scope="module")
-def four(worlds):
-    return worlds(4)
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
+def transformers_process(tmp_path_factory):
     """A process for transformers, which gives wrong numbers beside Megatron's CPU patches."""
-    with World(1, tmp_path_factory.mktemp("plain")) as world:
+    with World(1, tmp_path_factory.mktemp("transformers")) as world:
         yield world

@@ -21,9 +21,7 @@ from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.layout import Layout
 from parallel.reshard import scale_name
 
-WORLDS = ["one", "two"]
-PLACES: list[tuple[str, Layout | None]] = [("one", None), ("two", None), ("two", Layout(pp=2)), ("four", Layout(tp=2, pp=2))]
-"""Worlds, and the layout where not all of a world's ranks are tensor parallel."""
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)]
 WIDTHS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -64,58 +62,59 @@ def dequantised(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world, layout", PLACES)
-@pytest.mark.parametrize("scales", ["pow2", "fp32"])
-@pytest.mark.parametrize("widths", WIDTHS)
-def test_an_fp8_checkpoint_comes_out_as_it_went_in(request, fp8, tmp_path, world, layout, widths, scales):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("widths, scales", [("plain", "pow2"), ("tied", "fp32"), ("narrow", "fp32"), ("narrow", "pow2")])
+def test_an_fp8_checkpoint_comes_out_as_it_went_in(worlds, fp8, tmp_path, layout, widths, scales):
+    """Its masters are the dequantised values."""
     folder = fp8(widths, scales)
-    found = request.getfixturevalue(world).call(fp8_checkpoints.import_and_export, folder, unified(scales), tmp_path / "out", layout)
-    assert all(adopted == layers > 0 for adopted, layers in found)
+    ranks = worlds(layout.world_size).call(fp8_checkpoints.import_and_export, folder, unified(scales), tmp_path / "out", layout)
+    assert all(adopted == layers > 0 for adopted, layers, _ in ranks)
     assert different(folder, tmp_path / "out") == []
     assert len(read_weights(folder)) == 3 + 2 * (4 + 2 * 7) - (widths == "tied")
+    assert_dequantised(folder, ranks[0][2])
 
 
-def test_these_checkpoints_are_not_what_our_quantiser_would_make(fp8, one, tmp_path):
+def assert_dequantised(folder: Path, masters: dict[str, torch.Tensor]) -> None:
+    expected = dequantised(folder)
+    assert masters.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(masters[name], expected[name])] == []
+
+
+def test_these_checkpoints_are_not_what_our_quantiser_would_make(worlds, fp8, tmp_path):
     """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
     folder, again = fp8("plain"), tmp_path / "again"
     write_checkpoint(tmp_path, {**read_config(folder), "quantization_config": None}, dequantised(folder), folder)
-    one.call(fp8_checkpoints.import_and_export, tmp_path, unified(), again)
+    worlds(1).call(fp8_checkpoints.import_and_export, tmp_path, unified(), again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)
     assert len(wrong) == 2 * 2 * 7
 
 
-@pytest.mark.parametrize("world, layout", PLACES)
-def test_a_bf16_checkpoint_comes_out_as_it_went_in(request, tmp_path, world, layout):
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2)], ids=str)
+def test_a_bf16_checkpoint_comes_out_as_it_went_in(worlds, tmp_path, layout):
     folder = make_checkpoint(tmp_path / "bf16", num_hidden_layers=2)
     save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
-    request.getfixturevalue(world).call(
-        fp8_checkpoints.import_and_export, folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout
-    )
+    worlds(layout.world_size).call(fp8_checkpoints.import_and_export, folder, {"mode": "bf16", "high": "bf16"}, tmp_path / "out", layout)
     assert different(folder, tmp_path / "out") == []
 
 
-def test_several_files_with_an_index_are_the_same_checkpoint(fp8, two, tmp_path):
+def test_several_files_with_an_index_are_the_same_checkpoint(worlds, fp8, tmp_path):
     whole, parts = fp8("plain"), make_fp8_checkpoint(tmp_path / "parts", num_hidden_layers=2)
-    two.call(fp8_checkpoints.import_and_export, split(parts, 3), unified(), tmp_path / "out")
+    worlds(2).call(fp8_checkpoints.import_and_export, split(parts, 3), unified(), tmp_path / "out")
     assert different(whole, tmp_path / "out") == []
 
 
-@pytest.mark.parametrize("world, layout", PLACES)
-@pytest.mark.parametrize("widths", ["plain", "narrow"])
-@pytest.mark.parametrize("precision", [unified(), {"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
-def test_masters_are_the_dequantised_values(request, fp8, world, layout, widths, precision):
-    folder = fp8(widths)
-    found = request.getfixturevalue(world).call(fp8_checkpoints.masters, folder, precision, layout)[0]
-    expected = dequantised(folder)
-    assert found.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+@pytest.mark.parametrize("precision", [{"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
+def test_a_trainer_without_fp8_starts_from_the_dequantised_values(worlds, fp8, layout, precision):
+    folder = fp8("narrow")
+    assert_dequantised(folder, worlds(layout.world_size).call(fp8_checkpoints.masters, folder, precision, layout)[0])
 
 
-def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(fp8, one, tmp_path):
+def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, fp8, tmp_path):
     """`fp8_rollout` quantises what the trainer holds: with pow2 scales other bytes where a block was not filled, but the same values."""
     folder = fp8("plain")
-    one.call(fp8_checkpoints.import_and_export, folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
+    worlds(1).call(fp8_checkpoints.import_and_export, folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
     served, expected = read_weights(tmp_path / "out"), dequantised(folder)
     assert different(folder, tmp_path / "out") != []
     for name, values in expected.items():
@@ -123,47 +122,48 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(fp8, one
             assert torch.equal(dequantize_weight(Fp8Weight(served[name], served[scale_name(name)])), values), name
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("widths", ["plain", "narrow"])
-def test_the_first_optimizer_step_quantises_anew(request, fp8, world, widths):
-    for found in request.getfixturevalue(world).call(fp8_checkpoints.step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):
-        assert sorted(found["all"]) == NAMES == sorted(found["quantised"])
-        assert found["kept"] == []
+@pytest.mark.parametrize("size, widths", [(1, "plain"), (2, "narrow")])
+def test_the_first_optimizer_step_quantises_anew(worlds, fp8, size, widths):
+    for layers in worlds(size).call(fp8_checkpoints.step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):
+        assert sorted(layers["all"]) == NAMES == sorted(layers["quantised"])
+        assert layers["kept"] == []
 
 
-def test_a_broken_value_on_one_rank_stops_every_rank(two, tmp_path):
+def test_a_broken_value_on_one_rank_stops_every_rank(worlds, tmp_path):
     folder = make_fp8_checkpoint(tmp_path)
     weights = read_weights(folder)
     weights["model.layers.0.mlp.gate_proj.weight"].view(torch.uint8)[300, 3] = 0xFF  # rank 1 holds rows 256 to 511
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(UserError, match=r"tensor model\.layers\.0\.mlp\.gate_proj\.weight holds inf or NaN"):
-        two.call(fp8_checkpoints.masters, folder, unified())
+        worlds(2).call(fp8_checkpoints.masters, folder, unified())
 
 
-def test_scales_that_are_no_powers_of_two_need_another_scale_format(fp8, one):
+def test_scales_that_are_no_powers_of_two_need_another_scale_format(worlds, fp8):
     with pytest.raises(UserError, match=r"tensor \S+\.weight_scale_inv holds scales that are no powers of two.*scale_format = .fp32"):
-        one.call(fp8_checkpoints.masters, fp8("plain", "fp32"), unified("pow2"))
+        worlds(1).call(fp8_checkpoints.masters, fp8("plain", "fp32"), unified("pow2"))
 
 
-def test_scales_in_bfloat16_are_those_in_float32(fp8, one, tmp_path):
+def test_scales_in_bfloat16_are_those_in_float32(worlds, fp8, tmp_path):
     folder, expected = make_fp8_checkpoint(tmp_path / "bf16", num_hidden_layers=2), fp8("plain")
     weights = {name: tensor.bfloat16() if name.endswith("_scale_inv") else tensor for name, tensor in read_weights(folder).items()}
     save_file(weights, folder / "model.safetensors")
-    one.call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out")
+    worlds(1).call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out")
     assert different(expected, tmp_path / "out") == []
 
 
 ANY_MODEL = [
-    *((name, "one", Layout()) for name in ("llama", "qwen2", "qwen3_moe", "deepseek_v3")),
-    *((name, "two", Layout(dp=2, ep=2)) for name in ("qwen3_moe", "deepseek_v3")),
-    *((name, "four", Layout(pp=2, dp=2, ep=2)) for name in ("qwen3_moe", "deepseek_v3")),
-    *((name, "four", Layout(tp=2, dp=2, ep=4, etp=1)) for name in ("qwen3_moe", "deepseek_v3")),
+    ("llama", Layout()),
+    ("qwen2", Layout()),
+    ("qwen3_moe", Layout(dp=2, ep=2)),
+    ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
+    ("deepseek_v3", Layout()),
+    ("deepseek_v3", Layout(tp=2, dp=2, ep=4, etp=1)),
 ]
 
 
-@pytest.mark.parametrize("architecture, world, layout", ANY_MODEL)
-def test_every_architecture_comes_out_as_it_went_in(request, tmp_path, architecture, world, layout):
+@pytest.mark.parametrize("architecture, layout", ANY_MODEL)
+def test_every_architecture_comes_out_as_it_went_in(worlds, tmp_path, architecture, layout):
     folder = with_random_blocks(make_model(tmp_path / "model", ARCHITECTURES[architecture]), "pow2", seed=3)
-    found = request.getfixturevalue(world).call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out", layout)
-    assert all(adopted == layers > 0 for adopted, layers in found)
+    ranks = worlds(layout.world_size).call(fp8_checkpoints.import_and_export, folder, unified(), tmp_path / "out", layout)
+    assert all(adopted == layers > 0 for adopted, layers, _ in ranks)
     assert different(folder, tmp_path / "out") == []

@@ -79,15 +79,17 @@ def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> 
     return Trainer(folder, precision, **({"layout": layout} if layout else {}))
 
 
-def import_and_export(folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None) -> tuple[int, int]:
-    """On every rank: imports a checkpoint, exports it as it is. Returns how many FP8 layers adopted blocks, and how many there are."""
+def import_and_export(
+    folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None
+) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Import a checkpoint, export it as it is. Return how many FP8 layers adopted blocks, how many there are, and rank 0's masters."""
     from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, quantize_model
 
     trainer = _trainer(folder, precision, layout)
     quantize_model(trainer.model)  # once more: no step was made
     save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, folder)
     layers = find_fp8_layers(trainer.model).values()
-    return sum(layer.adopted for layer in layers), len(layers)
+    return sum(layer.adopted for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
 
 
 def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:

@@ -188,33 +188,40 @@ def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) ->
     trainer.collect_named_tensors()
 
 
-def poison_loss(
-    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], how: str, layout: Layout | None = None
-) -> tuple[str, list[str]]:
-    """An update whose loss ("loss"), whose gradient alone ("gradient") or an activation of which ("activation") is not finite: (what was
-    raised, names whose bytes changed)."""
-
-    def loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        total, metrics = negative_log_likelihood(logprobs, batch)
-        if how == "loss":
-            return total * float("nan"), metrics
-        if how == "activation":
-            return total, metrics
-        # sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not
-        return total + torch.sqrt(logprobs * 0).sum(), metrics
-
+def poison_updates(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], faults: list[str], layout: Layout | None = None
+) -> dict[str, tuple[str, list[str]]]:
+    """Updates whose "loss", whose "gradient" alone or an "activation" of which is not finite, after a good one, so that the state is not
+    the initial one: fault -> (message of the error, names whose bytes changed)."""
     trainer = Trainer(folder, precision, layout=layout)
-    trainer.actor.update(batch, negative_log_likelihood)  # a good step first: the state is not the initial one
-    before = trainer.dump_bytes()
-    if how == "activation":
-        trainer.model.decoder.layers[1].mlp.linear_fc1.register_forward_hook(lambda _, __, y: (y[0] * float("inf"), *y[1:]))
-    try:
-        trainer.actor.update(batch, loss)
-        raised = ""
-    except RunError as error:
-        raised = str(error)
-    after = trainer.dump_bytes()
-    return raised, [name for name in before if before[name] != after[name]]
+    trainer.actor.update(batch, negative_log_likelihood)
+    before, results = trainer.dump_bytes(), {}
+    for fault in faults:
+        if fault == "activation":
+            layer = trainer.model.decoder.layers[1].mlp.linear_fc1
+            layer.register_forward_hook(lambda _, __, output: (output[0] * float("inf"), *output[1:]))
+        try:
+            trainer.actor.update(batch, _POISONED_LOSSES.get(fault, negative_log_likelihood))
+            message = ""
+        except RunError as error:
+            message = str(error)
+        after = trainer.dump_bytes()
+        results[fault] = message, [name for name in before if before[name] != after[name]]
+    return results
+
+
+def _nan_loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    total, metrics = negative_log_likelihood(logprobs, batch)
+    return total * float("nan"), metrics
+
+
+def _nan_gradient(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """sqrt has an infinite slope at 0, and inf * 0 is NaN: the value is finite, the gradient is not."""
+    total, metrics = negative_log_likelihood(logprobs, batch)
+    return total + torch.sqrt(logprobs * 0).sum(), metrics
+
+
+_POISONED_LOSSES = {"loss": _nan_loss, "gradient": _nan_gradient}
 
 
 def save_checkpoint(
