@@ -11,11 +11,14 @@ from support.processes import World, alive_after, family
 
 from megatron_rl.errors import EngineLostError, RunError
 
-HEALTH, START = 10.0, 180.0
+HEALTH, START = 10.0, 900.0
 COUNT, TOKENS = 24, 100
 
 
-@pytest.fixture(scope="module", params=[(1, "shared_memory"), (2, "process_group")], ids=["one rank", "two ranks, gloo"])
+ONE_RANK = pytest.param((1, "shared_memory"), marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=[(2, "process_group"), ONE_RANK], ids=["two ranks, gloo", "one rank, shared memory"])
 def world(request, tmp_path_factory):
     """Trainer ranks with two engines. The tests share them in order; each leaves both proved."""
     ranks, transport = request.param
@@ -92,4 +95,4 @@ def test_engines_end_with_rank_0_also_those_that_hang(world):
     for process in engines:
         process.suspend()
     trainer.kill()
-    assert alive_after(engines, 20) == []
+    assert alive_after(engines, 200) == []

@@ -18,11 +18,11 @@ def values(*shape: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("high", ["fp32", "bf16"])
-def test_recomputed_activations_give_the_same_gradients(two, checkpoint, high):
+def test_recomputed_activations_give_the_same_gradients(worlds, checkpoint, high):
     """Bit for bit: the same forward pass runs twice on the same blocks."""
     ways = ("none", "selective", "full")
     for rank, (kept, *others) in enumerate(
-        zip(*(two.call(trainer.gradients, checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
+        zip(*(worlds(2).call(trainer.gradients, checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
     ):
         assert all(gradient.any() for gradient in kept.values())
         for found in others:
@@ -30,10 +30,10 @@ def test_recomputed_activations_give_the_same_gradients(two, checkpoint, high):
 
 
 @pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])
-def test_two_micro_batches_add_up_to_one(one, two, ranks, sequence_parallel):
+def test_two_micro_batches_add_up_to_one(worlds, ranks, sequence_parallel):
     """256 tokens cut at 128, where WGrad's groups of tokens are cut anyway: what differs is the order of FP32 sums."""
     weight, x, dy = values(N, K, seed=1), values(256, 1, K, seed=2), values(256, 1, N, seed=3)
-    results = {1: one, 2: two}[ranks].call(megatron_models.accumulated, sequence_parallel, weight, x, dy)
+    results = worlds(ranks).call(megatron_models.accumulated, sequence_parallel, weight, x, dy)
     for result in results:
         assert result["once"].shape == (N // ranks, K)
         assert torch.allclose(result["added"], result["once"], rtol=1e-5, atol=1e-5 * float(result["once"].abs().max()))
@@ -41,12 +41,12 @@ def test_two_micro_batches_add_up_to_one(one, two, ranks, sequence_parallel):
 
 @pytest.mark.parametrize("tokens", [140, 0])
 @pytest.mark.parametrize("kind", ["column", "row"])
-def test_an_experts_layer_leaves_communication_to_the_dispatcher(two, kind, tokens):
+def test_an_experts_layer_leaves_communication_to_the_dispatcher(worlds, kind, tokens):
     """Each rank's results are the products of its own part alone, also under sequence parallelism, and with no tokens."""
     weight = values(N, K, seed=4)
     n, k = (N // 2, K) if kind == "column" else (N, K // 2)
     x, dy = values(tokens, k, seed=5), values(tokens, n, seed=6)
-    for rank, (y, dx, dw) in enumerate(two.call(megatron_models.experts, kind, weight, x, dy)):
+    for rank, (y, dx, dw) in enumerate(worlds(2).call(megatron_models.experts, kind, weight, x, dy)):
         part = dequantize_weight(quantize_weight(weight.chunk(2, dim=0 if kind == "column" else 1)[rank], "pow2"))
         expected = fp8_products.fprop(x, part, "pow2"), fp8_products.dgrad(dy, part, "pow2"), fp8_products.wgrad(dy, x, "pow2")
         for got, wanted in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads

@@ -13,38 +13,38 @@ from megatron_rl.config.algorithm import PRESETS
 STEPS = 3
 
 
-def run(world, checkpoint, noise: float = 0.02, **algorithm: object) -> dict:
-    found = world.call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
+def run(worlds, checkpoint, noise: float = 0.02, **algorithm: object) -> dict:
+    found = worlds(1).call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
     assert len(found["rows"]) == STEPS + 1 and all(math.isfinite(value) for row in found["rows"] for value in row.values())
     return found
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_an_algorithm_makes_rewarded_answers_likelier(one, checkpoint, name):
+def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
     """Steps of 1e-3 by Adam move a random model by far more than 0.1 nats; a wrong sign would move it the other way."""
-    found = run(one, checkpoint, name=name, kl_coef=0.001)
+    found = run(worlds, checkpoint, name=name, kl_coef=0.001)
     assert found["rows"][-1]["eval/lead"] > found["rows"][0]["eval/lead"] + 0.1
     assert all((advantage > 0) == bool(number % 2) for number, advantage in enumerate(found["advantages"]))
     assert ("loss/kl" in found["rows"][-1]) == (name != "rloo") and ("reward/kl" in found["rows"][-1]) == (name == "rloo")
 
 
 @pytest.mark.parametrize("correction", ["tis", "sequence_tis", "icepop", "geometric_mask"])
-def test_corrections_are_reported(one, checkpoint, correction):
-    row = run(one, checkpoint, correction=correction, correction_cap=1.01)["rows"][-1]
+def test_corrections_are_reported(worlds, checkpoint, correction):
+    row = run(worlds, checkpoint, correction=correction, correction_cap=1.01)["rows"][-1]
     touched = row["correction/touched_positive"] + row["correction/touched_negative"]
     assert 0.5 < row["correction/mean_positive"] <= row["correction/max_positive"] < 1.2 or correction == "geometric_mask"
     assert (touched > 0) == (correction != "icepop"), "noise of 2 % passes the cap and the tight bounds, not [0.5, 5]"
 
 
-def test_the_engines_log_probs_as_the_old_ones_clip_what_the_engine_got_wrong(one, checkpoint):
+def test_the_engines_log_probs_as_the_old_ones_clip_what_the_engine_got_wrong(worlds, checkpoint):
     """Noise of 0.5 nats is outside of the clip before the first update already."""
-    trainer, engine = (run(one, checkpoint, noise=0.5, updates_per_step=1, old_policy=old)["rows"][-1] for old in ("trainer", "engine"))
+    trainer, engine = (run(worlds, checkpoint, noise=0.5, updates_per_step=1, old_policy=old)["rows"][-1] for old in ("trainer", "engine"))
     assert trainer["clip/positive"] + trainer["clip/negative"] == 0
     assert engine["clip/positive"] + engine["clip/negative"] > 0.1
 
 
-def test_calibrated_bounds_move_every_so_many_steps(one, checkpoint):
-    rows = run(one, checkpoint, calibrate_every=2, correction="tis")["rows"][1:]
+def test_calibrated_bounds_move_every_so_many_steps(worlds, checkpoint):
+    rows = run(worlds, checkpoint, calibrate_every=2, correction="tis")["rows"][1:]
     bounds = [(row["clip/bound_low"], row["clip/bound_high"]) for row in rows]
     assert bounds[1] == bounds[0], "the second step is none of calibration"
     assert all(abs(low - 0.8) <= 0.1 and abs(high - 1.2) <= 0.2 for low, high in bounds)

@@ -1,20 +1,18 @@
 """The geometry's Megatron shards against real Megatron models: every rank's parameters, by name and shape, at several layouts.
 
-Four gloo processes build one tiny model after another and compare; the parent reads what each of them found.
+Four gloo ranks build one tiny model after another.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from support.megatron_models import restart_megatron
 
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards
@@ -141,7 +139,7 @@ def real_parameters(model: ModelGeometry, layout: Layout) -> dict[str, list[int]
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     config = config_of(model, layout)
-    found: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for chunk in range(layout.vpp):
         stage = chunk if layout.vpp > 1 else None
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=stage)
@@ -160,9 +158,9 @@ def real_parameters(model: ModelGeometry, layout: Layout) -> dict[str, list[int]
         )
         tensors = dict(gpt.named_parameters()) | {name: value for name, value in gpt.named_buffers() if name.endswith("expert_bias")}
         for name, value in tensors.items():
-            assert whole_model_name(gpt, name) not in found
-            found[whole_model_name(gpt, name)] = list(value.shape)
-    return found
+            assert whole_model_name(gpt, name) not in shapes
+            shapes[whole_model_name(gpt, name)] = list(value.shape)
+    return shapes
 
 
 def whole_model_name(gpt: Any, name: str) -> str:
@@ -171,40 +169,22 @@ def whole_model_name(gpt: Any, name: str) -> str:
         return name
     layer = gpt.decoder.layers[int(match[1])]
     name = f"decoder.layers.{layer.layer_number - 1}.{name[match.end() :]}"
-    return re.sub(r"local_experts\.(\d+)", lambda found: f"local_experts.{layer.mlp.local_expert_indices[int(found[1])]}", name)
+    return re.sub(r"local_experts\.(\d+)", lambda expert: f"local_experts.{layer.mlp.local_expert_indices[int(expert[1])]}", name)
 
 
-def work(rank: int, folder: str) -> None:
-    """One process: every case in turn; writes what differs."""
+def describe_rank() -> list[dict[str, Any]]:
+    """Of each case: this rank's parameters and coordinates, as the geometry says and as Megatron says."""
     from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import multi_latent_attention as latent
-    from support.trainer import leave_layout
 
-    from megatron_rl.mcore.platform import cpu
-    from parallel.transport import gloo_backend
-
-    torch.set_num_threads(1)
-    cpu.install()
     if not isinstance(latent.TELinear, type):  # without Transformer Engine, MLASelfAttention still asks isinstance(..., TELinear)
         latent.TELinear = type("TELinear", (torch.nn.Module,), {})
-    dist.init_process_group(gloo_backend.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    report = []
+    cases = []
     for name, layout in CASES:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            create_gloo_process_groups=False,
-        )
-        model_parallel_cuda_manual_seed(0)
-        place = layout.coordinates(rank)
-        model = ModelGeometry.from_hf_config(MODELS[name])
-        shards = build_megatron_shards(model, layout, place, split_latent=True)
-        real_place = {
+        restart_megatron(layout)
+        geometry, coordinates = ModelGeometry.from_hf_config(MODELS[name]), layout.coordinates(dist.get_rank())
+        shards = build_megatron_shards(geometry, layout, coordinates, split_latent=True)
+        real_coordinates = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "cp": parallel_state.get_context_parallel_rank(),
             "dp": parallel_state.get_data_parallel_rank(),
@@ -213,31 +193,27 @@ def work(rank: int, folder: str) -> None:
             "etp": parallel_state.get_expert_tensor_parallel_rank(),
             "edp": parallel_state.get_expert_data_parallel_rank(),
         }
-        report.append(
+        cases.append(
             {
-                "ours": {shard.name: list(shard.shape) for shard in shards},
-                "real": real_parameters(model, layout),
-                "place": vars(place),
-                "real_place": real_place,
+                "parameters": {shard.name: list(shard.shape) for shard in shards},
+                "real_parameters": real_parameters(geometry, layout),
+                "coordinates": vars(coordinates),
+                "real_coordinates": real_coordinates,
             }
         )
-        leave_layout()
-    Path(folder, f"{rank}.json").write_text(json.dumps(report))
-    dist.destroy_process_group()
+    return cases
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("names")
-    mp.spawn(work, (str(folder),), nprocs=WORLD)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+def ranks(worlds) -> list[list[dict[str, Any]]]:
+    return worlds(WORLD).call(describe_rank)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{name}-{layout}" for name, layout in CASES])
-def test_every_rank_holds_the_parameters_the_geometry_says(reports, case):
-    for rank, report in enumerate(reports):
-        assert report[case]["place"] == report[case]["real_place"], rank
-        assert report[case]["ours"] == report[case]["real"], rank
+def test_every_rank_holds_the_parameters_the_geometry_says(ranks, case):
+    for rank, cases in enumerate(ranks):
+        assert cases[case]["coordinates"] == cases[case]["real_coordinates"], rank
+        assert cases[case]["parameters"] == cases[case]["real_parameters"], rank
 
 
 def test_the_cases_use_every_dimension():

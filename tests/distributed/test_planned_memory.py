@@ -31,9 +31,9 @@ def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Workl
 
 
 @pytest.mark.parametrize("name, layout, precision, sharded", HELD, ids=[f"{name}-{layout}-{sharded}" for name, layout, _, sharded in HELD])
-def test_what_every_rank_holds(four, tmp_path, name, layout, precision, sharded):
+def test_what_every_rank_holds(worlds, tmp_path, name, layout, precision, sharded):
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    found = four.call(megatron_models.held, folder, precision, layout, sharded, seconds=300)
+    found = worlds(4).call(megatron_models.held, folder, precision, layout, sharded, seconds=300)
     job = job_of(name, precision, sharded)
     for rank, measured in enumerate(found):
         expected = memory.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict()
@@ -59,10 +59,10 @@ SAVED = [
 @pytest.mark.parametrize(
     "name, layout, precision, tolerance", SAVED, ids=[f"{name}-{how['mode']}-{how['high']}" for name, _, how, _ in SAVED]
 )
-def test_what_a_layer_keeps_for_the_backward_pass(two, tmp_path, name, layout, precision, tolerance):
+def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout, precision, tolerance):
     lengths = [96, 64, 96]
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    ranks = two.call(megatron_models.saved, folder, precision, layout, lengths, seconds=300)
+    ranks = worlds(2).call(megatron_models.saved, folder, precision, layout, lengths, seconds=300)
     job = job_of(name, precision)
     inputs = activation_memory.FormulaInputs(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):

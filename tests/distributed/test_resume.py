@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import trainer, training_runs
 from support.fp8_checkpoints import make_fp8_checkpoint
-from support.models import ARCHITECTURES, FP8, make_model, random_sequences
+from support.models import FP8, random_sequences
 
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint.folder import find_newest_whole, list_newest_first
@@ -18,13 +18,8 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def qwen3_moe(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("qwen3_moe"), {**ARCHITECTURES["qwen3_moe"], "num_hidden_layers": 2, "mlp_only_layers": [0]})
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory):
-    return make_model(tmp_path_factory.mktemp("deep"), ARCHITECTURES["qwen3"])
+def deep(model_folder):
+    return model_folder("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -49,46 +44,46 @@ def assert_goes_on(world, checkpoint, tmp_path, precision, layout=None) -> None:
     assert [folder.name for folder in list_newest_first(tmp_path / "run")] == ["step_00004", "step_00003"]
 
 
-def assert_same_state(held: dict, found: dict) -> None:
+def assert_same_state(expected: dict, loaded: dict) -> None:
     """Equal weights, and what the next step makes of them."""
-    assert held["masters"].keys() == found["masters"].keys()
-    assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
-    for name, after in held["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
-        moved = (after - held["masters"][name]).norm()
-        assert (found["after"][name] - after).norm() < 0.1 * moved, name
+    assert expected["masters"].keys() == loaded["masters"].keys()
+    assert [name for name in expected["masters"] if not torch.equal(loaded["masters"][name], expected["masters"][name])] == []
+    for name, after in expected["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
+        moved = (after - expected["masters"][name]).norm()
+        assert (loaded["after"][name] - after).norm() < 0.1 * moved, name
 
 
-@pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
-def test_a_run_of_one_rank_goes_on_bit_for_bit(one, checkpoint, tmp_path, precision):
-    assert_goes_on(one, checkpoint, tmp_path, precision)
+@pytest.mark.parametrize("precision", [BF16, pytest.param(FP8, marks=pytest.mark.long)], ids=["bf16", "fp32"])
+def test_a_run_of_one_rank_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, precision):
+    assert_goes_on(worlds, checkpoint, tmp_path, precision)
 
 
-def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(one, two, checkpoint, tmp_path):
-    assert_goes_on(two, checkpoint, tmp_path, FP8)
+def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(worlds, checkpoint, tmp_path):
+    assert_goes_on(worlds, checkpoint, tmp_path, FP8)
     run = tmp_path / "run"
-    held = two.call(training_runs.load_in, checkpoint, run, FP8, Layout(tp=2))[0]
-    for world, layout in ((one, Layout()), (two, Layout(pp=2)), (two, Layout(dp=2))):
-        found = world.call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
-        assert_same_state(held, found)
-        assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
-    assert not [line for line in held["remarks"] if line.startswith("another")]
+    expected = worlds(2).call(training_runs.load_in, checkpoint, run, FP8, Layout(tp=2))[0]
+    for layout in (Layout(), Layout(pp=2), Layout(dp=2)):
+        loaded = worlds(layout.world_size).call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
+        assert_same_state(expected, loaded)
+        assert [line for line in loaded["remarks"] if line.startswith("another train.layout")], loaded["remarks"]
+    assert not [line for line in expected["remarks"] if line.startswith("another")]
 
 
-def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_loads_it(one, two, checkpoint, tmp_path):
+def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_loads_it(worlds, checkpoint, tmp_path):
     layout = Layout(dp=2)
-    assert_goes_on(two, checkpoint, tmp_path, FP8, layout)
+    assert_goes_on(worlds, checkpoint, tmp_path, FP8, layout)
     run = tmp_path / "run"
-    held = two.call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
-    for world, other, how in ((one, Layout(), {}), (two, Layout(tp=2), {}), (two, layout, {"distributed_optimizer": False})):
-        found = world.call(training_runs.load_in, checkpoint, run, FP8, other, how)[0]
-        assert_same_state(held, found)
-        assert [line for line in found["remarks"] if line.startswith("another train.layout")], found["remarks"]
+    expected = worlds(2).call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
+    for other, settings in ((Layout(), {}), (Layout(tp=2), {}), (layout, {"distributed_optimizer": False})):
+        loaded = worlds(other.world_size).call(training_runs.load_in, checkpoint, run, FP8, other, settings)[0]
+        assert_same_state(expected, loaded)
+        assert [line for line in loaded["remarks"] if line.startswith("another train.layout")], loaded["remarks"]
 
 
 @pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
-def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(two, checkpoint, precision):
+def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(worlds, checkpoint, precision):
     """BF16: 16-bit weights with FP32 masters, and FP8 layers that are their own, in one optimizer."""
-    ranks = two.call(training_runs.shared_and_whole_state, checkpoint, precision, random_sequences(4, seed=5))
+    ranks = worlds(2).call(training_runs.shared_and_whole_state, checkpoint, precision, random_sequences(4, seed=5))
     (first, loaded, whole), (second, loaded_too, _) = ranks
     assert first and second and not first.keys() & second.keys(), "each rank has its turns"
     shared, loaded = first | second, loaded | loaded_too
@@ -99,74 +94,77 @@ def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(two, check
         assert torch.equal(loaded[name], shared[name] + 1), name
 
 
-def test_virtual_stages_go_on_bit_for_bit_and_one_process_loads_them(one, four, deep, tmp_path):
+@pytest.mark.long
+def test_virtual_stages_go_on_bit_for_bit_and_one_process_loads_them(worlds, deep, tmp_path):
     layout = Layout(pp=2, vpp=2, dp=2)
-    assert_goes_on(four, deep, tmp_path, FP8, layout)
-    held = four.call(training_runs.load_in, deep, tmp_path / "run", FP8, layout)[0]
-    assert_same_state(held, one.call(training_runs.load_in, deep, tmp_path / "run", FP8, Layout())[0])
+    assert_goes_on(worlds(4), deep, tmp_path, FP8, layout)
+    expected = worlds(4).call(training_runs.load_in, deep, tmp_path / "run", FP8, layout)[0]
+    assert_same_state(expected, worlds(1).call(training_runs.load_in, deep, tmp_path / "run", FP8, Layout())[0])
 
 
-def test_context_ranks_load_into_one_process(one, four, deep, tmp_path):
+@pytest.mark.long
+def test_context_ranks_load_into_one_process(worlds, deep, tmp_path):
     layout = Layout(tp=2, cp=2)
-    four.call(training_runs.train_to, deep, tmp_path, 1, FP8, False, layout)
-    held = four.call(training_runs.load_in, deep, tmp_path, FP8, layout)[0]
-    assert_same_state(held, one.call(training_runs.load_in, deep, tmp_path, FP8, Layout())[0])
+    worlds(4).call(training_runs.train_to, deep, tmp_path, 1, FP8, False, layout)
+    expected = worlds(4).call(training_runs.load_in, deep, tmp_path, FP8, layout)[0]
+    assert_same_state(expected, worlds(1).call(training_runs.load_in, deep, tmp_path, FP8, Layout())[0])
 
 
-def test_experts_load_into_another_layout(two, four, qwen3_moe, tmp_path):
-    four.call(training_runs.train_to, qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))
-    held = four.call(training_runs.load_in, qwen3_moe, tmp_path, FP8, Layout(ep=2, dp=2, pp=2))[0]
-    found = two.call(training_runs.load_in, qwen3_moe, tmp_path, FP8, Layout(dp=2))[0]
-    assert [name for name in held["masters"] if not torch.equal(found["masters"][name], held["masters"][name])] == []
+def test_experts_load_into_another_layout(worlds, model_folder, tmp_path):
+    qwen3_moe = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
+    worlds(4).call(training_runs.train_to, qwen3_moe, tmp_path, 1, FP8, False, Layout(ep=2, dp=2, pp=2))
+    expected = worlds(4).call(training_runs.load_in, qwen3_moe, tmp_path, FP8, Layout(ep=2, dp=2, pp=2))[0]
+    loaded = worlds(2).call(training_runs.load_in, qwen3_moe, tmp_path, FP8, Layout(dp=2))[0]
+    assert [name for name in expected["masters"] if not torch.equal(loaded["masters"][name], expected["masters"][name])] == []
 
 
-def test_a_torn_checkpoint_is_refused_and_the_one_before_used(one, checkpoint, tmp_path):
-    straight = one.call(training_runs.train_to, checkpoint, tmp_path, 3, FP8)[0]
+def test_a_torn_checkpoint_is_refused_and_the_one_before_used(worlds, checkpoint, tmp_path):
+    straight = worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 3, FP8)[0]
     torn = list_newest_first(tmp_path)[0]
     data = max((torn / "mcore").glob("*.distcp"), key=lambda file: file.stat().st_size)
     with data.open("rb+") as file:
         file.truncate(data.stat().st_size // 2)
-    again = one.call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, True)[0]
+    again = worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, True)[0]
     assert [line for line in again["said"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
     assert again["rows"][-1]["step"] == 3 and again["bytes"] == straight["bytes"]
     assert find_newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
 
 
-def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(one, checkpoint, tmp_path):
-    straight = one.call(training_runs.train_to, checkpoint, tmp_path / "straight", 3, FP8)[0]
-    first = one.call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
+def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(worlds, checkpoint, tmp_path):
+    straight = worlds(1).call(training_runs.train_to, checkpoint, tmp_path / "straight", 3, FP8)[0]
+    first = worlds(1).call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
     assert first["said"] == ["the engine is gone", f"checkpoint {tmp_path}/run/checkpoints/step_00002"]
     assert [row["step"] for row in first["rows"]] == [0, 1]
-    second = one.call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, True)[0]
+    second = worlds(1).call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, True)[0]
     rows = without_times(first["rows"] + second["rows"])
     assert rows == without_times(straight["rows"]) and second["bytes"] == straight["bytes"]
 
 
-def test_what_breaks_within_an_optimizer_step_is_not_kept(one, checkpoint, tmp_path):
-    found = one.call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
-    assert "stopped in an optimizer step" in found["said"]
-    assert found["said"][-1] == "the weights are between policy versions 1 and 2"
+def test_what_breaks_within_an_optimizer_step_is_not_kept(worlds, checkpoint, tmp_path):
+    loaded = worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
+    assert "stopped in an optimizer step" in loaded["said"]
+    assert loaded["said"][-1] == "the weights are between policy versions 1 and 2"
     newest, torn = find_newest_whole(tmp_path)
     assert (newest.name, torn) == ("step_00001", {})
 
 
-def test_a_disk_that_is_full_costs_the_new_checkpoint_only(one, checkpoint, tmp_path):
-    one.call(training_runs.train_to, checkpoint, tmp_path, 1, FP8)
-    (line,) = one.call(training_runs.save_without_room, checkpoint, tmp_path, FP8, 2)[0]
+def test_a_disk_that_is_full_costs_the_new_checkpoint_only(worlds, checkpoint, tmp_path):
+    worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 1, FP8)
+    (line,) = worlds(1).call(training_runs.save_without_room, checkpoint, tmp_path, FP8, 2)[0]
     assert line.startswith("no checkpoint step_00002: rank 0: ") and "File too large" in line and line.endswith("; the run goes on")
     assert find_newest_whole(tmp_path) == (tmp_path / "checkpoints" / "step_00001", {})
 
 
 @pytest.mark.parametrize("trained", [False, True])
-def test_an_imported_fp8_checkpoints_blocks_stay_until_they_are_trained(one, fp8_checkpoint, tmp_path, trained):
-    found = one.call(training_runs.adopted_after_loading, fp8_checkpoint, tmp_path, FP8, trained)[0]
-    assert found["adopted"][0] == found["adopted"][1] == [not trained] * 8
-    assert found["different"] == []
+def test_an_imported_fp8_checkpoints_blocks_stay_until_they_are_trained(worlds, fp8_checkpoint, tmp_path, trained):
+    loaded = worlds(1).call(training_runs.adopted_after_loading, fp8_checkpoint, tmp_path, FP8, trained)[0]
+    assert loaded["adopted"][0] == loaded["adopted"][1] == [not trained] * 8
+    assert loaded["different"] == []
 
 
-def test_a_checkpoint_of_weights_alone_is_exported_but_no_run_goes_on_from_it(one, checkpoint, tmp_path):
+def test_a_checkpoint_of_weights_alone_is_exported_but_no_run_goes_on_from_it(worlds, checkpoint, tmp_path):
     folder = tmp_path / "checkpoints" / "step_00001"
     folder.parent.mkdir()
-    one.call(trainer.save_checkpoint, checkpoint, FP8, random_sequences(4, seed=1), folder)
+    worlds(1).call(trainer.save_checkpoint, checkpoint, FP8, random_sequences(4, seed=1), folder)
     with pytest.raises(UserError, match="step_00001 holds weights alone"):
         choose_checkpoint(tmp_path, 4)

@@ -16,9 +16,9 @@ from parallel.reshard import scale_name
 
 @pytest.mark.parametrize("mode", ["fp8_rollout", "int8_rollout"])
 @pytest.mark.parametrize("high", ["fp32", "bf16"])
-def test_one_rank_and_two_give_the_checkpoints_own_bytes(one, two, checkpoint, mode, high):
+def test_one_rank_and_two_give_the_checkpoints_own_bytes(worlds, checkpoint, mode, high):
     """o_proj and down_proj are cut by columns on two ranks: an INT8 channel's scale is that of the whole row all the same."""
-    for world in (one, two):
+    for world in (worlds(1), worlds(2)):
         tensors = world.call(trainer.loaded, checkpoint, {"mode": mode, "high": high})[0]
         assert_the_checkpoints_own_bytes(tensors, read_weights(checkpoint), mode, high, 2 * 7)  # q k v o gate up down of two layers
 
@@ -37,19 +37,19 @@ def assert_the_checkpoints_own_bytes(
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, ep=2, etp=1), Layout(tp=2, etp=2)], ids=["ep2", "etp2"])
-def test_int8_experts_are_the_checkpoints_own_bytes(two, tmp_path, layout):
+def test_int8_experts_are_the_checkpoints_own_bytes(worlds, tmp_path, layout):
     """Ranks that hold other experts make maxima without each other; those that cut one share them."""
     folder = make_checkpoint(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
     how = {"mode": "int8_rollout", "high": "bf16"}
-    tensors = two.call(trainer.loaded, folder, how, layout)[0]
+    tensors = worlds(2).call(trainer.loaded, folder, how, layout)[0]
     assert_the_checkpoints_own_bytes(tensors, read_weights(folder), **how, count=4 + 4 * 3)
 
 
 @pytest.mark.parametrize(
     "mode, layer", [("int8_rollout", "mlp.linear_fc2"), ("int8_rollout", "mlp.linear_fc1"), ("fp8_rollout", "mlp.linear_fc1")]
 )
-def test_a_broken_weight_is_named_on_every_rank(two, checkpoint, mode, layer):
+def test_a_broken_weight_is_named_on_every_rank(worlds, checkpoint, mode, layer):
     """It is broken on rank 0 alone; linear_fc2 is the one whose ranks share their maxima."""
     name = f"decoder.layers.1.{layer}.weight"
     with pytest.raises(RunError, match=f"{name}: weight holds inf or NaN"):
-        two.call(trainer.poison_rollout_weight, checkpoint, {"mode": mode, "high": "fp32"}, name)
+        worlds(2).call(trainer.poison_rollout_weight, checkpoint, {"mode": mode, "high": "fp32"}, name)

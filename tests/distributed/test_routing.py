@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import routing
-from support.models import ARCHITECTURES, make_model, random_sequences, read_weights
+from support.models import random_sequences, read_weights
 
 from parallel.layout import Layout
 
@@ -26,15 +26,15 @@ BATCH = random_sequences(7, seed=1)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(model_folder):
     layers = {"num_hidden_layers": 2}
     return {
-        "qwen3_moe": make_model(tmp_path_factory.mktemp("qwen3_moe"), {**ARCHITECTURES["qwen3_moe"], **layers, "mlp_only_layers": []}),
-        "deepseek_v3": make_model(tmp_path_factory.mktemp("deepseek_v3"), {**ARCHITECTURES["deepseek_v3"], **layers}),
+        "qwen3_moe": model_folder("qwen3_moe", **layers, mlp_only_layers=[]),
+        "deepseek_v3": model_folder("deepseek_v3", **layers),
     }
 
 
-def told(experts: int, top_k: int) -> list:
+def with_random_routing(experts: int, top_k: int) -> list:
     """The batch with a routing that no router would choose."""
     generator = torch.Generator().manual_seed(3)
 
@@ -44,22 +44,22 @@ def told(experts: int, top_k: int) -> list:
     return [replace(sequence, routed_experts=record(sequence.length)) for sequence in BATCH]
 
 
-TOLD = {"qwen3_moe": told(4, 2), "deepseek_v3": told(8, 4)}
+ROUTED = {"qwen3_moe": with_random_routing(4, 2), "deepseek_v3": with_random_routing(8, 4)}
 
 
 @pytest.fixture(scope="module")
-def alone(one, folders):
-    return {name: one.call(routing.scores, folder, TOLD[name], None)[0] for name, folder in folders.items()}
+def alone(worlds, folders):
+    return {name: worlds(1).call(routing.scores, folder, ROUTED[name], None)[0] for name, folder in folders.items()}
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_replay_takes_the_recorded_experts_and_nothing_else_changes(one, folders, alone, name):
+@pytest.mark.parametrize("name", ROUTED)
+def test_replay_takes_the_recorded_experts_and_nothing_else_changes(worlds, folders, alone, name):
     found, layers = alone[name], slice(0 if name == "qwen3_moe" else 1, 2)
-    for sequence, record in zip(TOLD[name], found["records"], strict=True):
+    for sequence, record in zip(ROUTED[name], found["records"], strict=True):
         assert torch.equal(record[:, layers], sequence.routed_experts[:, layers])
     assert (found["logprobs"] - found["free"]).abs().mean() > 1e-2
     assert 0.5 < found["free_metrics"]["router/differs"] <= 1
-    both = one.call(routing.own_routing, folders[name], BATCH)[0]
+    both = worlds(1).call(routing.own_routing, folders[name], BATCH)[0]
     for record, freely in zip(both["plain"]["records"], found["free_records"], strict=True):
         assert torch.equal(record, freely)
     assert torch.equal(both["plain"]["logprobs"], found["free"]) and torch.equal(both["told"]["logprobs"], found["free"])
@@ -68,38 +68,44 @@ def test_replay_takes_the_recorded_experts_and_nothing_else_changes(one, folders
         assert torch.equal(value, both["told"]["masters"][weight]), weight
 
 
-@pytest.mark.parametrize(
-    "name, layout", [*(("qwen3_moe", each) for each in LAYOUTS), ("deepseek_v3", "ep2_pp2"), ("deepseek_v3", "tp2_ep2_etp1")]
-)
-def test_replay_in_any_layout_equals_that_of_one_process(two, four, folders, alone, name, layout):
-    world, expected = {2: two, 4: four}[LAYOUTS[layout].world_size], alone[name]
-    ranks = world.call(routing.scores, folders[name], TOLD[name], LAYOUTS[layout])
-    for found in ranks:
+REPLAYED = [("qwen3_moe", "ep2_pp2"), ("qwen3_moe", "tp2_ep2_etp2"), ("deepseek_v3", "tp2_ep2_etp1")]
+LONG_REPLAYED = [*(("qwen3_moe", name) for name in ("tp2", "tp2_etp1", "ep2", "ep4", "tp2_ep2_etp1")), ("deepseek_v3", "ep2_pp2")]
+
+
+@pytest.mark.parametrize("name, layout", [*REPLAYED, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_REPLAYED)])
+def test_replay_in_any_layout_equals_that_of_one_process(worlds, folders, alone, name, layout):
+    sizes, expected = LAYOUTS[layout], alone[name]
+    ranks = worlds(sizes.world_size).call(routing.scores, folders[name], ROUTED[name], sizes)
+    for scores in ranks:
         for kind in ("metrics", "free_metrics"):
-            assert found[kind] == pytest.approx(expected[kind], rel=1e-5)
-            assert found[kind]["router/dropped"] == 0
+            assert scores[kind] == pytest.approx(expected[kind], rel=1e-5)
+            assert scores[kind]["router/dropped"] == 0
         for kind in ("records", "free_records"):
-            assert all(torch.equal(one, other) for one, other in zip(found[kind], expected[kind], strict=True))
+            assert all(torch.equal(record, other) for record, other in zip(scores[kind], expected[kind], strict=True))
         for kind in ("logprobs", "free"):
-            assert torch.allclose(found[kind], expected[kind], atol=1e-4)
-    mine, theirs = ({key: step[key] for key in ("loss/total", "grad_norm")} for step in (ranks[0]["step"], expected["step"]))
-    assert mine == pytest.approx(theirs, rel=1e-5)
-    start = read_weights(folders[name])
-    for weight, value in expected["masters"].items():
-        assert (value - ranks[0]["masters"][weight]).norm() <= 1e-3 * (value - start[weight]).norm(), weight
+            assert torch.allclose(scores[kind], expected[kind], atol=1e-4)
+    for key in ("loss/total", "grad_norm"):
+        assert ranks[0]["step"][key] == pytest.approx(expected["step"][key], rel=1e-5)
+    assert_same_masters(folders[name], expected["masters"], ranks[0]["masters"])
+
+
+def assert_same_masters(folder, expected: dict, masters: dict) -> None:
+    start = read_weights(folder)
+    for weight, value in expected.items():
+        assert (value - masters[weight]).norm() <= 1e-3 * (value - start[weight]).norm(), weight
 
 
 @pytest.mark.parametrize(
     "layout, options", [(None, FULL), ("ep2_pp2", {"recompute_granularity": "selective", "recompute_modules": ["moe"]})]
 )
-def test_activations_computed_anew_are_those_of_the_same_experts(one, four, folders, layout, options):
+def test_recomputed_activations_are_those_of_the_same_experts(worlds, folders, layout, options):
     """Also where several micro-batches wait for their backward pass, in a pipeline."""
-    world, sizes = (four, LAYOUTS[layout]) if layout else (one, None)
-    args = folders["qwen3_moe"], TOLD["qwen3_moe"], sizes, {"router_aux_loss": 0.5}
-    kept, anew = (world.call(routing.scores, *args, how)[0] for how in (None, options))
-    assert anew["step"]["grad_norm"] == pytest.approx(kept["step"]["grad_norm"], rel=1e-6)
+    sizes = LAYOUTS[layout] if layout else Layout()
+    args = folders["qwen3_moe"], ROUTED["qwen3_moe"], sizes, {"router_aux_loss": 0.5}
+    kept, recomputed = (worlds(sizes.world_size).call(routing.scores, *args, recompute)[0] for recompute in (None, options))
+    assert recomputed["step"]["grad_norm"] == pytest.approx(kept["step"]["grad_norm"], rel=1e-6)
     for weight, value in kept["masters"].items():
-        torch.testing.assert_close(anew["masters"][weight], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(recomputed["masters"][weight], value, rtol=0, atol=1e-6)
 
 
 BALANCED = {
@@ -111,41 +117,41 @@ BALANCED = {
 @pytest.mark.parametrize(
     "name, layouts", [("qwen3_moe", ["ep2", "tp2_ep2_etp2", "ep2_pp2"]), ("deepseek_v3", ["tp2_etp1", "tp2_ep2_etp1"])]
 )
-def test_balancing_in_any_layout_equals_that_of_one_process(one, two, four, folders, alone, name, layouts):
-    expected = one.call(routing.scores, folders[name], BATCH, None, BALANCED[name])[0]
+def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, name, layouts):
+    expected = worlds(1).call(routing.scores, folders[name], BATCH, None, BALANCED[name])[0]
     start = read_weights(folders[name])
+    biases = [weight for weight in start if weight.endswith("correction_bias")]
     for layout in layouts:
-        world = {2: two, 4: four}[LAYOUTS[layout].world_size]
-        found = world.call(routing.scores, folders[name], BATCH, LAYOUTS[layout], BALANCED[name])[0]
-        assert found["step"]["grad_norm"] == pytest.approx(expected["step"]["grad_norm"], rel=1e-5)
-        for weight, value in expected["masters"].items():
-            assert (value - found["masters"][weight]).norm() <= 1e-3 * (value - start[weight]).norm(), (layout, weight)
-            if weight.endswith("correction_bias"):
-                moved = ((value - start[weight]) / 0.01).round(decimals=3).abs()
-                assert ((moved == 0) | (moved == 1)).all() and moved.any()
+        sizes = LAYOUTS[layout]
+        scores = worlds(sizes.world_size).call(routing.scores, folders[name], BATCH, sizes, BALANCED[name])[0]
+        assert scores["step"]["grad_norm"] == pytest.approx(expected["step"]["grad_norm"], rel=1e-5)
+        assert_same_masters(folders[name], expected["masters"], scores["masters"])
+    for weight in biases:
+        moved = ((expected["masters"][weight] - start[weight]) / 0.01).round(decimals=3).abs()
+        assert ((moved == 0) | (moved == 1)).all() and moved.any()
 
 
-def test_the_load_balancing_loss_is_its_formula(one, folders):
-    found = one.call(routing.balance_gradient, folders["qwen3_moe"], BATCH, 0.3)[0]
+def test_the_load_balancing_loss_is_its_formula(worlds, folders):
+    found = worlds(1).call(routing.balance_gradient, folders["qwen3_moe"], BATCH, 0.3)[0]
     torch.testing.assert_close(found["found"], found["formula"], rtol=1e-4, atol=1e-8)
     assert found["formula"].norm() > 1e-4
 
 
-def test_the_bias_evens_the_load(one, folders):
+def test_the_bias_evens_the_load(worlds, folders):
     train = {"router_bias_rate": 0.05, "learning_rate": 1e-9}
-    found = one.call(routing.balance, folders["deepseek_v3"], BATCH, train, 15)[0]
+    found = worlds(1).call(routing.balance, folders["deepseek_v3"], BATCH, train, 10)[0]
     assert found[-1]["router/load_mean"] - 1 < 0.6 * (found[0]["router/load_mean"] - 1)
 
 
-def test_a_broken_step_leaves_the_biases_as_they_were(one, folders):
-    raised, moved = one.call(routing.break_a_step, folders["deepseek_v3"], BATCH)[0]
+def test_a_broken_step_leaves_the_biases_as_they_were(worlds, folders):
+    raised, moved = worlds(1).call(routing.break_a_step, folders["deepseek_v3"], BATCH)[0]
     assert "the loss of optimizer step 1 is nan" in raised and moved == 0
 
 
-@pytest.mark.parametrize("replay", ["none", "trainer", "engine"])
-def test_the_loop_replays_what_it_is_told_to(one, folders, replay):
+@pytest.mark.parametrize("replay", ["none", "engine", pytest.param("trainer", marks=pytest.mark.long)])
+def test_the_loop_replays_what_it_is_told_to(worlds, folders, replay):
     """The scripted engine's log-probs are those of the trainer's own choice, so its other choice for one token shows as a mismatch."""
-    first, second = one.call(routing.loop, folders["qwen3_moe"], replay)[0][1:]
+    first, second = worlds(1).call(routing.loop, folders["qwen3_moe"], replay)[0][1:]
     for row in (first, second):
         assert row["router/dropped"] == 0 and 1 <= row["router/load_mean"] <= row["router/load_max"]
         assert 0 < row["router/entropy_min"] <= row["router/entropy"] < 1.4  # ln 4
