@@ -48,7 +48,7 @@ def unified(scale_format: str = "pow2") -> dict[str, Any]:
     return {"mode": "fp8_unified", "scale_format": scale_format, "high": "bf16"}
 
 
-def dequantised(folder: Path) -> dict[str, torch.Tensor]:
+def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     """float32 values of an FP8 checkpoint, from the definition of the format."""
     found = {}
     for name, tensor in read_weights(folder).items():
@@ -71,11 +71,11 @@ def test_an_fp8_checkpoint_comes_out_as_it_went_in(worlds, fp8, tmp_path, layout
     assert all(adopted == layers > 0 for adopted, layers, _ in ranks)
     assert different(folder, tmp_path / "out") == []
     assert len(read_weights(folder)) == 3 + 2 * (4 + 2 * 7) - (widths == "tied")
-    assert_dequantised(folder, ranks[0][2])
+    assert_dequantized(folder, ranks[0][2])
 
 
-def assert_dequantised(folder: Path, masters: dict[str, torch.Tensor]) -> None:
-    expected = dequantised(folder)
+def assert_dequantized(folder: Path, masters: dict[str, torch.Tensor]) -> None:
+    expected = dequantized(folder)
     assert masters.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(masters[name], expected[name])] == []
 
@@ -83,7 +83,7 @@ def assert_dequantised(folder: Path, masters: dict[str, torch.Tensor]) -> None:
 def test_these_checkpoints_are_not_what_our_quantiser_would_make(worlds, fp8, tmp_path):
     """The tests above can fail: quantising the dequantised values again changes bytes and scales of every weight."""
     folder, again = fp8("plain"), tmp_path / "again"
-    write_checkpoint(tmp_path, {**read_config(folder), "quantization_config": None}, dequantised(folder), folder)
+    write_checkpoint(tmp_path, {**read_config(folder), "quantization_config": None}, dequantized(folder), folder)
     worlds(1).call(fp8_checkpoints.import_and_export, tmp_path, unified(), again)
     wrong = different(folder, again)
     assert {f"model.layers.0.{name}" for name in ("self_attn.q_proj.weight", "mlp.down_proj.weight_scale_inv")} <= set(wrong)
@@ -106,16 +106,16 @@ def test_several_files_with_an_index_are_the_same_checkpoint(worlds, fp8, tmp_pa
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
 @pytest.mark.parametrize("precision", [{"mode": "bf16", "high": "fp32"}, {"mode": "fp8_rollout", "high": "fp32"}])
-def test_a_trainer_without_fp8_starts_from_the_dequantised_values(worlds, fp8, layout, precision):
+def test_a_trainer_without_fp8_starts_from_the_dequantized_values(worlds, fp8, layout, precision):
     folder = fp8("narrow")
-    assert_dequantised(folder, worlds(layout.world_size).call(fp8_checkpoints.masters, folder, precision, layout)[0])
+    assert_dequantized(folder, worlds(layout.world_size).call(fp8_checkpoints.masters, folder, precision, layout)[0])
 
 
 def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, fp8, tmp_path):
     """`fp8_rollout` quantises what the trainer holds: with pow2 scales other bytes where a block was not filled, but the same values."""
     folder = fp8("plain")
     worlds(1).call(fp8_checkpoints.import_and_export, folder, {"mode": "fp8_rollout", "high": "bf16"}, tmp_path / "out")
-    served, expected = read_weights(tmp_path / "out"), dequantised(folder)
+    served, expected = read_weights(tmp_path / "out"), dequantized(folder)
     assert different(folder, tmp_path / "out") != []
     for name, values in expected.items():
         if scale_name(name) in served:
@@ -125,7 +125,7 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, 
 @pytest.mark.parametrize("size, widths", [(1, "plain"), (2, "narrow")])
 def test_the_first_optimizer_step_quantises_anew(worlds, fp8, size, widths):
     for layers in worlds(size).call(fp8_checkpoints.step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):
-        assert sorted(layers["all"]) == NAMES == sorted(layers["quantised"])
+        assert sorted(layers["all"]) == NAMES == sorted(layers["quantized"])
         assert layers["kept"] == []
 
 
