@@ -114,7 +114,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], l
     return {
         "all": list(layers),
         "kept": [name for name, layer in layers.items() if same(layer.blocks, first[name])],
-        "quantised": [
+        "quantized": [
             name
             for name, layer in layers.items()
             if same(layer.blocks, quantize_weight(reorder_rows(layer.weight.detach(), layer.row_order), layer.scale_format))
