@@ -33,7 +33,7 @@ def test_recomputed_activations_give_the_same_gradients(worlds, checkpoint, high
 def test_two_micro_batches_add_up_to_one(worlds, ranks, sequence_parallel):
     """256 tokens cut at 128, where WGrad's groups of tokens are cut anyway: what differs is the order of FP32 sums."""
     weight, x, dy = values(N, K, seed=1), values(256, 1, K, seed=2), values(256, 1, N, seed=3)
-    results = worlds(ranks).call(megatron_models.accumulated, sequence_parallel, weight, x, dy)
+    results = worlds(ranks).call(megatron_models.accumulate_weight_gradient, sequence_parallel, weight, x, dy)
     for result in results:
         assert result["once"].shape == (N // ranks, K)
         assert torch.allclose(result["added"], result["once"], rtol=1e-5, atol=1e-5 * float(result["once"].abs().max()))
@@ -46,7 +46,7 @@ def test_an_experts_layer_leaves_communication_to_the_dispatcher(worlds, kind, t
     weight = values(N, K, seed=4)
     n, k = (N // 2, K) if kind == "column" else (N, K // 2)
     x, dy = values(tokens, k, seed=5), values(tokens, n, seed=6)
-    for rank, (y, dx, dw) in enumerate(worlds(2).call(megatron_models.experts, kind, weight, x, dy)):
+    for rank, (y, dx, dw) in enumerate(worlds(2).call(megatron_models.run_expert, kind, weight, x, dy)):
         part = dequantize_weight(quantize_weight(weight.chunk(2, dim=0 if kind == "column" else 1)[rank], "pow2"))
         expected = fp8_products.fprop(x, part, "pow2"), fp8_products.dgrad(dy, part, "pow2"), fp8_products.wgrad(dy, x, "pow2")
         for got, wanted in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads

@@ -45,7 +45,7 @@ def test_products_are_those_of_the_contract(worlds, operands, expected, kind, ra
     scale_format, products = expected
     weight, x, dy = (torch.from_numpy(values) for values in operands)
     arguments = (kind, scale_format, sequence_parallel, weight, x.view(S, B, K), dy.view(S, B, N))
-    for rank, results in enumerate(worlds(ranks).call(megatron_models.products, *arguments)):
+    for rank, results in enumerate(worlds(ranks).call(megatron_models.run_layer, *arguments)):
         for (name, (left, right)), got in zip(products.items(), results, strict=True):
             error = np.abs(got.double().numpy().reshape(left.shape[0], right.shape[1]) - left @ right)
             # FP32 sums in any order; one wrongly quantised element would be 2^-4 of a term

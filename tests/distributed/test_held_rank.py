@@ -21,10 +21,10 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
         until(lambda: (stand := read_rank_status(run / "ranks", 1)) is not None and stand.step >= 2, 900, "rank 1 trains")
         os.kill(world.pid(1), signal.SIGSTOP)
         assert alive_after([psutil.Process(world.pid(0))], 600) == []
-    said = (run / "said").read_text()
+    message = (run / "message").read_text()
     place = r"in (generate|logprobs|train|checkpoint|sync|eval|the start) of step \d+"
     line = rf"rank 0: the run stands still: rank 0: {place} for \d+ s; rank 1: {place}, not heard for \d+ s \(process "
-    assert re.match(line, said), said
+    assert re.match(line, message), message
     stacks = (run / "ranks" / "rank_00000.log").read_text()
     assert "loop.py" in stacks and "distributed_c10d.py" in stacks, "what rank 0 waits in"
 

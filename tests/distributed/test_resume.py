@@ -125,7 +125,7 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_used(worlds, checkpoint
     with data.open("rb+") as file:
         file.truncate(data.stat().st_size // 2)
     again = worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, True)[0]
-    assert [line for line in again["said"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
+    assert [line for line in again["messages"] if line.startswith(f"step_00003 is not whole: mcore/{data.name} has ")]
     assert again["rows"][-1]["step"] == 3 and again["bytes"] == straight["bytes"]
     assert find_newest_whole(tmp_path) == (torn, {}), "the new one took the torn one's place"
 
@@ -133,7 +133,7 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_used(worlds, checkpoint
 def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(worlds, checkpoint, tmp_path):
     straight = worlds(1).call(training_runs.train_to, checkpoint, tmp_path / "straight", 3, FP8)[0]
     first = worlds(1).call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, False, None, "sync")[0]
-    assert first["said"] == ["the engine is gone", f"checkpoint {tmp_path}/run/checkpoints/step_00002"]
+    assert first["messages"] == ["the engine is gone", f"checkpoint {tmp_path}/run/checkpoints/step_00002"]
     assert [row["step"] for row in first["rows"]] == [0, 1]
     second = worlds(1).call(training_runs.train_to, checkpoint, tmp_path / "run", 3, FP8, True)[0]
     rows = without_times(first["rows"] + second["rows"])
@@ -142,8 +142,8 @@ def test_what_breaks_after_a_policys_last_optimizer_step_is_kept_with_its_row(wo
 
 def test_what_breaks_within_an_optimizer_step_is_not_kept(worlds, checkpoint, tmp_path):
     loaded = worlds(1).call(training_runs.train_to, checkpoint, tmp_path, 3, FP8, False, None, "optimizer step")[0]
-    assert "stopped in an optimizer step" in loaded["said"]
-    assert loaded["said"][-1] == "the weights are between policy versions 1 and 2"
+    assert "stopped in an optimizer step" in loaded["messages"]
+    assert loaded["messages"][-1] == "the weights are between policy versions 1 and 2"
     newest, torn = find_newest_whole(tmp_path)
     assert (newest.name, torn) == ("step_00001", {})
 

@@ -64,13 +64,13 @@ def random_blocks(rows: int, cols: int, scales: str, generator: torch.Generator)
 
 def different(folder: Path, other: Path) -> list[str]:
     """Names of tensors that are not the same in both checkpoints: absent, of another dtype or shape, or one byte apart."""
-    mine, theirs = read_weights(folder), read_weights(other)
+    tensors, other_tensors = read_weights(folder), read_weights(other)
 
     def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
         alike = a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
         return alike and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
-    return sorted(name for name in mine.keys() | theirs.keys() if not same(mine.get(name), theirs.get(name)))
+    return sorted(name for name in tensors.keys() | other_tensors.keys() if not same(tensors.get(name), other_tensors.get(name)))
 
 
 def _trainer(folder: Path, precision: dict[str, Any], layout: Layout | None) -> Any:

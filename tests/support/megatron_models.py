@@ -74,12 +74,12 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
     hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
     shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantized=contract.rollout_fp8)[dist.get_rank()]
-    found = collect_named_tensors(chunks, shards, contract)
+    tensors = collect_named_tensors(chunks, shards, contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)
     return {
-        "missing": sorted(expected.keys() - found.keys()),
-        "surplus": sorted(found.keys() - expected.keys()),
-        "different": [name for name in expected.keys() & found.keys() if not _same_bytes(found[name], expected[name])],
+        "missing": sorted(expected.keys() - tensors.keys()),
+        "surplus": sorted(tensors.keys() - expected.keys()),
+        "different": [name for name in expected.keys() & tensors.keys() if not _same_bytes(tensors[name], expected[name])],
         "scales": sum(name.endswith("_scale_inv") for name in expected),
         "fp8_layers": sum(len(find_fp8_layers(chunk)) for chunk in chunks),
         "computed": sum(layer._operand is not None for chunk in chunks for layer in find_fp8_layers(chunk).values()),
@@ -89,47 +89,47 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
 def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """Every tensor quantised whole, then cut by the geometry's regions. A trainer without FP8 has no FP32 master: it rounds first."""
     high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
-    found: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         for shard in shards:
             kind = kind_of(shard.role, contract.fp8_roles)
             dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": high}[kind]
-            found[shard.name] = torch.zeros(shard.shape, dtype=dtype)
+            expected[shard.name] = torch.zeros(shard.shape, dtype=dtype)
             if kind == "fp8":
-                found[scale_name(shard.name)] = torch.zeros(shard.scale_shape())
+                expected[scale_name(shard.name)] = torch.zeros(shard.scale_shape())
             for region in shard.regions:
                 value = file.get_tensor(region.tensor.name)
                 if kind == "fp8":
                     grid = quantize_weight(value if contract.train_fp8 else value.to(high), contract.scale_format)
-                    _copy(found[shard.name], region.shard_rect, grid.data, region.tensor_rect)
+                    _copy(expected[shard.name], region.shard_rect, grid.data, region.tensor_rect)
                     _copy(
-                        found[scale_name(shard.name)],
+                        expected[scale_name(shard.name)],
                         get_scale_rect(region.shard_rect),
                         grid.scale,
                         get_scale_rect(region.tensor_rect),
                     )
                 else:
-                    _copy(found[shard.name], region.shard_rect, value.to(dtype), region.tensor_rect)
-    return found
+                    _copy(expected[shard.name], region.shard_rect, value.to(dtype), region.tensor_rect)
+    return expected
 
 
 def _copy(target: torch.Tensor, at: Rect, source: torch.Tensor, of: Rect) -> None:
     view_rect(target, at).copy_(view_rect(source, of))
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and bool((raw_bytes(one) == raw_bytes(other)).all())
+def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.dtype == other.dtype and tensor.shape == other.shape and bool((raw_bytes(tensor) == raw_bytes(other)).all())
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
+def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
     """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
     chunks = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
     layers = [layer for chunk in chunks for layer in find_fp8_layers(chunk).values()]
-    how = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-    wrapped = [DistributedDataParallel(chunk.config, how, chunk) for chunk in chunks]
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
+    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
     config = chunks[0].config
     settings = OptimizerConfig(
         optimizer="adam", lr=1e-3, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=sharded
@@ -149,26 +149,26 @@ def held(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool)
     }
 
 
-def saved(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
+def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
     """Bytes that the forward pass of each decoder layer keeps for the backward pass; parameters apart. One micro-batch of sequences
     with `lengths` places."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
     sequences = [TrainingSample([1] * length, [2]) for length in lengths]
     (batch,) = actor.make_micro_batches(sequences)
-    kept = [_Kept(actor.model) for _ in actor.model.decoder.layers]
-    for layer, found in zip(actor.model.decoder.layers, kept, strict=True):
-        layer.register_forward_pre_hook(lambda *_, found=found: found.begin())
-        layer.register_forward_hook(lambda *_, found=found: found.end())
+    trackers = [_SavedTensors(actor.model) for _ in actor.model.decoder.layers]
+    for layer, tracker in zip(actor.model.decoder.layers, trackers, strict=True):
+        layer.register_forward_pre_hook(lambda *_, tracker=tracker: tracker.begin())
+        layer.register_forward_hook(lambda *_, tracker=tracker: tracker.end())
     actor.forward(batch)
-    return [found.bytes for found in kept]
+    return [tracker.bytes for tracker in trackers]
 
 
-class _Kept:
+class _SavedTensors:
     """The storages that autograd keeps between `begin` and `end`, each counted once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self._found: dict[int, torch.Tensor] = {}  # alive, so that no address is used twice
+        self._storages: dict[int, torch.Tensor] = {}  # alive, so that no address is used twice
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     def begin(self) -> None:
@@ -179,12 +179,12 @@ class _Kept:
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._storages.values())
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         address = tensor.untyped_storage().data_ptr()
         if address not in self._known:
-            self._found[address] = tensor
+            self._storages[address] = tensor
         return tensor
 
 
@@ -196,7 +196,7 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, **more: Any) -> Any:
+def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, **changes: Any) -> Any:
     """This rank's layer of a "column" (N split over ranks) or "row" (K split) kind, with its part of weight [N, K], quantised."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
@@ -213,25 +213,25 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
         gradient_accumulation_fusion=False,
         fp8_scale_format=scale_format,
     )
-    how = dict(config=config, init_method=torch.nn.init.zeros_, bias=False) | {"skip_bias_add": False} | more
+    options = dict(config=config, init_method=torch.nn.init.zeros_, bias=False) | {"skip_bias_add": False} | changes
     column = kind == "column"
     make = FP8ColumnParallelLinear if column else FP8RowParallelLinear
-    layer = make(weight.shape[1], weight.shape[0], **how, **({"gather_output": False} if column else {"input_is_parallel": True}))
+    layer = make(weight.shape[1], weight.shape[0], **options, **({"gather_output": False} if column else {"input_is_parallel": True}))
     with torch.no_grad():
         layer.weight.copy_(weight.chunk(tp, dim=0 if column else 1)[rank])
     layer.quantize("weight")
     return layer
 
 
-def accumulated(sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
+def accumulate_weight_gradient(sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> dict[str, torch.Tensor]:
     """WGrad of a column-parallel layer on this rank: "once" of all tokens, x [s, 1, K] and dy [s, 1, N], and "added" to a gradient
     buffer in two halves. Checks Megatron's protocol: the buffer is used, its flag set, and what autograd gets is no gradient."""
     layer = build("column", "pow2", sequence_parallel, weight)
     tp, rank = dist.get_world_size(), dist.get_rank()
 
     def backward(x: torch.Tensor, dy: torch.Tensor) -> None:
-        mine = x.chunk(tp)[rank] if sequence_parallel else x
-        layer(mine.clone().requires_grad_(True))[0].backward(dy.chunk(tp, dim=2)[rank].contiguous())
+        own_tokens = x.chunk(tp)[rank] if sequence_parallel else x
+        layer(own_tokens.clone().requires_grad_(True))[0].backward(dy.chunk(tp, dim=2)[rank].contiguous())
 
     backward(x, dy)
     once, layer.weight.grad = layer.weight.grad, None
@@ -243,7 +243,7 @@ def accumulated(sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, 
     return {"once": once, "added": layer.weight.main_grad}
 
 
-def experts(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def run_expert(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """y, dx and dw of this rank's part of an expert, whose tokens the dispatcher has exchanged already: the layer itself must neither
     gather nor sum. x [T, K of the rank], dy [T, N of the rank]; the results are this rank's."""
     layer = build(kind, "pow2", dist.get_world_size() > 1, weight, is_expert=True, skip_bias_add=True)
@@ -253,7 +253,7 @@ def experts(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) 
     return y.detach(), x.grad, layer.weight.grad
 
 
-def products(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> Any:
+def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> Any:
     """FProp, DGrad and WGrad of the whole layer, put together from all ranks: y [s, b, N], dx [s, b, K], dw [N, K], on every rank.
 
     `kind`: "column" (N split over ranks) or "row" (K split). weight [N, K], x [s, b, K], dy [s, b, N] are those of the whole layer.
@@ -274,13 +274,13 @@ def products(kind: str, scale_format: str, sequence_parallel: bool, weight: torc
             return tensor
         return _gather(tensor, 2 if along_features else 0)
 
-    mine = part(x, along_features=not column).clone().requires_grad_(True)
-    y, _ = layer(mine)
+    input_part = part(x, along_features=not column).clone().requires_grad_(True)
+    y, _ = layer(input_part)
     y.backward(part(dy, along_features=column))
     assert layer.weight.shape[whole] == weight.shape[whole]
     return (
         joined(y.detach(), along_features=column),
-        joined(mine.grad, along_features=not column),
+        joined(input_part.grad, along_features=not column),
         _gather(layer.weight.grad, split),
     )
 

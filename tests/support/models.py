@@ -164,15 +164,15 @@ def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingS
     def ids(length: int) -> list[int]:
         return torch.randint(0, ordinary, (length,), generator=generator).tolist()
 
-    found = []
+    sequences = []
     for _ in range(count):
         prompt, answer = (int(torch.randint(2, longest, (), generator=generator)) for _ in range(2))
         sequence = TrainingSample(ids(prompt), ids(answer), advantage=float(torch.randn((), generator=generator)))
         uniform = -torch.log(torch.tensor(float(VOCABULARY)))
         sequence.old_logprobs = uniform + 0.3 * torch.randn(answer, generator=generator)
         sequence.reference_logprobs = uniform + 0.3 * torch.randn(answer, generator=generator)
-        found.append(sequence)
-    return found
+        sequences.append(sequence)
+    return sequences
 
 
 _DENSE: dict[str, Any] = {
@@ -251,26 +251,26 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random FP32 tensors of a model by their Hugging Face names; vectors are around one, so that a forgotten norm is noticed."""
     model = ModelGeometry.from_hf_config(config)
     shapes = {tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for tensor in model.tensors().values()}
-    found = make_random_tensors(config, shapes, seed)
+    tensors = make_random_tensors(config, shapes, seed)
     generator = torch.Generator().manual_seed(seed)
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.dim() == 1:
             middle = 0.0 if name.endswith("bias") else 1.0
-            found[name] = middle + 0.2 * torch.randn(tensor.shape, generator=generator)
-    return found
+            tensors[name] = middle + 0.2 * torch.randn(tensor.shape, generator=generator)
+    return tensors
 
 
 def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """What a checkpoint for the engine holds of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
-    roles, found = contract.fp8_roles, {}
+    roles, checkpoint = contract.fp8_roles, {}
     high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
         value = tensors[tensor.name]
         if tensor.role in roles:
-            found[tensor.name], found[scale_name(tensor.name)] = quantize_weight(value, contract.scale_format)
+            checkpoint[tensor.name], checkpoint[scale_name(tensor.name)] = quantize_weight(value, contract.scale_format)
         else:
-            found[tensor.name] = value.to(torch.float32 if tensor.role == "router_bias" else high)
-    return found
+            checkpoint[tensor.name] = value.to(torch.float32 if tensor.role == "router_bias" else high)
+    return checkpoint
 
 
 def write_model(folder: Path, kind: str, precision: dict[str, Any], seed: int = 0, **changes: Any) -> dict[str, Any]:

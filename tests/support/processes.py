@@ -96,11 +96,11 @@ def family(pid: int) -> list[psutil.Process]:
 
 def command_lines(processes: Iterable[psutil.Process]) -> dict[psutil.Process, list[str]]:
     """Each process with its command line; without those that are gone, zombies among them."""
-    found = {}
+    lines = {}
     for process in processes:
         with suppress(psutil.Error):
-            found[process] = process.cmdline()
-    return found
+            lines[process] = process.cmdline()
+    return lines
 
 
 def end(processes: Iterable[psutil.Process]) -> None:
@@ -112,8 +112,8 @@ def end(processes: Iterable[psutil.Process]) -> None:
 
 def but_trackers(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     """Without Python's resource trackers, which end with the others, after they have cleaned up /dev/shm."""
-    found = command_lines(processes)
-    return [process for process, words in found.items() if not any("multiprocessing.resource_tracker" in word for word in words)]
+    lines = command_lines(processes)
+    return [process for process, words in lines.items() if not any("multiprocessing.resource_tracker" in word for word in words)]
 
 
 def alive_after(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:

@@ -35,15 +35,15 @@ def scores(
     `options`: of Megatron, in addition."""
     with mock.patch.object(models, "FP8TransformerConfig", functools.partial(models.FP8TransformerConfig, **(options or {}))):
         trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
-    routing, found = trainer.actor.routing, {}
+    routing, results = trainer.actor.routing, {}
     with routing.collect_stats(batch, keep=True) as watch:
-        found["logprobs"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
-    found |= {"metrics": watch.gather_metrics(), "records": watch.gather_records()}
+        results["logprobs"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
+    results |= {"metrics": watch.gather_metrics(), "records": watch.gather_records()}
     with routing.disable_replay(), routing.collect_stats(batch, keep=True) as watch:
-        found["free"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
-    found |= {"free_metrics": watch.gather_metrics(), "free_records": watch.gather_records()}
-    found["step"] = trainer.actor.update(batch, negative_log_likelihood)
-    return found | {"masters": trainer.collect_tensors(fp8=False)}
+        results["free"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
+    results |= {"free_metrics": watch.gather_metrics(), "free_records": watch.gather_records()}
+    results["step"] = trainer.actor.update(batch, negative_log_likelihood)
+    return results | {"masters": trainer.collect_tensors(fp8=False)}
 
 
 def own_routing(folder: Path, batch: list[TrainingSample]) -> dict[str, Any]:
@@ -55,13 +55,13 @@ def own_routing(folder: Path, batch: list[TrainingSample]) -> dict[str, Any]:
 
 def balance(folder: Path, batch: list[TrainingSample], train: dict[str, Any], steps: int) -> list[dict[str, float]]:
     """Steps that learn nothing but to balance: what the routers did before each."""
-    trainer, found = Trainer(folder, FP32, {"micro_batch_tokens": 60, **train}), []
+    trainer, metrics = Trainer(folder, FP32, {"micro_batch_tokens": 60, **train}), []
     for _ in range(steps):
         with trainer.actor.routing.collect_stats(batch) as watch:
             trainer.actor.compute_logprobs(batch)
-        found.append(watch.gather_metrics())
+        metrics.append(watch.gather_metrics())
         trainer.actor.update(batch, _nothing)
-    return found
+    return metrics
 
 
 def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -> dict[str, torch.Tensor]:
@@ -69,7 +69,7 @@ def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -
     trainer = Trainer(folder, FP32, {"micro_batch_tokens": 60, "router_aux_loss": weight, "clip_grad": 0.0, "learning_rate": 1e-9})
     router = [module for module in trainer.model.modules() if isinstance(module, Router)][-1]
     seen: list[torch.Tensor] = []
-    hook = router.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach().flatten(0, 1)))
+    hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().flatten(0, 1)))
     trainer.actor.update(batch, _nothing)
     hook.remove()
     found = router.weight.main_grad.clone()  # type: ignore[union-attr]

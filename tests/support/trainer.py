@@ -65,9 +65,9 @@ class Trainer:
         or INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
-        mine, roles = collect_named_tensors(self.model, self.shards, contract), contract.fp8_roles
-        found = gather_tensors(mine, geometry, self.layout, roles, "fp32", contract.int8_roles)
-        return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in found.items()}
+        named_tensors, roles = collect_named_tensors(self.model, self.shards, contract), contract.fp8_roles
+        tensors = gather_tensors(named_tensors, geometry, self.layout, roles, "fp32", contract.int8_roles)
+        return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
 
     def dump_bytes(self) -> dict[str, bytes]:
         """Every parameter and every FP8 block of this rank, raw."""
@@ -146,11 +146,11 @@ def train_grpo(
 def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
     """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
     trainer = Trainer(folder, precision)
-    found = [torch.cat(trainer.actor.compute_logprobs(batch)[0])]
+    logprobs = [torch.cat(trainer.actor.compute_logprobs(batch)[0])]
     with disable_fp8(trainer.model):
-        found.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
-    found.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
-    return dict(zip(("with", "without", "again"), found, strict=True))
+        logprobs.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
+    logprobs.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
+    return dict(zip(("with", "without", "again"), logprobs, strict=True))
 
 
 def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[TrainingSample], steps: int) -> dict[str, Any]:
@@ -270,14 +270,14 @@ def _packed(trainer: Trainer, batch: list[TrainingSample], bound: int) -> Found:
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
-    found = []
+    logprobs = []
     for sequence in batch:
         ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
         tokens = F.pad(ids, (0, 64 - ids.shape[1]))
         with torch.no_grad():
             logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
-        found.append(token_logprobs(logits[:, : ids.shape[1] - 1], ids[:, 1:], 1.0)[0, len(sequence.prompt_ids) - 1 :])
-    return torch.cat(found)
+        logprobs.append(token_logprobs(logits[:, : ids.shape[1] - 1], ids[:, 1:], 1.0)[0, len(sequence.prompt_ids) - 1 :])
+    return torch.cat(logprobs)
 
 
 def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[str, torch.Tensor]:
@@ -322,8 +322,8 @@ def train(
 
 def _addresses(optimizer: Any) -> list[int]:
     """Of moments and separate masters."""
-    found = []
+    addresses = []
     for part in flatten_chained(optimizer):
-        found += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
-        found += [master.data_ptr() for _, master in iter_fp32_masters(part)]
-    return found
+        addresses += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
+        addresses += [master.data_ptr() for _, master in iter_fp32_masters(part)]
+    return addresses

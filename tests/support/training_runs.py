@@ -51,40 +51,42 @@ T = TypeVar("T")
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
 """The token that every rewarded answer is made of, and that of the others."""
-SAID = [13, 14]
-"""What an environment says."""
+ENVIRONMENT_TOKENS = [13, 14]
+"""What an environment writes."""
 
 
 class ScriptedWorker:
     """Always the same groups, half of each rewarded; engine log-probs are the trainer's and a little noise.
 
-    `said`: an environment speaks after the first token of each answer, and this is stored as the log-prob of what it says.
+    `environment_logprob`: an environment speaks after the first token of each answer, and this is stored as the log-prob of what it says.
     """
 
-    def __init__(self, actor: Actor, noise: float, said: float | None) -> None:
-        self.actor, self._noise, self._said, self._source = actor, noise, said, random.Random(0)
+    def __init__(self, actor: Actor, noise: float, environment_logprob: float | None) -> None:
+        self.actor, self._noise, self._environment_logprob, self._source = actor, noise, environment_logprob, random.Random(0)
 
     def sequences(self) -> list[TrainingSample]:
-        found = [
+        samples = [
             TrainingSample([5, 6 + group, 7], [GOOD if member % 2 else BAD] * (2 + member))
             for group in range(GROUPS)
             for member in range(SIZE)
         ]
-        for sequence in found if self._said is not None else []:
-            sequence.response_mask = [True, *[False] * len(SAID), *[True] * (len(sequence.response_ids) - 1)]
-            sequence.response_ids[1:1] = SAID
-        return found
+        for sequence in samples if self._environment_logprob is not None else []:
+            sequence.response_mask = [True, *[False] * len(ENVIRONMENT_TOKENS), *[True] * (len(sequence.response_ids) - 1)]
+            sequence.response_ids[1:1] = ENVIRONMENT_TOKENS
+        return samples
 
     def collect(self, version: int) -> RolloutBatch:
         completions = []
         for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
-            told = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
+            engine_logprobs = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
             reward = Reward(float(number % 2), bool(number % 2))
             ids = sequence.prompt_ids, sequence.response_ids
-            if self._said is not None:
-                told[1:1] = [self._said] * len(SAID)
+            if self._environment_logprob is not None:
+                engine_logprobs[1:1] = [self._environment_logprob] * len(ENVIRONMENT_TOKENS)
             completions.append(
-                Completion(Problem(str(number), "", ""), *ids, told, "stop", version, "", reward, response_mask_T=sequence.response_mask)
+                Completion(
+                    Problem(str(number), "", ""), *ids, engine_logprobs, "stop", version, "", reward, response_mask_T=sequence.response_mask
+                )
             )
         return RolloutBatch(completions, {"time/generate": 1.0})
 
@@ -93,8 +95,8 @@ class ScriptedWorker:
 
     def evaluate(self, version: int) -> dict[str, float]:
         """How much likelier a good token is than a bad one, in nats."""
-        found = self.actor.compute_logprobs(self.sequences())[0]
-        good, bad = (torch.cat([part for number, part in enumerate(found) if number % 2 == which]).mean() for which in (1, 0))
+        logprobs = self.actor.compute_logprobs(self.sequences())[0]
+        good, bad = (torch.cat([part for number, part in enumerate(logprobs) if number % 2 == which]).mean() for which in (1, 0))
         return {"eval/lead": float(good - bad)}
 
 
@@ -140,7 +142,7 @@ def run_loop(
     steps: int,
     noise: float,
     attribute_every: int = 0,
-    said: float | None = None,
+    environment_logprob: float | None = None,
     worker_class: type[ScriptedWorker] = ScriptedWorker,
 ) -> dict[str, Any]:
     """The rows of the log and the advantages of the last step's samples."""
@@ -159,7 +161,7 @@ def run_loop(
         reference = Policy(model, 1.0, 4)
     log = RecordingLog()
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
-    worker = worker_class(trainer.actor, noise, said)
+    worker = worker_class(trainer.actor, noise, environment_logprob)
     Loop(config, trainer.actor, reference, NullSync(), worker, log, NullCheckpointManager(), causes).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}
 
@@ -181,9 +183,9 @@ class StreamedWorker:
         for problem in self.stream.next_batch(GROUPS):
             for member in range(SIZE):
                 answer = [11 + member % 2] * (2 + member)
-                told = [-5.0 - random.random() - float(np.random.rand()) - float(torch.rand(())) for _ in answer]
+                logprobs = [-5.0 - random.random() - float(np.random.rand()) - float(torch.rand(())) for _ in answer]
                 reward = Reward(float(member % 2), bool(member % 2))
-                completions.append(Completion(problem, [5, 20 + int(problem.id), 7], answer, told, "stop", version, "", reward))
+                completions.append(Completion(problem, [5, 20 + int(problem.id), 7], answer, logprobs, "stop", version, "", reward))
         return RolloutBatch(completions, {"time/generate": 1.0})
 
     def evaluate(self, version: int) -> dict[str, float]:
@@ -209,39 +211,40 @@ def train_to(
     layout: Layout | None = None,
     broken: str = "",
 ) -> dict[str, Any]:
-    """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, all that this rank holds, what was said.
+    """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, the bytes this rank holds, messages.
 
     `broken`: where policy version 2 breaks, in its "sync" or in its second "optimizer step"; a last checkpoint is then tried.
     """
     layout = start(layout)
     config = config_of(folder, steps, precision, every=0 if broken == "sync" else 1)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
-    actor, worker, said = trainer.actor, StreamedWorker(), list[str]()
-    mark = TrainState(0, 0, (0.7, 1.3), worker.state_dict(), {})  # bounds that move back to the configured ones, half the way at every step
+    actor, worker, messages = trainer.actor, StreamedWorker(), list[str]()
+    # bounds that move back to the configured ones, half the way at every step
+    state = TrainState(0, 0, (0.7, 1.3), worker.state_dict(), {})
     seed = 99 if go_on else 0
     random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
     if go_on:
-        found = choose_checkpoint(run, steps)
-        said += found.describe(describe_layout(layout, trainer.train))
-        mark = TrainState.from_dict(found.state)
+        saved = choose_checkpoint(run, steps)
+        messages += saved.describe(describe_layout(layout, trainer.train))
+        state = TrainState.from_dict(saved.state)
         load_run_checkpoint(
-            found.folder, trainer.model, actor.optimizer, found.state, found.matches_layout(describe_layout(layout, trainer.train))
+            saved.folder, trainer.model, actor.optimizer, saved.state, saved.matches_layout(describe_layout(layout, trainer.train))
         )
-        actor.steps_done = mark.optimizer_steps
-        worker.stream.load_state_dict(mark.data)
+        actor.steps_done = state.optimizer_steps
+        worker.stream.load_state_dict(state.data)
     log = RecordingLog()
-    checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, said.append, mark.version or -1)
+    checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, messages.append, state.version or -1)
     rank0_only = (worker, log) if is_rank0() else (None, None)
     sync = BrokenSync() if broken == "sync" else NullSync()
-    loop = Loop(config, actor, reference(trainer), sync, *rank0_only, checkpoints, None, mark)
+    loop = Loop(config, actor, reference(trainer), sync, *rank0_only, checkpoints, None, state)
     if broken == "optimizer step":
         break_optimizer(actor, 4)
     try:
         loop.run()
     except RunError as error:
-        said.append(str(error))
-        said += last_checkpoint(loop)
-    return {"rows": log.rows, "bytes": trainer.dump_bytes() | moments(actor), "said": said}
+        messages.append(str(error))
+        messages += last_checkpoint(loop)
+    return {"rows": log.rows, "bytes": trainer.dump_bytes() | moments(actor), "messages": messages}
 
 
 class BrokenSync(NullSync):
@@ -280,47 +283,47 @@ def reference(trainer: Trainer) -> Policy:
 
 def moments(actor: Actor) -> dict[str, bytes]:
     """Adam's moments and the 16-bit weights' masters, as this rank holds them, raw."""
-    return {name: tensor.detach().numpy().tobytes() for name, tensor in kept(actor).local_tensors().items()}
+    return {name: tensor.detach().numpy().tobytes() for name, tensor in optimizer_state(actor).local_tensors().items()}
 
 
 def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> tuple[dict[str, torch.Tensor], ...]:
     """What this replica puts into a checkpoint after one step: of a state that replicas share, of the same once 1 was added to what was
     loaded, of one that each keeps whole."""
-    found = []
+    states = []
     for shared in (True, False):
-        how = {"distributed_optimizer": shared, "clip_grad": 0.0}  # clipped, the norm would be summed in another order
-        actor = Trainer(folder, precision, how, layout=Layout(dp=2)).actor
+        settings = {"distributed_optimizer": shared, "clip_grad": 0.0}  # clipped, the norm would be summed in another order
+        actor = Trainer(folder, precision, settings, layout=Layout(dp=2)).actor
         actor.update(batch, negative_log_likelihood)
-        found.append(whole_state(actor))
+        states.append(whole_state(actor))
         if shared:
-            kept(actor).load({name: tensor + 1 for name, tensor in found[0].items()}, step=1)
-            found.append(whole_state(actor))
-    return tuple(found)
+            optimizer_state(actor).load({name: tensor + 1 for name, tensor in states[0].items()}, step=1)
+            states.append(whole_state(actor))
+    return tuple(states)
 
 
 def whole_state(actor: Actor) -> dict[str, torch.Tensor]:
     """A copy of what this rank puts into a checkpoint."""
-    return {name: sharded.data.detach().clone() for name, sharded in kept(actor).sharded_for_save().items()}
+    return {name: sharded.data.detach().clone() for name, sharded in optimizer_state(actor).sharded_for_save().items()}
 
 
-def kept(actor: Actor) -> OptimizerState:
+def optimizer_state(actor: Actor) -> OptimizerState:
     return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in get_model_chunks(actor.model)])
 
 
-def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, how: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a layout holds after loading a run's newest checkpoint: masters, and how the next optimizer step goes."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(how or {})}, layout=layout)
-    found = choose_checkpoint(run, 99)
+def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What a layout holds after loading a run's newest checkpoint: masters, and those after one more optimizer step."""
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(settings or {})}, layout=layout)
+    saved = choose_checkpoint(run, 99)
     load_run_checkpoint(
-        found.folder, trainer.model, trainer.actor.optimizer, found.state, found.matches_layout(describe_layout(layout, trainer.train))
+        saved.folder, trainer.model, trainer.actor.optimizer, saved.state, saved.matches_layout(describe_layout(layout, trainer.train))
     )
     masters = trainer.collect_tensors(fp8=False)
-    trainer.actor.steps_done = found.state["optimizer_steps"]
+    trainer.actor.steps_done = saved.state["optimizer_steps"]
     trainer.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
     return {
         "masters": masters,
         "after": trainer.collect_tensors(fp8=False),
-        "remarks": found.describe(describe_layout(layout, trainer.train)),
+        "remarks": saved.describe(describe_layout(layout, trainer.train)),
     }
 
 
@@ -331,10 +334,10 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     if trained:
         first.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
     config = config_of(folder, 99, precision)
-    mark = TrainState(1, first.actor.steps_done, (0.8, 1.2), {})
-    CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(mark, last=True)
-    found = choose_checkpoint(run, 99)
-    load_run_checkpoint(found.folder, second.model, second.actor.optimizer, found.state, True)
+    state = TrainState(1, first.actor.steps_done, (0.8, 1.2), {})
+    CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
+    saved = choose_checkpoint(run, 99)
+    load_run_checkpoint(saved.folder, second.model, second.actor.optimizer, saved.state, True)
     adopted = [[layer.adopted for layer in find_fp8_layers(trainer.model).values()] for trainer in (first, second)]
     before, after = first.collect_named_tensors(), second.collect_named_tensors()
     raw = {name: (before[name].contiguous().view(torch.uint8), after[name].contiguous().view(torch.uint8)) for name in before}
@@ -342,10 +345,10 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
 
 
 def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: int) -> list[str]:
-    """Tries to save where no file may be longer than 64 KiB; what is said."""
-    trainer, said = Trainer(folder, precision), list[str]()
+    """Try to save where no file may be longer than 64 KiB; return the messages."""
+    trainer, messages = Trainer(folder, precision), list[str]()
     config = config_of(folder, 99, precision)
-    checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, said.append, -1)
+    checkpoints = CheckpointManager(config, trainer.layout, run, trainer.actor, trainer.hf_config, messages.append, -1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
@@ -353,23 +356,19 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    return said
+    return messages
 
 
 def train_with_watchdog(folder: Path, run: Path, precision: dict[str, Any], stuck_after: float) -> None:
-    """Trains for ever; what is to be said when the run stands still is written to `run`/said."""
+    """Train for ever; the watchdog's message is written to `run`/message."""
     start(layout := Layout(tp=2))
     run.mkdir(exist_ok=True)
     rank = dist.get_rank()
     with (
         rank_log(run, rank, 2) as log,
-        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: _notify(run, f"rank {rank}: {line}")),
+        hang_watchdog.watch_for_hangs(run, rank, 2, stuck_after, log, lambda line: (run / "message").write_text(f"rank {rank}: {line}")),
     ):
         train_to(folder, run, 1_000_000, precision, layout=layout)
-
-
-def _notify(run: Path, line: str) -> None:
-    (run / "said").write_text(line)
 
 
 def break_after_a_signal(rank: int) -> RunError:
