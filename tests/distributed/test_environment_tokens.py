@@ -14,31 +14,31 @@ from megatron_rl.batch.training_sample import TrainingSample
 
 def dialogues(count: int, seed: int) -> list[TrainingSample]:
     """Random answers of which an environment wrote some stretches."""
-    source, found = random.Random(seed), random_sequences(count, seed)
-    for sequence in found:
+    source, sequences = random.Random(seed), random_sequences(count, seed)
+    for sequence in sequences:
         sequence.response_mask = [source.random() < 0.7 for _ in sequence.response_ids]
         sequence.response_mask[source.randrange(len(sequence.response_mask))] = True  # a list without one is no answer
         known = torch.tensor(sequence.response_mask)
         sequence.old_logprobs, sequence.reference_logprobs = sequence.old_logprobs[known], sequence.reference_logprobs[known]
-    return found
+    return sequences
 
 
 def test_one_step_is_that_of_the_sampled_tokens_alone(worlds, transformers_process, checkpoint):
     """Loss, entropy and gradient by transformers' model, token by token; sums in another order differ by 1e-6."""
     batch = dialogues(6, seed=5)
     assert 0.5 < sum(sequence.sampled_count for sequence in batch) / sum(len(sequence.response_ids) for sequence in batch) < 0.9
-    found = worlds(1).call(trainer.train_grpo, checkpoint, FP32, {}, [batch])[0]
+    result = worlds(1).call(trainer.train_grpo, checkpoint, FP32, {}, [batch])[0]
     expected = transformers_process.call(transformers_reference.grpo, checkpoint, [vars(sequence) for sequence in batch], 0.1)[0]
-    torch.testing.assert_close(found["before"], expected.pop("logprobs"), atol=2e-5, rtol=0)
-    assert found["entropy"] == pytest.approx(expected.pop("entropy"), rel=1e-5)
-    assert {name: found["steps"][0][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    torch.testing.assert_close(result["before"], expected.pop("logprobs"), atol=2e-5, rtol=0)
+    assert result["entropy"] == pytest.approx(expected.pop("entropy"), rel=1e-5)
+    assert {name: result["steps"][0][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
 
 def test_log_probs_of_an_environments_tokens_change_nothing(worlds, checkpoint):
     """No loss, no metric and no weight, in steps that read log-probs wherever the loop can."""
     algorithm = {"updates_per_step": 2, "kl_coef": 0.1, "correction": "tis", "calibrate_every": 1}
     arguments = training_runs.run_loop, checkpoint, FP8, algorithm, 2, 0.02, 1
-    runs = [worlds(1).call(*arguments, said)[0] for said in (0.0, -9.0, None)]
+    runs = [worlds(1).call(*arguments, logprob)[0] for logprob in (0.0, -9.0, None)]
     first, second, alone = ([without_times(row) for row in run["rows"]] for run in runs)
     assert first == second and runs[0]["advantages"] == runs[1]["advantages"]
     assert first != alone, "the policy reads what the environment says"

@@ -25,8 +25,8 @@ def test_recomputed_activations_give_the_same_gradients(worlds, checkpoint, high
         zip(*(worlds(2).call(trainer.gradients, checkpoint, {**FP8, "high": high}, way) for way in ways), strict=True)
     ):
         assert all(gradient.any() for gradient in kept.values())
-        for found in others:
-            assert found.keys() == kept.keys() and all(torch.equal(found[name], kept[name]) for name in kept), f"rank {rank}"
+        for gradients in others:
+            assert gradients.keys() == kept.keys() and all(torch.equal(gradients[name], kept[name]) for name in kept), f"rank {rank}"
 
 
 @pytest.mark.parametrize("ranks, sequence_parallel", [(1, False), (2, False), (2, True)])
@@ -49,5 +49,5 @@ def test_an_experts_layer_leaves_communication_to_the_dispatcher(worlds, kind, t
     for rank, (y, dx, dw) in enumerate(worlds(2).call(megatron_models.run_expert, kind, weight, x, dy)):
         part = dequantize_weight(quantize_weight(weight.chunk(2, dim=0 if kind == "column" else 1)[rank], "pow2"))
         expected = fp8_products.fprop(x, part, "pow2"), fp8_products.dgrad(dy, part, "pow2"), fp8_products.wgrad(dy, x, "pow2")
-        for got, wanted in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads
-            assert torch.allclose(got, wanted, rtol=1e-5, atol=1e-6 * float(wanted.norm())), f"rank {rank}"
+        for product, expected_product in zip((y, dx, dw), expected, strict=True):  # the order of FP32 sums may follow the number of threads
+            assert torch.allclose(product, expected_product, rtol=1e-5, atol=1e-6 * float(expected_product.norm())), f"rank {rank}"

@@ -30,5 +30,5 @@ def test_a_held_rank_ends_the_run_that_says_where_each_rank_stands(checkpoint, t
 
 
 def test_a_signal_to_one_rank_is_the_stop_of_all(worlds):
-    found = worlds(2).call(training_runs.break_after_a_signal, 1)
-    assert [(str(error), error.exit_code) for error in found] == [("stopped by SIGUSR1", 143)] * 2
+    errors = worlds(2).call(training_runs.break_after_a_signal, 1)
+    assert [(str(error), error.exit_code) for error in errors] == [("stopped by SIGUSR1", 143)] * 2

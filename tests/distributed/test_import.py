@@ -50,16 +50,16 @@ def unified(scale_format: str = "pow2") -> dict[str, Any]:
 
 def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     """float32 values of an FP8 checkpoint, from the definition of the format."""
-    found = {}
+    tensors = {}
     for name, tensor in read_weights(folder).items():
         if tensor.dtype == torch.float8_e4m3fn:
             values = slow_fp8.from_codes(tensor.view(torch.uint8).numpy())
             scale = read_weights(folder)[scale_name(name)].numpy().astype(np.float64)
             rows, cols = values.shape
-            found[name] = torch.from_numpy((values * np.kron(scale, np.ones((128, 128)))[:rows, :cols]).astype(np.float32))
+            tensors[name] = torch.from_numpy((values * np.kron(scale, np.ones((128, 128)))[:rows, :cols]).astype(np.float32))
         elif not name.endswith("_scale_inv"):
-            found[name] = tensor.float()
-    return found
+            tensors[name] = tensor.float()
+    return tensors
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -14,18 +14,18 @@ STEPS = 3
 
 
 def run(worlds, checkpoint, noise: float = 0.02, **algorithm: object) -> dict:
-    found = worlds(1).call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
-    assert len(found["rows"]) == STEPS + 1 and all(math.isfinite(value) for row in found["rows"] for value in row.values())
-    return found
+    result = worlds(1).call(training_runs.run_loop, checkpoint, FP8, {"updates_per_step": 2, **algorithm}, STEPS, noise)[0]
+    assert len(result["rows"]) == STEPS + 1 and all(math.isfinite(value) for row in result["rows"] for value in row.values())
+    return result
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
     """Steps of 1e-3 by Adam move a random model by far more than 0.1 nats; a wrong sign would move it the other way."""
-    found = run(worlds, checkpoint, name=name, kl_coef=0.001)
-    assert found["rows"][-1]["eval/lead"] > found["rows"][0]["eval/lead"] + 0.1
-    assert all((advantage > 0) == bool(number % 2) for number, advantage in enumerate(found["advantages"]))
-    assert ("loss/kl" in found["rows"][-1]) == (name != "rloo") and ("reward/kl" in found["rows"][-1]) == (name == "rloo")
+    result = run(worlds, checkpoint, name=name, kl_coef=0.001)
+    assert result["rows"][-1]["eval/lead"] > result["rows"][0]["eval/lead"] + 0.1
+    assert all((advantage > 0) == bool(number % 2) for number, advantage in enumerate(result["advantages"]))
+    assert ("loss/kl" in result["rows"][-1]) == (name != "rloo") and ("reward/kl" in result["rows"][-1]) == (name == "rloo")
 
 
 @pytest.mark.parametrize("correction", ["tis", "sequence_tis", "icepop", "geometric_mask"])

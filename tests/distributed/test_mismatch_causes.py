@@ -13,7 +13,7 @@ ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int
 
 
 def attributed(world, checkpoint, precision: dict, fault: str = "") -> dict[str, float]:
-    """|d| by cause. Every rank is told the same, and the causes add up to the total: float64 sums of a few hundred tokens."""
+    """|d| by cause. Every rank gets the same, and the causes add up to the total: float64 sums of a few hundred tokens."""
     metrics, *others = world.call(training_runs.measure_causes, checkpoint, precision, random_sequences(8, 3), fault)
     assert all(other == metrics for other in others)
     for what in SUMMED:

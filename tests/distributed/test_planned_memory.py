@@ -33,17 +33,17 @@ def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Workl
 @pytest.mark.parametrize("name, layout, precision, sharded", HELD, ids=[f"{name}-{layout}-{sharded}" for name, layout, _, sharded in HELD])
 def test_what_every_rank_holds(worlds, tmp_path, name, layout, precision, sharded):
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    found = worlds(4).call(megatron_models.count_bytes, folder, precision, layout, sharded, seconds=300)
+    ranks = worlds(4).call(megatron_models.count_bytes, folder, precision, layout, sharded)
     job = job_of(name, precision, sharded)
-    for rank, measured in enumerate(found):
+    for rank, measured in enumerate(ranks):
         expected = memory.count_trainer_memory(job, layout, layout.coordinates(rank).pp)._asdict()
         if sharded:  # Megatron pads buffers, and cuts them anywhere
             assert measured == pytest.approx(expected, rel=1e-3), rank
         else:
             assert measured == expected, rank
     if sharded:
-        totals = {part: sum(measured[part] for measured in found) for part in ("masters", "moments")}
-        planned = [memory.count_trainer_memory(job, layout, 0)._asdict() for _ in found]
+        totals = {part: sum(measured[part] for measured in ranks) for part in ("masters", "moments")}
+        planned = [memory.count_trainer_memory(job, layout, 0)._asdict() for _ in ranks]
         assert totals == {part: sum(one[part] for one in planned) for part in totals}
 
 
@@ -62,7 +62,7 @@ SAVED = [
 def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout, precision, tolerance):
     lengths = [96, 64, 96]
     folder = make_model(tmp_path / name, ARCHITECTURES[name])
-    ranks = worlds(2).call(megatron_models.count_saved_bytes, folder, precision, layout, lengths, seconds=300)
+    ranks = worlds(2).call(megatron_models.count_saved_bytes, folder, precision, layout, lengths)
     job = job_of(name, precision)
     inputs = activation_memory.FormulaInputs(job, layout, sum(lengths), cpu=True)
     for layer, measured in enumerate(zip(*ranks, strict=True)):

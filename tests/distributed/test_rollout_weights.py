@@ -30,8 +30,8 @@ def assert_the_checkpoints_own_bytes(
     quantized = [name for name in weights if scale_name(name, kind) in tensors]
     assert len(quantized) == count
     for name in quantized:
-        held = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
-        data, scale = quantize_int8_weight(held) if kind == "int8" else quantize_weight(held, "pow2")
+        weight = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
+        data, scale = quantize_int8_weight(weight) if kind == "int8" else quantize_weight(weight, "pow2")
         assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name
         assert torch.equal(tensors[scale_name(name, kind)], scale), name
 
@@ -40,9 +40,9 @@ def assert_the_checkpoints_own_bytes(
 def test_int8_experts_are_the_checkpoints_own_bytes(worlds, tmp_path, layout):
     """Ranks that hold other experts make maxima without each other; those that cut one share them."""
     folder = make_checkpoint(tmp_path, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128)
-    how = {"mode": "int8_rollout", "high": "bf16"}
-    tensors = worlds(2).call(trainer.loaded, folder, how, layout)[0]
-    assert_the_checkpoints_own_bytes(tensors, read_weights(folder), **how, count=4 + 4 * 3)
+    precision = {"mode": "int8_rollout", "high": "bf16"}
+    tensors = worlds(2).call(trainer.loaded, folder, precision, layout)[0]
+    assert_the_checkpoints_own_bytes(tensors, read_weights(folder), **precision, count=4 + 4 * 3)
 
 
 @pytest.mark.parametrize(

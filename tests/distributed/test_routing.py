@@ -54,18 +54,18 @@ def alone(worlds, folders):
 
 @pytest.mark.parametrize("name", ROUTED)
 def test_replay_takes_the_recorded_experts_and_nothing_else_changes(worlds, folders, alone, name):
-    found, layers = alone[name], slice(0 if name == "qwen3_moe" else 1, 2)
-    for sequence, record in zip(ROUTED[name], found["records"], strict=True):
+    scores, layers = alone[name], slice(0 if name == "qwen3_moe" else 1, 2)
+    for sequence, record in zip(ROUTED[name], scores["records"], strict=True):
         assert torch.equal(record[:, layers], sequence.routed_experts[:, layers])
-    assert (found["logprobs"] - found["free"]).abs().mean() > 1e-2
-    assert 0.5 < found["free_metrics"]["router/differs"] <= 1
+    assert (scores["logprobs"] - scores["free"]).abs().mean() > 1e-2
+    assert 0.5 < scores["free_metrics"]["router/differs"] <= 1
     both = worlds(1).call(routing.own_routing, folders[name], BATCH)[0]
-    for record, freely in zip(both["plain"]["records"], found["free_records"], strict=True):
+    for record, freely in zip(both["plain"]["records"], scores["free_records"], strict=True):
         assert torch.equal(record, freely)
-    assert torch.equal(both["plain"]["logprobs"], found["free"]) and torch.equal(both["told"]["logprobs"], found["free"])
-    assert both["told"]["metrics"] == {**both["plain"]["metrics"], "router/differs": 0.0}
+    assert torch.equal(both["plain"]["logprobs"], scores["free"]) and torch.equal(both["replayed"]["logprobs"], scores["free"])
+    assert both["replayed"]["metrics"] == {**both["plain"]["metrics"], "router/differs": 0.0}
     for weight, value in both["plain"]["masters"].items():
-        assert torch.equal(value, both["told"]["masters"][weight]), weight
+        assert torch.equal(value, both["replayed"]["masters"][weight]), weight
 
 
 REPLAYED = [("qwen3_moe", "ep2_pp2"), ("qwen3_moe", "tp2_ep2_etp2"), ("deepseek_v3", "tp2_ep2_etp1")]
@@ -132,15 +132,15 @@ def test_balancing_in_any_layout_equals_that_of_one_process(worlds, folders, nam
 
 
 def test_the_load_balancing_loss_is_its_formula(worlds, folders):
-    found = worlds(1).call(routing.balance_gradient, folders["qwen3_moe"], BATCH, 0.3)[0]
-    torch.testing.assert_close(found["found"], found["formula"], rtol=1e-4, atol=1e-8)
-    assert found["formula"].norm() > 1e-4
+    scores = worlds(1).call(routing.balance_gradient, folders["qwen3_moe"], BATCH, 0.3)[0]
+    torch.testing.assert_close(scores["gradient"], scores["formula"], rtol=1e-4, atol=1e-8)
+    assert scores["formula"].norm() > 1e-4
 
 
 def test_the_bias_evens_the_load(worlds, folders):
     train = {"router_bias_rate": 0.05, "learning_rate": 1e-9}
-    found = worlds(1).call(routing.balance, folders["deepseek_v3"], BATCH, train, 10)[0]
-    assert found[-1]["router/load_mean"] - 1 < 0.6 * (found[0]["router/load_mean"] - 1)
+    scores = worlds(1).call(routing.balance, folders["deepseek_v3"], BATCH, train, 10)[0]
+    assert scores[-1]["router/load_mean"] - 1 < 0.6 * (scores[0]["router/load_mean"] - 1)
 
 
 def test_a_broken_step_leaves_the_biases_as_they_were(worlds, folders):

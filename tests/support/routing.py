@@ -49,8 +49,8 @@ def scores(
 def own_routing(folder: Path, batch: list[TrainingSample]) -> dict[str, Any]:
     """A step on the batch as it is, and one from the same start with the record of its own routing."""
     plain = scores(folder, batch, None)
-    told = [replace(sequence, routed_experts=record) for sequence, record in zip(batch, plain["records"], strict=True)]
-    return {"plain": plain, "told": scores(folder, told, None)}
+    routed = [replace(sequence, routed_experts=record) for sequence, record in zip(batch, plain["records"], strict=True)]
+    return {"plain": plain, "replayed": scores(folder, routed, None)}
 
 
 def balance(folder: Path, batch: list[TrainingSample], train: dict[str, Any], steps: int) -> list[dict[str, float]]:
@@ -72,7 +72,7 @@ def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -
     hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().flatten(0, 1)))
     trainer.actor.update(batch, _nothing)
     hook.remove()
-    found = router.weight.main_grad.clone()  # type: ignore[union-attr]
+    gradient = router.weight.main_grad.clone()  # type: ignore[union-attr]
     matrix = router.weight.detach().clone().requires_grad_()
     micro_batches, total = trainer.actor.make_micro_batches(batch), sum(sequence.length - 1 for sequence in batch)
     for x, micro_batch in zip(seen, micro_batches, strict=True):
@@ -81,7 +81,7 @@ def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -
         chosen = probabilities.topk(router.topk).indices.flatten().bincount(minlength=len(matrix)) / (len(real) * router.topk)
         loss = weight * len(matrix) * (chosen * probabilities.mean(0)).sum()
         (loss * len(real) / total).backward()
-    return {"found": found, "formula": matrix.grad}
+    return {"gradient": gradient, "formula": matrix.grad}
 
 
 def break_a_step(folder: Path, batch: list[TrainingSample]) -> tuple[str, float]:
