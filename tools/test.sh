@@ -14,4 +14,4 @@ python=.venv/bin/python
 $python -m ruff check .
 $python -m ruff format --check --quiet . || { echo "not formatted: run $python -m ruff format ." >&2; exit 1; }
 $python -m mypy
-exec $python -m pytest -n 2 --dist loadfile -m "$selection" "$@" # a file stays on one worker: it shares its worlds and engines
+exec $python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" "$@" # files with engines come before the short ones; a file stays on one worker

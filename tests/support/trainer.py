@@ -245,28 +245,18 @@ def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
 
 
-Found = tuple[torch.Tensor, dict[str, torch.Tensor]]
-"""Log-probs of all answer tokens; gradient of their sum by parameter."""
-
-
 def packed_and_alone(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], bounds: list[int]
-) -> tuple[torch.Tensor, list[Found]]:
-    """(log-probs of each sequence alone, in the [1, s] form that is not packed; what micro-batches of each bound give)."""
-    trainer = Trainer(folder, precision)
-    return _unpacked(trainer, batch), [_packed(trainer, batch, bound) for bound in bounds]
-
-
-def _packed(trainer: Trainer, batch: list[TrainingSample], bound: int) -> Found:
-    def loss(logits: torch.Tensor, row: MicroBatch, _: Any) -> torch.Tensor:
-        return negative_log_likelihood(token_logprobs(logits, row.targets, 1.0), row)[0]
-
-    actor = trainer.actor
-    actor.micro_batch_tokens = bound
-    logprobs, _ = actor.compute_logprobs(batch)
-    actor._forward_chunks[0].zero_grad_buffer()
-    actor._run(batch, loss, forward_only=False)
-    return torch.cat(logprobs), {name: parameter.main_grad.clone() for name, parameter in trainer.model.named_parameters()}
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """(log-probs of each sample alone, in the [1, s] form that is not packed; log-probs and gradients of micro-batches of each bound).
+    A learning rate of 1e-12 changes no weight."""
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
+    packed = []
+    for trainer.actor.micro_batch_tokens in bounds:
+        logprobs, _ = trainer.actor.compute_logprobs(batch)
+        trainer.actor.update(batch, negative_log_likelihood)
+        packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
+    return _unpacked(trainer, batch), packed
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
@@ -297,31 +287,32 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
     return {name: getattr(p, "main_grad", p.grad).clone() for name, p in model.named_parameters()}
 
 
-def train(
+def train_with_offload(
     folder: Path, to: Path, precision: dict[str, Any], batches: list[list[TrainingSample]], offload: bool, dp: int = 1
 ) -> dict[str, Any]:
-    """Steps with the state away between them, where `offload`: bytes held, log-probs and a checkpoint in between, and what it tells."""
+    """Steps with the optimizer state offloaded between them, where `offload`, and log-probs and a checkpoint in between. Return bytes of
+    gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
     trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
-    actor, away = trainer.actor, trainer.actor._offload
+    actor, offloader = trainer.actor, trainer.actor._offload
     gradients, logprobs, addresses = [], [], []
     for number, batch in enumerate(batches):
-        away.reload()
-        away.reload()
+        offloader.reload()
+        offloader.reload()
         actor.update(batch, PolicyLoss(AlgorithmConfig()))
         addresses.append(_addresses(actor.optimizer))
         if offload:
-            away.offload()
-            away.offload()
+            offloader.offload()
+            offloader.offload()
         addresses.append(_addresses(actor.optimizer))
-        gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in away._buffers))
+        gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader._buffers))
         logprobs.append(torch.cat(actor.compute_logprobs(batch)[0]))
         state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
         CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
-    return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "held": trainer.dump_bytes()}
+    return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}
 
 
 def _addresses(optimizer: Any) -> list[int]:
-    """Of moments and separate masters."""
+    """Data pointers of moments and separate masters."""
     addresses = []
     for part in flatten_chained(optimizer):
         addresses += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
