@@ -252,7 +252,8 @@ def packed_and_alone(
     A learning rate of 1e-12 changes no weight."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0})
     packed = []
-    for trainer.actor.micro_batch_tokens in bounds:
+    for bound in bounds:
+        trainer.actor.micro_batch_tokens = bound
         logprobs, _ = trainer.actor.compute_logprobs(batch)
         trainer.actor.update(batch, negative_log_likelihood)
         packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
