@@ -55,11 +55,11 @@ def assert_same_state(expected: dict, loaded: dict) -> None:
 
 @pytest.mark.parametrize("precision", [BF16, pytest.param(FP8, marks=pytest.mark.long)], ids=["bf16", "fp32"])
 def test_a_run_of_one_rank_goes_on_bit_for_bit(worlds, checkpoint, tmp_path, precision):
-    assert_goes_on(worlds, checkpoint, tmp_path, precision)
+    assert_goes_on(worlds(1), checkpoint, tmp_path, precision)
 
 
 def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(worlds, checkpoint, tmp_path):
-    assert_goes_on(worlds, checkpoint, tmp_path, FP8)
+    assert_goes_on(worlds(2), checkpoint, tmp_path, FP8)
     run = tmp_path / "run"
     expected = worlds(2).call(training_runs.load_in, checkpoint, run, FP8, Layout(tp=2))[0]
     for layout in (Layout(), Layout(pp=2), Layout(dp=2)):
@@ -71,7 +71,7 @@ def test_a_run_of_two_ranks_goes_on_bit_for_bit_and_any_layout_loads_it(worlds, 
 
 def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_loads_it(worlds, checkpoint, tmp_path):
     layout = Layout(dp=2)
-    assert_goes_on(worlds, checkpoint, tmp_path, FP8, layout)
+    assert_goes_on(worlds(2), checkpoint, tmp_path, FP8, layout)
     run = tmp_path / "run"
     expected = worlds(2).call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
     for other, settings in ((Layout(), {}), (Layout(tp=2), {}), (layout, {"distributed_optimizer": False})):
