@@ -105,7 +105,7 @@ class RoutedWorker(ScriptedWorker):
         with routing.disable_replay(), routing.collect_stats(sequences, keep=True) as watch:
             self.actor.compute_logprobs(sequences)
         for completion, record in zip(rollout.completions_B, watch.gather_records(), strict=True):
-            record[0] = (record[0] + 1) % routing.shape.count
+            record[0] = (record[0] + 1) % routing.shape.num_experts
             completion.routed_experts_T = record.numpy()
         return rollout
 
