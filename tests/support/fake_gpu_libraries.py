@@ -60,8 +60,8 @@ def quantize_activation(x: torch.Tensor, scale_format: str, *, rows: bool, colum
 
 def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scale_format: str) -> None:
     """The kernel's bytes and scales, into the caller's tensors."""
-    for mine, found in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
-        mine.copy_(found)
+    for target, values in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
+        target.copy_(values)
 
 
 def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:
@@ -149,15 +149,15 @@ class Quantizer:
 
     def __call__(self, x: torch.Tensor) -> Quantised:
         assert self.block_scaling_dim == 1 and x.is_contiguous()
-        found = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
+        sides = dict.fromkeys(("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv"))
         pad = lambda scale: torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()  # noqa: E731
         if self.rowwise:
             data, scale = quantize_1x128(x, self.scale_format)
-            found |= {"rowwise_data": data.view(torch.uint8), "rowwise_scale_inv": pad(scale.t())}
+            sides |= {"rowwise_data": data.view(torch.uint8), "rowwise_scale_inv": pad(scale.t())}
         if self.columnwise:
             data, scale = quantize_128x1(x, self.scale_format)
-            found |= {"columnwise_data": data.view(torch.uint8).t().contiguous(), "columnwise_scale_inv": pad(scale)}
-        return Quantised(**found, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=False)
+            sides |= {"columnwise_data": data.view(torch.uint8).t().contiguous(), "columnwise_scale_inv": pad(scale)}
+        return Quantised(**sides, fp8_dtype=self.dtype, quantizer=self, is_2D_scaled=False)
 
 
 def general_gemm(

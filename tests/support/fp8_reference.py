@@ -149,11 +149,11 @@ def run_sums(flat: torch.Tensor) -> torch.Tensor:
     raw = flat.numpy().tobytes()
     words = np.frombuffer(raw + bytes(-len(raw) % 4), dtype="<u4").astype(np.uint64)
     words = np.concatenate([words, np.zeros(-len(words) % (COLUMNS * RUN), dtype=np.uint64)]).reshape(-1, RUN, COLUMNS)
-    found = np.zeros((len(words), COLUMNS), dtype=np.uint64)
+    hashes = np.zeros((len(words), COLUMNS), dtype=np.uint64)
     for row in range(RUN):
-        found = found * _STEP + words[:, row]
+        hashes = hashes * _STEP + words[:, row]
     keys = np.array([_key(number) for number in range(2 * COLUMNS)], dtype=np.uint64).reshape(2, COLUMNS)
-    sums = np.stack([(found * key).sum(1, dtype=np.uint64) for key in keys], axis=1)
+    sums = np.stack([(hashes * key).sum(1, dtype=np.uint64) for key in keys], axis=1)
     return torch.from_numpy(sums.view(np.int64))
 
 
