@@ -11,16 +11,16 @@ set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 venv="$root/.venv-gpu"
 program=install_gpu
-pins="$root/launch/requirements-gpu.txt"
+pins="$root/launch/requirements-gpu.txt" common="$root/launch/requirements-common.txt"
 . "$root/launch/common.sh"
 
 print_pin() {
-  sed -n "s/^$1==//p" "$pins"
+  sed -n "s/^$1==//p" "$common" "$pins"
 }
 
 # An installation depends on these files and on the folder.
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-common.txt launch/requirements-gpu.txt launch/install_gpu.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 find_gpu_python() {
@@ -47,7 +47,7 @@ print_nvcc() {
 print_check() {
   local name installed python
   python=$( (find_gpu_python) 2>&1) || true
-  echo "would make $venv with $(grep -c == "$pins") pinned packages and build transformer-engine-torch $(print_pin transformer-engine) from source"
+  echo "would make $venv with $(cat "$common" "$pins" | grep -c ==) pinned packages and build transformer-engine-torch $(print_pin transformer-engine) from source"
   for name in torch triton sglang sglang-kernel sgl-deep-gemm flashinfer-python megatron-core transformer-engine nvidia-cublas; do
     installed=$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$name'))" 2>/dev/null || echo "not installed")
     printf '  %-20s %-12s %s\n' "$name" "$(print_pin "$name")" "$installed"

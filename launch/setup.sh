@@ -13,7 +13,7 @@ program=setup
 
 # An installation depends on these files and on the folder (a venv that was moved or copied belongs to its old folder).
 print_dependencies() {
-  (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
+  (cd "$root" && sha256sum launch/requirements-torch.txt launch/requirements-common.txt launch/requirements.txt launch/setup.sh launch/common.sh pyproject.toml && pwd -P)
 }
 
 # Can the present virtual environment be completed? Otherwise it is made anew.

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def pins() -> dict[str, str]:
-    text = "".join((ROOT / "launch" / name).read_text() for name in ("requirements-torch.txt", "requirements.txt"))
+    text = "".join((ROOT / "launch" / name).read_text() for name in ("requirements-torch.txt", "requirements-common.txt", "requirements.txt"))
     return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
 
 
@@ -59,7 +59,8 @@ def test_local_build_tags_do_not_matter(monkeypatch):
 
 
 def test_a_cuda_build_is_held_against_the_gpu_tiers_pins(monkeypatch):
-    gpu_pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
+    text = "".join((ROOT / "launch" / f"requirements-{name}.txt").read_text() for name in ("common", "gpu"))
+    gpu_pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
     assert {name: gpu_pins[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
     assert set(doctor.NEEDED_PACKAGES) <= gpu_pins.keys()
     monkeypatch.setattr(doctor, "find_cuda_build", lambda: "13.0")

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def pins() -> dict[str, str]:
     """What launch/install_gpu.sh installs."""
-    versions = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", (ROOT / "launch" / "requirements-gpu.txt").read_text(), re.MULTILINE))
+    text = "".join((ROOT / "launch" / f"requirements-{name}.txt").read_text() for name in ("common", "gpu"))
+    versions = dict(re.findall(r"^([A-Za-z0-9_.-]+)==(\S+)", text, re.MULTILINE))
     return versions | {"transformer-engine-torch": versions["transformer-engine"]}
 
 

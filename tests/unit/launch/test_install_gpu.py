@@ -28,6 +28,10 @@ def install(clone: Path, *arguments: str, **env: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd="/", env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
 
 
+def read_pins(*names: str) -> dict[str, str]:
+    return {pin: version for name in names for pin, version in PIN.findall((ROOT / "launch" / f"requirements-{name}").read_text())}
+
+
 def assert_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
     assert reason in done.stderr
@@ -40,7 +44,7 @@ def test_check_says_what_would_be_installed_and_changes_nothing(clone, tmp_path)
     (toolkit / "bin" / "nvcc").chmod(0o755)
     done = install(clone, "--check", PYTHON=sys.executable, CUDA_HOME=str(toolkit))
     assert done.returncode == 0, done.stderr
-    pins = dict(PIN.findall((clone / "launch" / "requirements-gpu.txt").read_text()))
+    pins = read_pins("common.txt", "gpu.txt")
     assert f"would make {clone}/.venv-gpu with {len(pins)} pinned packages" in done.stdout
     for name in ("torch", "sglang-kernel", "sgl-deep-gemm", "transformer-engine"):
         assert re.search(rf"^  {name} +{re.escape(pins[name])} +not installed$", done.stdout, re.MULTILINE)
@@ -56,16 +60,14 @@ def test_what_is_refused_before_anything_is_installed(clone):
 
 
 def test_the_lock_holds_what_is_asked_for():
-    asked, locked = (dict(PIN.findall((ROOT / "launch" / f"requirements-gpu.{kind}").read_text())) for kind in ("in", "txt"))
-    assert {name: locked[name] for name in asked} == asked
-    cpu = dict(PIN.findall((ROOT / "launch" / "requirements.txt").read_text()))
-    ours = {name for name in asked if name in cpu} - {"torch"}
-    assert {name: cpu[name] for name in ours} == {name: asked[name] for name in ours}
+    asked, locked = read_pins("gpu.in"), read_pins("gpu.txt")
+    assert asked and {name: locked[name] for name in asked} == asked
+    assert not read_pins("common.txt").keys() & locked.keys(), "a version stands in one place"
 
 
 def test_one_cuda_everywhere():
     """Toolkit, torch and the container's image: a compiler of another minor version than the libraries' is asking for trouble."""
-    locked = dict(PIN.findall((ROOT / "launch" / "requirements-gpu.txt").read_text()))
+    locked = read_pins("common.txt", "gpu.txt")
     of_toolkit = [
         name for name in locked if re.fullmatch(r"nvidia-(cuda-(nvcc|nvrtc|runtime|crt|cccl|cupti)|nvjitlink|nvvm)|cuda-bindings", name)
     ]

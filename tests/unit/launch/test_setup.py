@@ -31,7 +31,8 @@ def finish(clone: Path, written_in: Path) -> None:
     """Make `clone` look installed, with the stamp that an installation in `written_in` would have written."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
-    files = ("launch/requirements-torch.txt", "launch/requirements.txt", "launch/setup.sh", "launch/common.sh", "pyproject.toml")
+    pins = ("launch/requirements-torch.txt", "launch/requirements-common.txt", "launch/requirements.txt")
+    files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
     hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
     (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")
 
