@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def pins() -> dict[str, str]:
-    text = "".join((ROOT / "launch" / name).read_text() for name in ("requirements-torch.txt", "requirements-common.txt", "requirements.txt"))
+    names = ("requirements-torch.txt", "requirements-common.txt", "requirements.txt")
+    text = "".join((ROOT / "launch" / name).read_text() for name in names)
     return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
 
 
