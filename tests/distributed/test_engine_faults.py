@@ -13,8 +13,6 @@ from megatron_rl.errors import EngineLostError, RunError
 
 HEALTH, START = 10.0, 900.0
 COUNT, TOKENS = 24, 100
-
-
 ONE_RANK = pytest.param((1, "shared_memory"), marks=pytest.mark.long)
 
 
@@ -52,28 +50,28 @@ def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(wor
     version = 3 if fault == "kill" else 4
     reports = world.call(fake_engine.sync_through, version, {1: fault}, seconds=START)
     assert {(report["proved"], report["restarts"]) for report in reports} == {(reports[0]["tensors"], 1)}
-    told = lines(world)
-    assert "engine 1 is lost" in told and f"engines serve policy version {version} again, proved" in told
-    assert fault == "kill" or f"silent for {HEALTH:g} s, rollout.health_timeout" in told
+    messages = lines(world)
+    assert "engine 1 is lost" in messages and f"engines serve policy version {version} again, proved" in messages
+    assert fault == "kill" or f"silent for {HEALTH:g} s, rollout.health_timeout" in messages
     both, first, second = (answers(world, alone) for alone in (None, 0, 1))
-    assert both == first == second and {told for _, told in both} == {version}
+    assert both == first == second and {policy for _, policy in both} == {version}
 
 
 def test_what_was_sampled_when_all_engines_are_lost_is_sampled_anew(world):
     """One is killed, one hangs."""
-    wanted = answers(world)
-    found = world.call(fake_engine.answers_through, 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
-    assert found[0] == {"result": wanted, "left": []} and all(other == wanted for other in found[1:])
-    assert answers(world, 0) == answers(world, 1) == wanted
+    expected = answers(world)
+    results = world.call(fake_engine.answers_through, 4, {0: "kill", 1: "hang"}, COUNT, TOKENS, seconds=START)
+    assert results[0] == {"result": expected, "left": []} and all(other == expected for other in results[1:])
+    assert answers(world, 0) == answers(world, 1) == expected
 
 
 def test_the_other_engine_takes_over_from_one_whose_connection_breaks(world):
-    wanted = answers(world)
+    expected = answers(world)
     lines(world)
-    found = world.call(fake_engine.answers_through, 4, {0: "cut requests"}, COUNT, TOKENS, seconds=START)
-    assert found[0]["result"] == wanted
-    told = lines(world)
-    assert "engine 0 is lost: the engine does not answer /generate" in told and "still runs" in told and "engine 1" not in told
+    results = world.call(fake_engine.answers_through, 4, {0: "cut requests"}, COUNT, TOKENS, seconds=START)
+    assert results[0]["result"] == expected
+    messages = lines(world)
+    assert "engine 0 is lost: the engine does not answer /generate" in messages and "still runs" in messages and "engine 1" not in messages
     world.call(fake_engine.change, 5)
     reports = world.call(fake_engine.sync_through, 5, {}, seconds=START)
     assert {report["restarts"] for report in reports} == {3}, "those of the test before count here: no sync of a new version was since"

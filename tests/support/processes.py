@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -299,7 +298,7 @@ def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
         except EOFError:
             os._exit(0)
         try:
-            answer = (_find(function)(*args), None)
+            answer = (function(*args), None)
         except MegatronRLError as error:
             answer = (None, error)
         except BaseException:
@@ -307,14 +306,6 @@ def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
         pipe.send(answer)
         del args, answer
         _give_memory_back()
-
-
-def _find(function: Any) -> Any:
-    """For callers that still name a function "module:function"."""
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 def _give_memory_back() -> None:
