@@ -40,12 +40,12 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
     longer = [prompt + answer.output_ids_T + ENVIRONMENT_IDS for prompt, answer in zip(prompts, first, strict=True)]
     second = current().sample(longer, tokens)
     samples, same = [], True
-    for prompt, one, two in zip(prompts, first, second, strict=True):
-        logprobs = torch.tensor(one.logprobs_T + two.logprobs_T)
-        sampled = [True] * len(one.output_ids_T) + [False] * len(ENVIRONMENT_IDS) + [True] * len(two.output_ids_T)
-        same &= bool((two.routed_experts_T[: len(one.routed_experts_T)] == one.routed_experts_T).all())
-        experts = extend_routing_record(one.routed_experts_T, two.routed_experts_T)
-        ids = [*one.output_ids_T, *ENVIRONMENT_IDS, *two.output_ids_T]
+    for prompt, turn, next_turn in zip(prompts, first, second, strict=True):
+        logprobs = torch.tensor(turn.logprobs_T + next_turn.logprobs_T)
+        sampled = [True] * len(turn.output_ids_T) + [False] * len(ENVIRONMENT_IDS) + [True] * len(next_turn.output_ids_T)
+        same &= bool((next_turn.routed_experts_T[: len(turn.routed_experts_T)] == turn.routed_experts_T).all())
+        experts = extend_routing_record(turn.routed_experts_T, next_turn.routed_experts_T)
+        ids = [*turn.output_ids_T, *ENVIRONMENT_IDS, *next_turn.output_ids_T]
         current().trainer.actor.routing.shape.check(experts, len(prompt) + len(ids), "an answer")
         samples.append(
             TrainingSample(prompt, ids, rollout_logprobs=logprobs, response_mask=sampled, routed_experts=torch.from_numpy(experts))

@@ -219,20 +219,20 @@ def always_lose(version: int) -> None:
         _current[0].recovering_sync.run(version)
 
 
-def answers(count: int, tokens: int, alone: int | None = None) -> Any:
+def answers(count: int, tokens: int, engine: int | None = None) -> Any:
     """(tokens, policy version) of so many completions, of all engines or one of them; the same on every rank."""
-    return run_on_rank0(lambda: _answers(count, tokens, alone))
+    return run_on_rank0(lambda: _answers(count, tokens, engine))
 
 
-def _answers(count: int, tokens: int, alone: int | None = None) -> list[tuple[list[int], int]]:
+def _answers(count: int, tokens: int, engine: int | None = None) -> list[tuple[list[int], int]]:
     engines = _current[0].engines
-    asked = engines if alone is None else engines.engines[alone]
-    generations = asked.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
+    source = engines if engine is None else engines.engines[engine]
+    generations = source.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
     return [(generation.output_ids_T, generation.policy_version) for generation in generations]
 
 
 def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:
-    """`answers` with faults; see `support.engine_faults.strike_while`. On other ranks than 0 the result alone."""
+    """`answers` with faults; see `support.engine_faults.strike_while`. On other ranks than 0 only the result."""
     run = _current[0]
     if run.engines is None:
         return run.recovering_sync.run_with_recovery(version, lambda: None)
