@@ -40,6 +40,7 @@ def mixture(folder: Path) -> dict[str, object]:
         "data.train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "arithmetic"}}]',
         "data.eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "arithmetic"}}]',
         "model.warm_start.steps": 2,
+        "algorithm.kl_coef": 0.001,
         "checkpoint.every": 1,
         "checkpoint.keep": 2,
         "checkpoint.resume": "auto",
