@@ -1,4 +1,4 @@
-"""Everything that knows SGLang: engines as processes, their client, what runs inside them, and the plug-ins that make them obey."""
+"""All code that depends on SGLang: engine processes, their client, the code inside them, and the hooks on SGLang."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ if TYPE_CHECKING:
 
 
 def launch(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine:
-    """Entry point `sglang` of the group `megatron_rl.rollout`; see `rollout_sglang.engine.start_engine`.
+    """Start engine `number` of a run without waiting for it: the entry point `sglang` of the group `megatron_rl.rollout`.
 
-    Imported late, because SGLang imports this package at start-up, before its stand-ins are in place.
+    Import late, because SGLang imports this package at start-up, before its stub modules are in place.
     """
-    from rollout_sglang.engine import start_engine
+    from rollout_sglang.engine import SGLangEngine
+    from rollout_sglang.launch_args import EngineLaunchSpec
 
-    return start_engine(config, model_path, log_dir, number)
+    return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number))

@@ -1,4 +1,4 @@
-"""A real SGLang engine behind its HTTP server, as the loop sees it (`megatron_rl.rollout.engine.Engine`)."""
+"""An SGLang engine behind its HTTP server: the client that implements `megatron_rl.rollout.engine.Engine`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import httpx
 import torch
 
-from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.types import Generation, SamplingParams
@@ -24,46 +24,36 @@ from rollout_sglang.launch_args import EngineLaunchSpec
 from rollout_sglang.rank_handler import FAILED, PREFIX
 from rollout_sglang.rank_requests import RankRequests
 from rollout_sglang.request_gate import RequestGate
-from rollout_sglang.routing_record import RoutedExpertsReader
+from rollout_sglang.routing_record import read_routed_experts
 
-_CACHES = (memory_release.CACHE, "cuda_graph")  # SGLang's names for what is taken again when the weights are there
+_CACHE_TAGS = (memory_release.CACHE, "cuda_graph")  # SGLang's names of the memory allocated again after a sync
 _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
-_ENDING_SECONDS = 2.0
+_EXIT_SECONDS = 2.0
 _KEEP_ALIVE_SECONDS = 2.0
-"""An idle connection is given up before SGLang does so, after 5 s, perhaps while a request is on its way."""
-
-
-def start_engine(config: Config, model_path: Path, log_dir: Path, number: int = 0) -> SGLangEngine:
-    """Starts engine `number` of a run on `model_path`, and does not wait for it: see `SGLangEngine.wait_until_ready`."""
-    return SGLangEngine(EngineLaunchSpec(config, model_path, log_dir, number))
-
-
-def start_engine_and_wait(config: Config, model_path: Path, log_dir: Path) -> SGLangEngine:
-    """`start_engine`, and waits until the engine is ready."""
-    engine = start_engine(config, model_path, log_dir)
-    engine.wait_until_ready()
-    return engine
+"""Close an idle connection before SGLang does so, after 5 s, perhaps while a request is on its way."""
 
 
 class SGLangEngine(RankRequests):
     """Client and owner of one engine process. All calls are bounded by `rollout.request_timeout`.
 
-    An engine that ended, that is silent, or whose connection broke is lost: `EngineLostError`. It is of no use from then on.
+    An engine that ended, does not answer, or whose connection broke is lost: calls raise EngineLostError from then on.
     """
 
     def __init__(self, launch_spec: EngineLaunchSpec) -> None:
+        """Start the process; see `wait_until_ready`."""
         self._launch_spec, self._rollout = launch_spec, launch_spec.config.rollout
-        recorded = launch_spec.config.algorithm.routing_replay == "engine"
-        self._routing = RoutedExpertsReader.from_checkpoint(launch_spec.model_path) if recorded else None
+        record_routing = launch_spec.config.algorithm.routing_replay == "engine"
+        self._routing = RoutingShape.from_hf_config(read_config(launch_spec.model_path)) if record_routing else None
         self._gate = RequestGate(self._rollout.request_timeout)
         self._health_monitor = HealthMonitor(self._ping, self._kill_unresponsive, self._rollout.health_timeout)
-        self._update_open = False  # SGLang's weight update is open
-        self._generation_paused = False  # SGLang holds the requests that run
-        self._released_tags: list[str] = []  # memory that was given back
+        self._update_open = False  # SGLang's weight update has begun
+        self._generation_paused = False  # SGLang holds the running requests
+        self._released_tags: list[str] = []  # memory now released
         self._mixed_versions = False  # completions may hold tokens of several versions
-        self._receiving = self._hung = False
+        self._receiving = False  # the ranks receive in the background
+        self._hung = False  # ended by the health monitor
         self._start_process()
 
     def _start_process(self) -> None:
@@ -72,8 +62,10 @@ class SGLangEngine(RankRequests):
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=self._rollout.request_timeout, limits=limits)
 
     def wait_until_ready(self) -> None:
-        """A port that another program took in the meantime is tried once more with others. Raises RunError, with the log's tail, when the
-        engine dies or is not healthy within `rollout.start_timeout` seconds, and has ended it then."""
+        """Return when the engine is healthy. If another program took one of its ports, start it once more with others.
+
+        Stop it and raise RunError, with the log's tail, if it ends or is not healthy within `rollout.start_timeout` seconds.
+        """
         try:
             try:
                 self._wait_until_healthy()
@@ -89,14 +81,12 @@ class SGLangEngine(RankRequests):
             raise
 
     def _wait_until_healthy(self) -> None:
-        """Returns when `/health` answers, which asks no key."""
+        """Return when `/health` answers, which needs no key."""
         seconds = self._rollout.start_timeout
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.exit_code() is not None:
-                raise RunError(
-                    f"the engine did not start (exit code {self.process.exit_code()}); log: {self.process.log}", self.process.log_tail()
-                )
+                raise self._make_error(f"the engine did not start (exit code {self.process.exit_code()})")
             try:
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     self.process.remember_children()
@@ -104,17 +94,14 @@ class SGLangEngine(RankRequests):
             except httpx.TransportError:
                 pass
             time.sleep(_POLL_SECONDS)
-        raise RunError(
-            f"the engine was not healthy after {seconds:g} s (rollout.start_timeout); log: {self.process.log}", self.process.log_tail()
-        )
+        raise self._make_error(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout)")
 
     def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
-        """See `Engine.generate`. Seeds are obeyed on the CPU tier (`rollout_sglang.hooks.seeded_sampling`); on a GPU SGLang draws as it
-        likes."""
+        """See `Engine.generate`. Seeds count on the CPU tier only (`rollout_sglang.hooks.seeded_sampling`); a GPU ignores them."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
-        parameters = [_sampling_params(one) for one in samplings]
-        found: dict[int, Generation] = {}
-        while missing := [index for index in range(len(prompts_B)) if index not in found]:
+        parameters = [_sampling_params(params) for params in samplings]
+        generations: dict[int, Generation] = {}
+        while missing := [index for index in range(len(prompts_B)) if index not in generations]:
             with self._gate.passing(), self._health_monitor.working():
                 body = {
                     "input_ids": [prompts_B[index] for index in missing],
@@ -124,21 +111,23 @@ class SGLangEngine(RankRequests):
                 }
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
-                if answer["meta_info"]["finish_reason"]["type"] != "abort":  # else thrown away at a switch: sampled anew
-                    found[index] = parse_generation(answer, self._mixed_versions)
-                    if self._routing is not None:
-                        found[index].routed_experts_T = self._routing.read(answer, len(prompts_B[index]) + len(found[index].output_ids_T))
-        return [found[index] for index in range(len(prompts_B))]
+                if answer["meta_info"]["finish_reason"]["type"] == "abort":  # discarded by a sync: sample it again
+                    continue
+                generations[index] = generation = parse_generation(answer, self._mixed_versions)
+                if self._routing is not None:
+                    tokens = len(prompts_B[index]) + len(generation.output_ids_T)
+                    generation.routed_experts_T = read_routed_experts(answer, self._routing, tokens)
+        return [generations[index] for index in range(len(prompts_B))]
 
     def start_receiving(self, hashing: bool) -> None:
         super().start_receiving(hashing)
         self._receiving = True
         self._health_monitor.resume()
-        self._health_monitor.begin_work()  # it receives in the background, and answers meanwhile
+        self._health_monitor.begin_work()  # it answers pings while it receives in the background
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        self._end_receiving()  # its answer may take as long as what is left to receive
-        self._health_monitor.suspend()  # also from those whose completions it holds
+        self._end_receiving()  # the answer may take as long as the rest of the transfer
+        self._health_monitor.suspend()  # also for threads whose completions it holds
         return super().finish_receiving(hashing)
 
     def disconnect(self) -> None:
@@ -160,10 +149,11 @@ class SGLangEngine(RankRequests):
         return [PrecisionGraph.from_json(json.loads(rank["graph"])) for rank in self._ask_ranks({"verb": "graph"})]
 
     def pause(self, running: Running) -> None:
-        """`continue`: SGLang frees the cache of what runs and queues it; the cache of its tokens is computed anew by the new weights."""
+        """See `Engine.pause`. For "continue" SGLang frees the cache of running requests and queues them; the new weights compute the
+        cache of their tokens again."""
         if running == "continue":
             self._gate.close()
-            if not self._generation_paused:  # else a sync before this one broke
+            if not self._generation_paused:  # still paused if an earlier sync failed
                 self._post("/pause_generation", {"mode": "retract"})
             self._generation_paused = self._mixed_versions = True
         else:
@@ -179,20 +169,20 @@ class SGLangEngine(RankRequests):
     def release_memory(self) -> None:
         self._gate.drain()
         self._empty_caches()
-        away = [*_CACHES, memory_release.WEIGHTS] if torch.cuda.is_available() else [memory_release.CACHE]
-        wanted = [tag for tag in away if tag not in self._released_tags]
-        if wanted and torch.cuda.is_available():
-            self._post("/release_memory_occupation", {"tags": wanted})
-        elif wanted:
+        tags = [*_CACHE_TAGS, memory_release.WEIGHTS] if torch.cuda.is_available() else [memory_release.CACHE]
+        allocated = [tag for tag in tags if tag not in self._released_tags]
+        if allocated and torch.cuda.is_available():
+            self._post("/release_memory_occupation", {"tags": allocated})
+        elif allocated:
             self._ask_ranks({"verb": "release"})
-        self._released_tags = away
+        self._released_tags = tags
 
     def _resume_memory(self, *tags: str) -> None:
-        """Memory that was given back; none where it was not."""
-        wanted = [tag for tag in tags if tag in self._released_tags]
-        if wanted and torch.cuda.is_available():
-            self._post("/resume_memory_occupation", {"tags": wanted})
-        elif wanted:
+        """Allocate again those of `tags` that are released."""
+        released = [tag for tag in tags if tag in self._released_tags]
+        if released and torch.cuda.is_available():
+            self._post("/resume_memory_occupation", {"tags": released})
+        elif released:
             self._ask_ranks({"verb": "restore"})
         self._released_tags = [tag for tag in self._released_tags if tag not in tags]
 
@@ -202,7 +192,7 @@ class SGLangEngine(RankRequests):
     def begin_sync(self) -> None:
         self._resume_memory(memory_release.WEIGHTS)
         self._empty_caches()
-        if not self._update_open:  # else a sync before this one broke
+        if not self._update_open:  # still open if an earlier sync failed
             self._post("/begin_weight_update", {})
         self._update_open = True
 
@@ -211,36 +201,36 @@ class SGLangEngine(RankRequests):
         self._update_open = False
         self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         self._empty_caches()
-        self._resume_memory(*_CACHES)
+        self._resume_memory(*_CACHE_TAGS)
 
     def _empty_caches(self) -> None:
-        """Raises RunError where requests run that are not ours.
+        """Empty SGLang's caches, for which no request may run. Raise RunError if requests of another client keep running.
 
-        SGLang refuses while requests run, and clears one away a moment after its answer. It is asked again and again, because its own
-        waiting goes on for up to a second after that (--sleep-on-idle).
+        SGLang removes a request a moment after its answer. Retry, because its own wait goes on for up to a second longer
+        (--sleep-on-idle).
         """
         deadline = time.monotonic() + _IDLE_SECONDS
         while (response := self._request("/flush_cache", None)).status_code != httpx.codes.OK:
             if response.status_code != httpx.codes.BAD_REQUEST or time.monotonic() > deadline:
-                raise self._make_error("/flush_cache", response)
+                raise self._make_refusal("/flush_cache", response)
             time.sleep(_IDLE_POLL_SECONDS)
 
     def stop(self, force: bool = False) -> None:
         self._http.close()
-        self._gate.open()  # who waits at it is told
+        self._gate.open()  # waiting threads go on, and fail
         self.process.kill() if force else self.process.stop()
 
     def _ping(self) -> None:
-        """Returns when every rank has answered; a rank answers between two batches. Raises EngineLostError when one does not in time."""
+        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if one does not in time."""
         self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)
 
     def _kill_unresponsive(self) -> None:
-        """Whoever waits for an answer of the engine is told when it ends."""
-        self._hung = self.process.exit_code() is None  # one that ended by itself does not answer either
+        """End the process, so that every waiting request fails."""
+        self._hung = self.process.exit_code() is None  # not if it ended by itself
         self.process.kill()
 
     def _ask_ranks(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
-        """Asks the hook in every scheduler process (`rollout_sglang.rank_handler`); one mapping per engine rank."""
+        """Ask the hook in every scheduler process (`rollout_sglang.rank_handler`) and return one mapping per engine rank."""
         answer = self._post("/weights_checker", {"action": PREFIX + json.dumps(request)}, seconds)
         ranks = sorted(answer["ranks"], key=lambda rank: rank["parallelism_info"][0]["tp_rank"])
         for number, rank in enumerate(ranks):
@@ -250,53 +240,55 @@ class SGLangEngine(RankRequests):
         return [rank["checksums"] for rank in ranks]
 
     def _post(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> Any:
-        """One bounded request. Raises EngineLostError when the engine is gone or too slow, RunError when it answers with an error."""
+        """Return the answer to one bounded request. Raise EngineLostError if the engine is gone or too slow, RunError if it refuses."""
         response = self._request(path, body, seconds)
         if response.status_code != httpx.codes.OK:
-            raise self._make_error(path, response)
+            raise self._make_refusal(path, response)
         return response.json() if response.headers.get("content-type", "").startswith("application/json") else response.text
 
     def _request(self, path: str, body: dict[str, Any] | None, seconds: float | None = None) -> httpx.Response:
-        """Whatever the engine answers. Raises EngineLostError when it is gone or too slow."""
+        """Return the engine's response of any status. Raise EngineLostError if the engine is gone or too slow."""
         seconds = seconds or self._rollout.request_timeout
         try:
             return self._http.post(path, json=body, timeout=seconds)
         except httpx.TimeoutException:
-            raise EngineLostError(
-                f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout); log: {self.process.log}",
-                self.process.log_tail(),
-            ) from None
+            message = f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout)"
+            raise self._make_error(message, EngineLostError) from None
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`
-            line = f"the engine does not answer {path} ({self._describe_state(error)}); log: {self.process.log}"
-            raise EngineLostError(line, self.process.log_tail()) from None
+            message = f"the engine does not answer {path} ({self._describe_state(error)})"
+            raise self._make_error(message, EngineLostError) from None
 
     def _describe_state(self, error: Exception) -> str:
+        """Say what became of the process after `error`."""
         if self._hung:
             return f"it was silent for {self._rollout.health_timeout:g} s, rollout.health_timeout, and was ended"
-        if self.process.wait_for_exit(_ENDING_SECONDS):
+        if self.process.wait_for_exit(_EXIT_SECONDS):
             return f"its process ended with exit code {self.process.exit_code()}"
         return f"{type(error).__name__}; its process still runs"
 
-    def _make_error(self, path: str, response: httpx.Response) -> RunError:
-        """What to raise for an answer that is none; an engine that ends may still say so with a status of 500 or more."""
-        gone = response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and self.process.wait_for_exit(_ENDING_SECONDS)
-        kind = EngineLostError if gone else RunError
-        return kind(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
+    def _make_error(self, message: str, error_class: type[RunError] = RunError) -> RunError:
+        return error_class(f"{message}; log: {self.process.log}", self.process.log_tail())
+
+    def _make_refusal(self, path: str, response: httpx.Response) -> RunError:
+        """Return the error for a refused request: EngineLostError if the engine is ending, which it may say by a status of 500 or more."""
+        lost = response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and self.process.wait_for_exit(_EXIT_SECONDS)
+        error_class = EngineLostError if lost else RunError
+        return error_class(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
 
 
 def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    found = {
+    parameters = {
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
         "top_p": 1.0,
         "stop": list(sampling.stop),
     }
-    return found if sampling.seed is None else {**found, "sampling_seed": sampling.seed}
+    return parameters if sampling.seed is None else {**parameters, "sampling_seed": sampling.seed}
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
-    """Raises RunError for an answer that more than one policy version sampled, unless it `mixed_versions`, or with log-probs that are no
-    numbers."""
+    """Return one completion of SGLang's answer. Raise RunError if several policy versions sampled it, unless `mixed_versions` allows that,
+    or if a log-prob is no number."""
     meta = answer["meta_info"]
     spans = meta.get("weight_versions") or []
     versions = {span["version"] for span in spans} | {meta["weight_version"]}

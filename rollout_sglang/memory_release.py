@@ -1,8 +1,7 @@
-"""Inside a scheduler process on a CPU: the KV cache's memory, given back while the trainer has its turn.
+"""Release the KV cache's memory of a scheduler process on a CPU while the trainer runs.
 
-SGLang's own /release_memory_occupation needs torch_memory_saver, and that needs CUDA; without it, it frees nothing. Here the storages are
-resized: tensors stay the objects that everybody holds, and their memory goes back to the system. Weights stay: SGLang's lie in memory
-that torch cannot resize.
+SGLang's own /release_memory_occupation needs torch_memory_saver, and so CUDA; without it, it frees nothing. Here the storages are
+resized: the tensor objects stay, and their memory goes back to the system. Weights stay: torch cannot resize the memory they lie in.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from typing import Any
 import torch
 
 CACHE, WEIGHTS = "kv_cache", "weights"
-"""SGLang's own names."""
+"""SGLang's names of its memory."""
 _BUFFER_NAMES = ("k_buffer", "v_buffer", "kv_buffer")  # of MHA, of MLA
 
 _released: dict[torch.UntypedStorage, int] = {}
-"""What was given back, with its size in bytes."""
+"""Released storages and their sizes in bytes."""
 
 
 def release(pool: Any) -> None:
-    """Gives back the memory of SGLang's KV cache; what it held is lost. Raises ValueError for a cache that is not known."""
+    """Free the memory of SGLang's KV cache `pool` and lose its content. Raise ValueError for an unknown kind of cache."""
     tensors = [tensor for name in _BUFFER_NAMES for tensor in getattr(pool, name, None) or ()]
     if not tensors:
         raise ValueError(f"the KV cache {type(pool).__name__} has none of {', '.join(_BUFFER_NAMES)}")
     for storage in (tensor.untyped_storage() for tensor in tensors):
-        if storage.nbytes():  # keys and values may share one, and a second time there is none
+        if storage.nbytes():  # not yet released: keys and values may share one storage
             _released[storage] = storage.nbytes()
             storage.resize_(0)
 
 
 def restore() -> None:
-    """Takes it again, zeroed: attention multiplies what a mask hides by 0, and NaN would stay NaN. Nothing where none was given back."""
+    """Allocate what was released, zeroed: attention multiplies masked values by 0, and NaN would stay NaN."""
     while _released:
         storage, size = _released.popitem()
         storage.resize_(size)

@@ -1,4 +1,4 @@
-"""Starts, watches and ends one engine process with everything below it."""
+"""Start, watch and end one engine process with all its descendants."""
 
 from __future__ import annotations
 
@@ -13,19 +13,27 @@ import psutil
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
-"""The run's API key comes by the environment: everybody on a machine can read command lines."""
+"""Carries the run's API key: everybody on a machine can read command lines, but not environments."""
 _TAIL_LINES = 25
-_GRACE = 10.0
-
-
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_GRACE_SECONDS = 10.0
+_TORCHRUN_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process's environment without torchrun's variables, with which the engine would wait to join the trainer's process group, and
-    without all nodes' launchers, of which an engine is told its own."""
-    prefixes, others = ("TORCHELASTIC_", "ROLE_"), {*_TORCHRUN, LAUNCHER_VARIABLE}
-    return {name: value for name, value in os.environ.items() if name not in others and not name.startswith(prefixes)}
+    """Return this process's environment without torchrun's variables, with which the engine would wait to join the trainer's process
+    group, and without the launchers of all nodes, as an engine gets its own."""
+    removed = {*_TORCHRUN_VARIABLES, LAUNCHER_VARIABLE}
+    return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
 
 class EngineProcess:
@@ -34,11 +42,11 @@ class EngineProcess:
     def __init__(self, arguments: list[str], environment: dict[str, str], log: Path, module: str = "rollout_sglang.server") -> None:
         self.log = log
         self._has_launcher = bool(environment.get(LAUNCHER_VARIABLE))
-        with open(log, "ab") as output:
+        with open(log, "ab") as log_file:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=log_file,
                 stderr=subprocess.STDOUT,
                 env={**_clean_environment(), **environment},
                 start_new_session=True,
@@ -50,45 +58,47 @@ class EngineProcess:
         return self._process.pid
 
     def exit_code(self) -> int | None:
-        """None while the process runs."""
+        """Return the exit code, None while the process runs."""
         return self._process.poll()
 
     def remember_children(self) -> None:
-        """Notes the processes below, so that they can be ended even when the server dies before them."""
+        """Note all descendants, so that they can be ended even if the server dies first."""
         with contextlib.suppress(psutil.Error):
             self._children = psutil.Process(self.pid).children(recursive=True)
 
     def get_memory_mb(self) -> float:
-        """MiB resident in all processes together; pages that they share count in each."""
+        """Return the MiB resident in all processes together; pages that they share count in each."""
         with contextlib.suppress(psutil.Error):
             server = psutil.Process(self.pid)
             return sum(process.memory_info().rss for process in (server, *server.children(recursive=True))) / 2**20
         return 0.0
 
     def log_tail(self) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         with contextlib.suppress(OSError):
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return ""
 
     def wait_for_exit(self, seconds: float) -> bool:
-        """Whether the process has ended, or does so in that time."""
+        """Return whether the process ends within `seconds`, or has ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=seconds)
         return self.exit_code() is not None
 
     def stop(self) -> None:
-        """Ends the server and every process below it: politely first, then by force."""
+        """End the server and all its descendants by SIGTERM, and by SIGKILL those that still run after the grace period."""
         processes = self._list_processes()
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.terminate()
-        _kill(psutil.wait_procs(processes, timeout=_GRACE)[1])
-        self._process.wait(timeout=_GRACE)
+        self._wait_and_kill(processes)
 
     def kill(self) -> None:
-        """As `stop`, at once: for processes that may be stopped or stuck. Python's resource trackers end by themselves, when they have
-        cleaned up /dev/shm. A launcher is asked to end all the same: killed, it would leave its engine where it is."""
+        """End the server and all its descendants at once: for processes that may be stopped or stuck.
+
+        Spare Python's resource trackers, which end by themselves once they have cleaned up /dev/shm. Stop a launcher by SIGTERM even so:
+        killed, it would leave its engine running.
+        """
         if self._has_launcher:
             self.stop()
             return
@@ -97,8 +107,7 @@ class EngineProcess:
             with contextlib.suppress(psutil.Error):
                 if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
                     process.kill()
-        _kill(psutil.wait_procs(processes, timeout=_GRACE)[1])
-        self._process.wait(timeout=_GRACE)
+        self._wait_and_kill(processes)
 
     def _list_processes(self) -> list[psutil.Process]:
         if self.exit_code() is None:
@@ -108,9 +117,11 @@ class EngineProcess:
             processes.append(psutil.Process(self.pid))
         return processes
 
-
-def _kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(processes, timeout=_GRACE)
+    def _wait_and_kill(self, processes: list[psutil.Process]) -> None:
+        """Wait until `processes` have ended, and kill those that do not in time."""
+        running = psutil.wait_procs(processes, timeout=_GRACE_SECONDS)[1]
+        for process in running:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(running, timeout=_GRACE_SECONDS)
+        self._process.wait(timeout=_GRACE_SECONDS)

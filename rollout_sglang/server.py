@@ -1,8 +1,8 @@
 """The engine's process: `python -m rollout_sglang.server --parent ... --host ... --port ...`, SGLang's HTTP server with our hooks verified.
 
 SGLang ends its parent process when a scheduler crashes, so the server runs in a process of its own, never inside the trainer.
-Importing this module installs the stand-ins; the spawned scheduler and detokenizer import it first, because the two functions
-handed to SGLang live here.
+Importing this module installs the stub modules. The spawned scheduler and detokenizer import it first, because the two functions
+passed to SGLang are defined here.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ stub_modules.install()
 
 _RENDEZVOUS_SECONDS = 600.0
 _NO_PARENT = 0
-"""The parent of an engine that a launcher started: it ends with that."""
+"""Parent of an engine that a launcher started, and which ends with the launcher."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's scheduler process; refuses to start half hooked."""
+    """Run SGLang's scheduler process. Raise RuntimeError if a hook was not applied."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from rollout_sglang.hooks import registry
@@ -36,31 +36,31 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
-    """SGLang's detokenizer process."""
+    """Run SGLang's detokenizer process."""
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     return run_detokenizer_process(*args, **kwargs)
 
 
-def die_with_parent(parent: int, by: signal.Signals = signal.SIGKILL) -> None:
-    """Asks Linux to end this process when the thread of the trainer that started it ends, however it ends, so that no engine is orphaned.
+def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
+    """Let Linux send `signum` to this process when the thread that started it ends, for whatever reason, so that no engine is orphaned.
 
-    `by` SIGKILL where it may be, as a stopped process takes no other signal. SGLang's own processes below ask for the same.
+    Prefer SIGKILL, the only signal that ends a stopped process. SGLang's own child processes do the same.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(1, by)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it was gone before the call
-        os.kill(os.getpid(), by)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signum)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signum)
 
 
 def main(arguments: list[str]) -> None:
-    """Serves until it is ended. `--parent PID` and `--host ADDRESS` first, then SGLang's own other arguments."""
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster's warning goes to every process, and is the trainer's business
+    """Serve until a signal ends the process. `arguments`: `--parent PID` and `--host ADDRESS` first, then SGLang's other arguments."""
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster warns every process by it; only the trainer reacts
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
     if (parent := int(arguments[1])) != _NO_PARENT:
-        die_with_parent(parent, by=signal.SIGTERM if launcher else signal.SIGKILL)
-    if launcher:  # takes this process's place, and ends what it started when it is asked to end
-        words = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
-        os.execvp(words[0], words)
+        die_with_parent(parent, signal.SIGTERM if launcher else signal.SIGKILL)
+    if launcher:  # it replaces this process, and ends the engine on SIGTERM
+        command = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
+        os.execvp(command[0], command)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
     from parallel.transport.store import listening_store
     from rollout_sglang.hooks import registry

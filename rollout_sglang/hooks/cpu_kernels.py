@@ -1,6 +1,6 @@
-"""What SGLang computes on a CPU in place of its Triton kernels, or around its own code, so that the trainer's bits come out.
+"""SGLang's operators on a CPU, with the trainer's bits: in place of its Triton kernels, or around its own code.
 
-Every operator here calls the function that the trainer's forward pass calls: `megatron_rl.precision.fp8_products.fprop` and those of
+Every operator calls the function that the trainer's forward pass calls: `megatron_rl.precision.fp8_products.fprop` and those of
 `megatron_rl.precision.ops.batch_invariant`. Experts: `rollout_sglang.hooks.cpu_moe`.
 """
 
@@ -19,12 +19,12 @@ from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
 def dispatch_block_fp8_linear(weight_block_size: list[int] | None = None, act_scale_ue8m0: bool = False) -> Callable[..., torch.Tensor]:
-    """Stands in for SGLang's `dispatch_w8a8_block_fp8_linear`, which drops `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs
-    them: the engine would then quantise activations with fp32 scales although its checkpoint says pow2."""
-    return functools.partial(block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
+    """Replace SGLang's `dispatch_w8a8_block_fp8_linear`, which drops `act_scale_ue8m0` for 128x128 blocks unless DeepGEMM runs them:
+    the engine would then quantise activations with fp32 scales although its checkpoint says pow2."""
+    return functools.partial(apply_block_fp8_linear, act_scale_ue8m0=act_scale_ue8m0)
 
 
-def block_fp8_linear(
+def apply_block_fp8_linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     block_size: list[int],
@@ -34,25 +34,25 @@ def block_fp8_linear(
     act_scale_ue8m0: bool = False,
     weight_bf16: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Stands in for SGLang's `triton_w8a8_block_fp8_linear`, same arguments: input [..., K], weight E4M3 [N, K]; returns [..., N]."""
+    """Replace SGLang's `triton_w8a8_block_fp8_linear`, same arguments. Return [..., N] of input [..., K] and weight E4M3 [N, K]."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
-    form = "pow2" if act_scale_ue8m0 else "fp32"
-    y = fprop(input, get_float_weight(weight, weight_scale, value_dtype(input, form)), form)
+    scale_format = "pow2" if act_scale_ue8m0 else "fp32"
+    y = fprop(input, get_float_weight(weight, weight_scale, value_dtype(input, scale_format)), scale_format)
     return y if bias is None else y + bias
 
 
-def plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    """Around `UnquantizedLinearMethod.apply`: routers, and every linear layer where nothing is quantised."""
+def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised."""
     return batch_invariant.apply_with_min_rows(lambda rows: original(self, layer, rows, bias), x)
 
 
-def lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Around `LogitsProcessor._compute_lm_head`."""
+def compute_lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Wrap `LogitsProcessor._compute_lm_head`."""
     return batch_invariant.apply_with_min_rows(lambda rows: original(self, rows, *args, **kwargs), hidden)
 
 
-def rms_norm(
+def apply_rms_norm(
     original: Callable[..., Any],
     self: Any,
     x: torch.Tensor,
@@ -60,10 +60,10 @@ def rms_norm(
     post_residual_addition: torch.Tensor | None = None,
     **named: Any,
 ) -> Any:
-    """Around `RMSNorm.forward_native`: the sum with the residual stream is rounded to the stream's dtype before it is normed, as Megatron
-    has it. Returns the normed x, and the new residual stream where there is one."""
-    wider = self.override_orig_dtype or self.fp32_residual
-    if wider or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
+    """Wrap `RMSNorm.forward_native`: round the sum with the residual stream to the stream's dtype before the norm, as Megatron does.
+    Return the normed x, and the new residual stream if one was given."""
+    wide_residual = self.override_orig_dtype or self.fp32_residual
+    if wide_residual or self.cast_x_before_out_mul or self.variance_size_override or post_residual_addition is not None:
         return original(self, x, residual, post_residual_addition, **named)
     summed = x if residual is None else x + residual
     normed = batch_invariant.rms_norm(summed, self.weight, self.variance_epsilon)
@@ -71,14 +71,16 @@ def rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Around `Sampler.forward`: log-probs are the log-softmax of logits / temperature; SGLang's own are the logarithm of a softmax. It
-    overwrites the logits, but takes others to make log-probs of."""
+    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, where SGLang takes the logarithm of a softmax.
+
+    SGLang overwrites the logits in place, but makes log-probs of a copy if it is given one.
+    """
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
     return original(self, output, sampling, return_logprob, *args, **named)
 
 
-def extend_attention(
+def run_extend_attention(
     self: Any,
     query: torch.Tensor,
     output: torch.Tensor,
@@ -91,18 +93,15 @@ def extend_attention(
     extend_seq_lens: torch.Tensor,
     encoder_lens: torch.Tensor | None = None,
     scaling: float | None = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
     sliding_window_size: int | None = None,
+    **_: bool,
 ) -> torch.Tensor:
-    """Attention of prompts, one request after the other. query [tokens, heads, d], requests one after the other; the rest as
-    `decode_attention`. Of a request's `seq_lens` tokens the first `extend_prefix_lens` were cached before."""
+    """Compute the attention of prompts, request by request. query [tokens, heads, d] holds the requests one after the other; the rest as
+    in `run_decode_attention`. Of a request's `seq_lens` tokens the first `extend_prefix_lens` were cached before."""
     _refuse_special(encoder_lens, sliding_window_size)
     start = 0
-    for row, length, cached, new in zip(
-        *(x.tolist() for x in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens)), strict=True
-    ):
+    requests = (values.tolist() for values in (req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens))
+    for row, length, cached, new in zip(*requests, strict=True):
         tokens = slice(start, start + new)
         slots, last = req_to_token[row : row + 1, :length], torch.arange(cached, length)[None]
         output[tokens] = _attention(query[None, tokens].transpose(1, 2), k_cache, v_cache, slots, last, scaling)[0].transpose(0, 1)
@@ -110,7 +109,7 @@ def extend_attention(
     return output
 
 
-def decode_attention(
+def run_decode_attention(
     self: Any,
     query: torch.Tensor,
     output: torch.Tensor,
@@ -121,12 +120,10 @@ def decode_attention(
     seq_lens: torch.Tensor,
     encoder_lens: torch.Tensor | None = None,
     scaling: float | None = None,
-    enable_gqa: bool = False,
-    causal: bool = False,
-    is_cross_attn: bool = False,
     sliding_window_size: int | None = None,
+    **_: bool,
 ) -> torch.Tensor:
-    """Attention of one decoded token per request, all requests in one padded batch.
+    """Compute the attention of one decoded token per request, all requests in one padded batch.
 
     query [requests, heads, d]; caches [slots, kv heads, d]; row r of `req_to_token` lists the slots of request r's tokens.
     """
@@ -146,7 +143,7 @@ def _refuse_special(encoder_lens: torch.Tensor | None, sliding_window_size: int 
 def _attention(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """`row_invariant.attention` of query [b, h, s, d] over the cache's `slots` [b, t]; returns [b, h, s, e]."""
+    """Return `batch_invariant.attention` [b, h, s, e] of query [b, h, s, d] over the cache's `slots` [b, t]."""
     heads = k_cache.shape[1]
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # of the cache as [slots * heads, d]
     keys, values = (cache.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, -1) for cache in (k_cache, v_cache))

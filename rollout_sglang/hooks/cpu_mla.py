@@ -1,7 +1,7 @@
-"""Multi-latent attention (MLA, DeepSeek-V3) on a CPU without Intel's kernels: three places where SGLang knows only the GPU or AMX.
+"""Multi-latent attention (MLA, DeepSeek-V3) on a CPU without Intel's kernels: three places where SGLang supports only the GPU or AMX.
 
 Prompts and decoded tokens both take the absorbed form: attention in the latent space, with w_kc and w_vc, the parts of kv_b_proj. SGLang
-makes these from kv_b_proj when weights were loaded, and again at the end of every weight update.
+makes these from kv_b_proj after loading weights, and again at the end of every weight update.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
 from parallel.formats import BLOCK
 
 
-def attention_handler(original: Callable[..., Any], registry: Any, backend: str) -> Callable[[Any, Any], Any]:
-    """Around `AttentionBackendRegistry.get_handler`: PyTorch's attention takes prompts in the absorbed form too, as it reads keys and
-    values from the cache, which holds latents; SGLang would treat it like Triton's, which takes them from its arguments."""
+def get_handler(original: Callable[..., Any], registry: Any, backend: str) -> Callable[[Any, Any], Any]:
+    """Wrap `AttentionBackendRegistry.get_handler`: PyTorch's attention takes prompts in the absorbed form too, because it reads keys and
+    values from the cache, which holds latents. SGLang would treat it like Triton's, which takes them from its arguments."""
     if backend != "torch_native":
         return original(registry, backend)
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
@@ -25,16 +25,16 @@ def attention_handler(original: Callable[..., Any], registry: Any, backend: str)
     return lambda attention, batch: AttnForwardMethod.MLA
 
 
-def rotary_embedding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Around `get_rope_wrapper`: without "rope_scaling" the CPU takes the ordinary embedding; SGLang's branch for it knows YaRN only."""
+def get_rotary_embedding(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap `get_rope_wrapper`: without "rope_scaling" use the ordinary embedding, as SGLang's branch for the CPU supports only YaRN."""
     if kwargs.get("rope_scaling") is not None:
         return original(*args, **kwargs)
     return original(*args, **{**kwargs, "device": None})
 
 
 def dequantize_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> tuple[torch.Tensor, float]:
-    """Stands in for `block_quant_to_tensor_quant` where w_kc and w_vc are made: the blocks' own values, in the model's dtype, and a scale
-    of one. SGLang's CPU branch would quantise kv_b_proj again, with one scale for all of it; its GPU branch dequantises as well."""
+    """Replace `block_quant_to_tensor_quant`, which makes w_kc and w_vc: return the dequantised blocks in the model's dtype, and a scale of
+    one. SGLang's CPU branch would quantise kv_b_proj again with a single scale; its GPU branch dequantises as well."""
     if block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"block size {block_size} is outside the precision contract")
     return dequantize_weight(Fp8Weight(data, scale)).to(torch.get_default_dtype()), 1.0

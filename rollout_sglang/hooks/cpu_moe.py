@@ -1,12 +1,11 @@
-"""What SGLang computes on a CPU for a mixture of experts, in place of its Triton kernels and of its own CPU path, which knows no
-expert parallelism:
+"""A mixture of experts on a CPU, in place of SGLang's Triton kernels and of its own CPU path, which has no expert parallelism:
 
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
-w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. What an expert gives is weighted and rounded to
-x's dtype, as in SGLang's GPU kernels and in Megatron; experts are added in ascending order, in float32, and rounded once; the sum over
+w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. An expert's output is weighted and rounded to x's
+dtype, as in SGLang's GPU kernels and in Megatron; experts are added in ascending order, in float32, and rounded once; the sum over
 ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.precision.fp8_products.fprop` twice, as two linear layers would, INT8 experts
-`megatron_rl.precision.int8.product`: tokens are quantised before w13, and what goes into w2 again.
+`megatron_rl.precision.int8.int8_matmul`: tokens are quantised before w13, and again before w2.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: ExpertLinear, down: ExpertLinear) -> torch.Tensor:
-    """x [T, H]; `weights` float32 [T, k] and `experts` [T, k] of the router, by this rank's numbers, -1 for another rank's expert.
+    """Return this rank's part of the sum, [T, H] in the dtype of x [T, H].
 
-    Returns [T, H] in x's dtype: this rank's part of the sum.
+    `weights` float32 [T, k] and `experts` [T, k] come from the router; experts by this rank's numbers, -1 for another rank's expert.
     """
     summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():  # ascending
@@ -47,8 +46,8 @@ def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, g
 def route_tokens(
     original: Callable[..., Any], hidden_states: torch.Tensor, gating_output: torch.Tensor, topk: int, renormalize: bool, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Around `fused_topk_native`: (weights float32 [T, k], experts [T, k]). Weights that add up to one are the softmax over the chosen
-    experts, as Megatron has it; SGLang divides those of the softmax over all experts by their sum."""
+    """Wrap `fused_topk_native`; return (weights float32 [T, k], experts [T, k]). Weights that add up to one are the softmax over the
+    chosen experts, as in Megatron; SGLang divides those of the softmax over all experts by their sum."""
     if not renormalize or named.get("correction_bias") is not None or named.get("scoring_func", "softmax") != "softmax":
         return original(hidden_states, gating_output, topk, renormalize, **named)
     scores, experts = gating_output.float().topk(topk, dim=-1)
@@ -56,48 +55,45 @@ def route_tokens(
 
 
 def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Stands in for `Fp8MoEMethod.apply`."""
+    """Replace `Fp8MoEMethod.apply`."""
     if not self.block_quant or self.weight_block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"experts in FP8 blocks of {self.weight_block_size} are outside the precision contract")
-    form = gpu_activation_quant.read_expert_scale_format(self, layer)
+    scale_format = gpu_activation_quant.read_expert_scale_format(self, layer)
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: fprop(x, get_float_weight(weight[expert], scale[expert], value_dtype(x, form)), form)
+        return lambda x, expert: fprop(x, get_float_weight(weight[expert], scale[expert], value_dtype(x, scale_format)), scale_format)
 
-    return _apply_experts(
-        self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
-    )
+    gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
+    return _apply_experts(self, dispatch_output, gate_up, down)
 
 
 def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Stands in for `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
+    """Replace `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
         return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], scale[expert]), scale[expert])
 
-    return _apply_experts(
-        self, dispatch_output, linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale)
-    )
+    gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale)
+    return _apply_experts(self, dispatch_output, gate_up, down)
 
 
 def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Stands in for `UnquantizedFusedMoEMethod.apply`."""
-    return _apply_experts(
-        self,
-        dispatch_output,
-        lambda x, expert: invariant_matmul(x, layer.w13_weight[expert]),
-        lambda x, expert: invariant_matmul(x, layer.w2_weight[expert]),
-    )
+    """Replace `UnquantizedFusedMoEMethod.apply`."""
+
+    def linear(weight: torch.Tensor) -> ExpertLinear:
+        return lambda x, expert: invariant_matmul(x, weight[expert])
+
+    return _apply_experts(self, dispatch_output, linear(layer.w13_weight), linear(layer.w2_weight))
 
 
 def _apply_experts(method: Any, dispatch_output: Any, gate_up: ExpertLinear, down: ExpertLinear) -> Any:
     config = method.moe_runner_config
-    plain = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
-    with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method knows none
-    if not plain or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
+    swiglu = config.activation == "silu" and config.is_gated and not config.apply_router_weight_on_input and not config.no_combine
+    with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method has no such attribute
+    if not swiglu or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
-    chosen = dispatch_output.topk_output
-    return make_combine_input(run_experts(dispatch_output.hidden_states, chosen.topk_weights.float(), chosen.topk_ids, gate_up, down))
+    routing = dispatch_output.topk_output
+    return make_combine_input(run_experts(dispatch_output.hidden_states, routing.topk_weights.float(), routing.topk_ids, gate_up, down))
 
 
 def make_combine_input(y: torch.Tensor) -> Any:

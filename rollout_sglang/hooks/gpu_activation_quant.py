@@ -1,15 +1,14 @@
-"""How the engine quantises activations on an NVIDIA GPU: the contract's quantiser in place of SGLang's, which gives other scales.
+"""Activation quantisation of the engine on an NVIDIA GPU: the contract's quantiser in place of SGLang's, which makes other scales.
 
 SGLang's kernels make FP32 scales by another formula than the trainer's, and powers of two only where DeepGEMM runs a dense layer. All
-block-FP8 layers of a release listed in `plugin.KNOWN_VERSIONS` come to one of three functions when they run on Hopper, replaced here:
+block-FP8 layers of a release in `registry.KNOWN_VERSIONS` call one of three functions on Hopper, replaced here:
 
     fp8_kernel._run_per_token_group_quant_8bit_kernel   dense layers in Triton, DeepGEMM and CUTLASS; experts in Triton
-    fp8_kernel.sglang_per_token_quant_fp8               the same, where an input has 128 features: its one group is the whole token
-    per_token_group_quant.per_token_group_quant         experts in Triton, where their second layer loads its input by TMA
+    fp8_kernel.sglang_per_token_quant_fp8               the same, if an input has 128 features: its one group is the whole token
+    per_token_group_quant.per_token_group_quant         experts in Triton, if their second layer loads its input by TMA
 
-What reaches them with another meaning (packed scales, SwiGLU in the same kernel, other groups) is refused. So is, before a run
-samples, every layer that does not come to them: `read_linear_scale_format` and `read_expert_scale_format` read it from what the live
-layer runs.
+Calls for anything else (packed scales, SwiGLU in the same kernel, other groups) raise. A layer that calls another quantiser is refused
+before a run samples: `read_linear_scale_format` and `read_expert_scale_format` read it from the live layer's code.
 """
 
 from __future__ import annotations
@@ -24,34 +23,37 @@ from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from parallel.formats import BLOCK
 
 SCALE_FORMAT_VARIABLE = "MEGATRON_RL_SCALE_FORMAT"
-"""`precision.scale_format`, set by `rollout_sglang.engine` for the engine's processes."""
+"""Carries `precision.scale_format`; `rollout_sglang.launch_args` sets it for the engine's processes."""
 
 DENSE_FUNCTIONS = (
     "triton_w8a8_block_fp8_linear",
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
     "cutlass_w8a8_block_fp8_linear_with_fallback",
 )
-"""Functions of SGLang's fp8_utils that call nothing but the functions above to quantise."""
+"""Functions of SGLang's fp8_utils that quantise only by the functions named above."""
 _DENSE_MODULE = "sglang.srt.layers.quantization.fp8_utils"
 
 
 @functools.cache
 def get_scale_format() -> str:
-    """What this process's quantiser makes, "pow2" or "fp32". Raises RuntimeError where the engine was started without it."""
-    told = os.environ.get(SCALE_FORMAT_VARIABLE)
-    if told not in ("pow2", "fp32"):
-        raise RuntimeError(f"{SCALE_FORMAT_VARIABLE} is {told!r}: an engine that quantises activations needs pow2 or fp32")
-    return told
+    """Return the scale format of this process's quantiser, "pow2" or "fp32". Raise RuntimeError if the engine was started without one."""
+    scale_format = os.environ.get(SCALE_FORMAT_VARIABLE)
+    if scale_format not in ("pow2", "fp32"):
+        raise RuntimeError(f"{SCALE_FORMAT_VARIABLE} is {scale_format!r}: an engine that quantises activations needs pow2 or fp32")
+    return scale_format
 
 
 @torch.library.custom_op("megatron_rl::quantize_activation", mutates_args=("data", "scale"))
 def quantize(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor) -> None:
-    """Q_1x128(x) in `get_scale_format()`, into `data` and `scale`. x [T, K] in bf16, fp16 or float32, data E4M3 [T, K], scale float32
-    [T, K/128] with any strides. An operator of its own, so that torch.compile does not look inside."""
-    wanted = get_scale_format()
+    """Write Q_1x128(x), with scales in `get_scale_format()`, into `data` and `scale`.
+
+    x [T, K] in bf16, fp16 or float32, data E4M3 [T, K], scale float32 [T, K/128] with any strides. A custom operator, so that torch.compile
+    does not trace into it.
+    """
+    scale_format = get_scale_format()
     from megatron_rl.precision.backends.triton_quantize import quantize_into
 
-    quantize_into(x, data, scale, wanted)
+    quantize_into(x, data, scale, scale_format)
 
 
 def run_group_quantizer(
@@ -67,8 +69,8 @@ def run_group_quantizer(
     fuse_silu_and_mul: bool,
     masked_m: torch.Tensor | None,
 ) -> None:
-    """Stands in for `_run_per_token_group_quant_8bit_kernel`, same arguments. `scale_ue8m0` may be false where the contract says pow2:
-    SGLang does not tell all its layers."""
+    """Replace `_run_per_token_group_quant_8bit_kernel`, same arguments. `scale_ue8m0` may be false although the contract says pow2: SGLang
+    does not set it for all its layers."""
     if (eps, fp8_min, fp8_max) != (AMAX_EPSILON, -E4M3_MAX, E4M3_MAX):
         raise NotImplementedError(f"blocks clamped at {eps} to {fp8_min} .. {fp8_max} are outside the precision contract")
     _check(x, x_q, x_s, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
@@ -82,7 +84,7 @@ def quantize_tokens(
     output_q: torch.Tensor | None = None,
     output_s: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands in for `sglang_per_token_quant_fp8`, which SGLang calls where one group is a whole token."""
+    """Replace `sglang_per_token_quant_fp8`, which SGLang calls if one group is a whole token."""
     data = torch.empty_like(x, dtype=dtype) if output_q is None else output_q
     scale = x.new_empty(len(x), 1, dtype=torch.float32) if output_s is None else output_s
     _check(x, data, scale, x.shape[-1], False, False)
@@ -107,12 +109,12 @@ def quantize_groups(
     num_valid_tokens: int = 0,
     silu_and_mul_mode: str = "legacy",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands in for `per_token_group_quant`, same arguments. Rows of padding, which SGLang's kernel may skip, are quantised too."""
+    """Replace `per_token_group_quant`, same arguments. Quantise rows of padding too, which SGLang's kernel may skip."""
     tokens, width = input.shape[0], input.shape[-1]
     data = torch.empty_like(input, dtype=out_dtype or torch.float8_e4m3fn) if output_q is None else output_q
     if output_s is not None:
         scale = output_s
-    elif column_major_scales:  # T contiguous, its stride padded to the 16 bytes that TMA wants
+    elif column_major_scales:  # T contiguous, its stride padded to the 16 bytes that TMA needs
         scale = input.new_empty(width // BLOCK, -(-tokens // 4) * 4, dtype=torch.float32).t()[:tokens]
     else:
         scale = input.new_empty(tokens, width // BLOCK, dtype=torch.float32)
@@ -122,7 +124,7 @@ def quantize_groups(
 
 
 def _check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int, ue8m0: bool, fused: bool) -> None:
-    """Raises NotImplementedError for what the contract does not know."""
+    """Raise NotImplementedError for a quantisation outside the precision contract."""
     if group != BLOCK or x.dim() != 2 or data.dtype != torch.float8_e4m3fn:
         raise NotImplementedError(f"{list(x.shape)} in {data.dtype} groups of {group} is outside the precision contract")
     if fused or scale.dtype != torch.float32:
@@ -132,33 +134,34 @@ def _check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int,
 
 
 def read_linear_scale_format(method: Any, layer: Any) -> str:
-    """The format of the scales that a live layer quantises its input with; `method` is its `Fp8LinearMethod`.
+    """Return the format of the scales that a live layer quantises its input with; `method` is its `Fp8LinearMethod`.
 
-    "pow2" or "fp32" where the quantiser is the contract's; else words that equal neither and name what runs instead.
+    It is "pow2" or "fp32" if the quantiser is the contract's, otherwise a description of the quantiser that runs instead.
     """
     function = method.w8a8_block_fp8_linear
     if not torch.cuda.is_available():
-        return "pow2" if getattr(function, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"  # kernels.block_fp8_linear
-    called = getattr(function, "func", function)
+        return "pow2" if getattr(function, "keywords", {}).get("act_scale_ue8m0", False) else "fp32"  # cpu_kernels.apply_block_fp8_linear
+    kernel = getattr(function, "func", function)
     if method.use_marlin or method.use_mxfp8 or method.block_fp8_as_mxfp8:
         return "Marlin's or MXFP8's"
-    if called.__module__ != _DENSE_MODULE or called.__name__ not in DENSE_FUNCTIONS:
-        return f"{called.__name__}'s"
-    return _unless_requantised(layer.weight_scale_inv)
+    if kernel.__module__ != _DENSE_MODULE or kernel.__name__ not in DENSE_FUNCTIONS:
+        return f"{kernel.__name__}'s"
+    return _read_scale_format(layer.weight_scale_inv)
 
 
 def read_expert_scale_format(method: Any, layer: Any) -> str:
-    """As `read_linear_scale_format`, for a live layer of experts with an `Fp8MoEMethod`."""
+    """Return the same for a live layer of experts with an `Fp8MoEMethod`."""
     if not torch.cuda.is_available():
-        return "pow2" if method.quant_config.scale_fmt == "ue8m0" else "fp32"  # moe.apply_block_fp8
+        return "pow2" if method.quant_config.scale_fmt == "ue8m0" else "fp32"  # cpu_moe.apply_block_fp8
     backend = method.get_moe_runner_backend(layer)
     if backend is None or not backend.is_triton():
         return f"the expert runner {getattr(backend, 'value', backend)}'s"
-    return _unless_requantised(layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
+    return _read_scale_format(layer.w13_weight_scale_inv, layer.w2_weight_scale_inv)
 
 
-def _unless_requantised(*scales: torch.Tensor) -> str:
-    """On Blackwell SGLang quantises the weights again and packs their scales; on AMD GPUs it calls other quantisers."""
+def _read_scale_format(*scales: torch.Tensor) -> str:
+    """Return `get_scale_format()`, or a description of the quantiser on other GPUs than Hopper: on Blackwell SGLang quantises the weights
+    again and packs their scales, on AMD GPUs it calls other quantisers."""
     if torch.version.hip is not None:
         return "an AMD GPU's"
     if any(scale.dtype != torch.float32 or getattr(scale, "format_ue8m0", False) for scale in scales):

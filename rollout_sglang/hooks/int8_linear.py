@@ -1,4 +1,4 @@
-"""SGLang's INT8 linear layer (`W8A8Int8LinearMethod`) as this project runs it: what it computes on a CPU, how its weights lie."""
+"""SGLang's INT8 linear layer (`W8A8Int8LinearMethod`): its product on a CPU, and the layout of its weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
 def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Stands in for SGLang's `apply`, same arguments: x [..., K]; returns [..., N]."""
+    """Replace SGLang's `apply`, same arguments. Return [..., N] of x [..., K]."""
     y = int8_matmul(x, get_float_weight(layer.weight, layer.weight_scale), layer.weight_scale)
     return y if bias is None else y + bias
 
 
 def keep_layout(self: Any, layer: Any) -> None:
-    """Stands in for SGLang's `process_weights_after_loading`, which transposes the weight at every call: when the checkpoint was
-    loaded, and again at the end of every sync. A GPU's kernel wants it transposed; here that is done once. On a CPU, where SGLang
-    knows AMX alone, it stays [N, K]."""
+    """Replace SGLang's `process_weights_after_loading`, which transposes the weight at every call: after loading the checkpoint, and again
+    at the end of every sync. Transpose it once, and only on a GPU, whose kernel needs that; on a CPU, where SGLang supports only AMX, keep
+    [N, K]."""
     weight = layer.weight.detach()
     transposed = weight.t() if weight.is_cuda and weight.is_contiguous() else weight
     layer.weight = torch.nn.Parameter(transposed, requires_grad=False)

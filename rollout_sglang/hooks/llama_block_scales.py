@@ -1,4 +1,4 @@
-"""FP8 Llama checkpoints: SGLang 0.5.23's loader looks for their block scales under another name, warns, and serves uninitialised ones."""
+"""Block scales of FP8 Llama checkpoints: SGLang 0.5.23 looks for them under another name, warns, and serves uninitialised ones."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _SCALE = ".weight_scale_inv"
 
 
 def load_block_scales(original: Callable[..., Any], model: Any, weights: Iterable[NamedTensor]) -> Any:
-    """Around `LlamaForCausalLM.load_weights`: everything but the block scales goes there, these are loaded here, by SGLang's own table.
+    """Wrap `LlamaForCausalLM.load_weights`: pass everything but the block scales on to it, and load these by SGLang's own table.
 
-    Raises KeyError for the scale of a weight that is not FP8 in the engine.
+    Raise KeyError for the scale of a weight that is not FP8 in the engine.
     """
     from sglang.srt.model_loader.auto_loader import LLAMA_STACKED_MAPPING
 
     scales: list[NamedTensor] = []
 
-    def others() -> Iterator[NamedTensor]:
+    def without_scales() -> Iterator[NamedTensor]:
         for name, value in weights:
             if name.endswith(_SCALE):
                 scales.append((name, value))
             else:
                 yield name, value
 
-    result = original(model, others())
+    result = original(model, without_scales())
     parameters = dict(model.named_parameters())
     for name, value in scales:
         target = LLAMA_STACKED_MAPPING.try_load(name, value, parameters)

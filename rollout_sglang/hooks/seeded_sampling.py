@@ -1,7 +1,7 @@
-"""Draws that are a function of a completion's seed and the token's position alone, whatever else the engine decodes beside it.
+"""Sampling that depends only on a completion's seed and the token's position, whatever else is in the engine's batch.
 
-SGLang knows seeds only in its deterministic mode, which needs its GPU kernels. Here every request of the CPU tier has one, its own or else
-a random one; a token is where the cumulated probabilities pass a number in [0, 1) that is hashed from seed and position.
+SGLang uses seeds only in its deterministic mode, which needs its GPU kernels. On the CPU tier every request has one, its own or a random
+one; its token is the first whose cumulated probability exceeds a number in [0, 1) hashed from seed and position.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import torch
 
 
 def attach_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **named: Any) -> Any:
-    """Around `SamplingBatchInfo.from_schedule_batch`: int64 [requests] of seeds, which SGLang keeps in step with its batches."""
+    """Wrap `SamplingBatchInfo.from_schedule_batch`: add int64 seeds [requests], which SGLang keeps in step with its batches."""
     info = original(cls, batch, *args, **named)
-    own = [request.sampling_params.sampling_seed for request in batch.reqs]
-    drawn = torch.randint(2**62, (len(own),)).tolist()
-    info.sampling_seed = torch.tensor([new if seed is None else seed for seed, new in zip(own, drawn, strict=True)], dtype=torch.int64)
+    requested = [request.sampling_params.sampling_seed for request in batch.reqs]
+    random = torch.randint(2**62, (len(requested),)).tolist()
+    seeds = [random_seed if seed is None else seed for seed, random_seed in zip(requested, random, strict=True)]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
 
 
 def sample_tokens(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Stands in for SGLang's `sampling_from_probs_torch`: probs [n, vocabulary], seeds and positions [n]; returns tokens int32 [n]."""
+    """Replace SGLang's `sampling_from_probs_torch`: return tokens int32 [n] of probs [n, vocabulary], seeds and positions [n]."""
     cumulated = probs.double().cumsum(-1)
-    passed = torch.from_numpy(hash_to_uniform(sampling_seed.numpy(), positions.numpy()))[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, passed, right=True).clamp_(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
+    thresholds = torch.from_numpy(hash_to_uniform(sampling_seed.numpy(), positions.numpy()))[:, None] * cumulated[:, -1:]
+    return torch.searchsorted(cumulated, thresholds, right=True).clamp_(max=probs.shape[-1] - 1).view(-1).to(torch.int32)
 
 
 def hash_to_uniform(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [n] in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of the seed, `positions` + 1 steps on."""
+    """Return float64 [n] in [0, 1): SplitMix64 (Steele, Lea and Flood 2014) of the seed, `positions` + 1 steps on."""
     with np.errstate(over="ignore"):
         x = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,4 +1,4 @@
-"""The platform class behind `rollout_sglang.platform.activate` (a module of its own, as it imports SGLang)."""
+"""The platform class that `rollout_sglang.platform.activate` names (a module of its own, because it imports SGLang)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "eager"
 
     def empty_cache(self) -> None:
-        """Nothing: SGLang's own collects Python's garbage, 0.4 s at every flush of the caches and so twice at every sync. There is no
-        device memory to give back, and Python collects by itself."""
+        """Do nothing: there is no device memory to free. SGLang's own method collects Python's garbage, which takes 0.4 s at every flush
+        of the caches, twice in a sync."""
 
     def apply_server_args_defaults(self, server_args: Any) -> None: ...
 
@@ -44,8 +44,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 @functools.cache
 def _configs() -> dict[str, type]:
-    """SGLang's FP8 and INT8 configurations, allowing float32 activations: on a CPU they are faster than bf16. Made late: importing them
-    asks for the platform."""
+    """Return SGLang's FP8 and INT8 configurations with float32 activations allowed, which are faster than bf16 on a CPU. Import late:
+    importing SGLang's classes needs the platform."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
 

@@ -1,8 +1,8 @@
-"""Empty stand-ins for `triton` and `torchvision`, so that SGLang imports on a machine that has neither.
+"""Stub modules for `triton` and `torchvision`, so that SGLang imports on a machine that has neither.
 
-Both are optional for what runs on a CPU, but SGLang imports them unconditionally. A stand-in answers attribute look-ups with more
-stand-ins and is false, empty and not iterable into anything; calling a kernel through it raises. `install()` must run before the
-first import of sglang, in every process; where the real package is installed nothing is replaced.
+A CPU engine uses neither, but SGLang imports both unconditionally. Every attribute of a stub is a stub too; stubs are false and empty, and
+launching a kernel through one raises. `install()` must run before the first import of sglang, in every process; it replaces no installed
+package.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ class _Base(metaclass=_ClassMeta):
 
 
 class _StubModule(types.ModuleType):
-    """A module whose every attribute is a stand-in too: names in capitals are classes, others modules."""
+    """A module whose every attribute is a stub: a class if its name is capitalized, else a module."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__path__: list[str] = []
         self.__package__ = name
         self.__file__ = __file__
-        self.__spec__ = importlib.machinery.ModuleSpec(name, _LOADER, is_package=True)
+        self.__spec__ = _IMPORTER.make_spec(name)
         if "." not in name:
             self.__version__ = "0.0.0+standin"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        full = f"{self.__name__}.{name}"
-        if full in sys.modules:
-            return sys.modules[full]
+        full_name = f"{self.__name__}.{name}"
+        if full_name in sys.modules:
+            return sys.modules[full_name]
         value: Any
         if name[:1].isupper():
             value = _ClassMeta(name, (_Base,), {"__module__": self.__name__})
         else:
-            value = sys.modules[full] = _StubModule(full)
+            value = sys.modules[full_name] = _StubModule(full_name)
         setattr(self, name, value)
         return value
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Works as a decorator, with or without arguments."""
+        """Act as a decorator, with or without arguments."""
         return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else lambda function: function
 
     def __getitem__(self, _: Any) -> Any:
@@ -66,7 +66,7 @@ class _StubModule(types.ModuleType):
 
         return launch
 
-    # without these three, torch's search for triton under tensor parallelism never ends
+    # without these three methods, torch's search for triton under tensor parallelism never ends
     def __contains__(self, _: Any) -> bool:
         return False
 
@@ -80,29 +80,31 @@ class _StubModule(types.ModuleType):
         return False
 
 
-class _Loader:
-    def create_module(self, spec: Any) -> types.ModuleType:
+class _StubImporter:
+    """Finds and loads the stubs of `packages` and of everything below them."""
+
+    packages: tuple[str, ...] = ()
+
+    def make_spec(self, name: str) -> importlib.machinery.ModuleSpec:
+        loader: Any = self
+        return importlib.machinery.ModuleSpec(name, loader, is_package=True)
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        return self.make_spec(name) if name.split(".")[0] in self.packages else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _StubModule(spec.name)
 
     def exec_module(self, _: types.ModuleType) -> None: ...
 
 
-_LOADER: Any = _Loader()
-
-
-class _Finder:
-    def __init__(self, roots: tuple[str, ...]) -> None:
-        self._roots = roots
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        if name.split(".")[0] in self._roots:
-            return importlib.machinery.ModuleSpec(name, _LOADER, is_package=True)
-        return None
+_IMPORTER = _StubImporter()
 
 
 def install() -> tuple[str, ...]:
-    """Installs the finder for the packages that are missing; returns their names."""
+    """Install a finder that imports stubs of the missing packages, and return their names."""
     missing = tuple(name for name in _NAMES if name not in sys.modules and importlib.util.find_spec(name) is None)
-    if missing and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder(missing))
+    if missing and _IMPORTER not in sys.meta_path:
+        _IMPORTER.packages = missing
+        sys.meta_path.append(_IMPORTER)
     return missing

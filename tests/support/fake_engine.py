@@ -41,6 +41,7 @@ from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
+from rollout_sglang.launch_args import LaunchedServer
 from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 from rollout_sglang.server import die_with_parent
 from support.engine_faults import Faults, engine_family, strike_while
@@ -158,11 +159,12 @@ class LightStart:
     folder: Path
     number: int
 
-    def start_process(self) -> tuple[EngineProcess, str, str]:
+    def start_process(self) -> LaunchedServer:
         port, key = free_port(), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
-        return EngineProcess(["127.0.0.1", str(port)], environment, log, "support.fake_engine"), f"http://127.0.0.1:{port}", key
+        process = EngineProcess(["127.0.0.1", str(port)], environment, log, "support.fake_engine")
+        return LaunchedServer(process, f"http://127.0.0.1:{port}", key)
 
 
 @dataclass

@@ -37,7 +37,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
     config = load_config(Path(sys.argv[4]), sys.argv[5:])  # -m megatron_rl train CONFIG ...
     check_engine_placement(config)
-    engines = [EngineLaunchSpec(config, folder, folder, number).start_process()[0] for number in range(config.rollout.engines)]
+    engines = [EngineLaunchSpec(config, folder, folder, number).start_process().process for number in range(config.rollout.engines)]
     try:
         until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 900, "every engine")
     finally:

@@ -41,7 +41,8 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.training.preflight import preflight
 from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.types import SamplingParams
-from rollout_sglang.engine import start_engine_and_wait
+from rollout_sglang.engine import SGLangEngine
+from rollout_sglang.launch_args import EngineLaunchSpec
 
 OperatorRows = dict[str, torch.Tensor]
 """Operator -> [T, columns] for the tokens of one sample."""
@@ -148,8 +149,9 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         load_checkpoint(model, config.model.path, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
         save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)
-        engine = start_engine_and_wait(config, folder / "engine", folder)
+        engine = SGLangEngine(EngineLaunchSpec(config, folder / "engine", folder))
         resources.callback(engine.stop)
+        engine.wait_until_ready()
         engine.tap()
         prompt_ids = _random_prompts(prompts, hf_config["vocab_size"], config.train.seed)
         answers = engine.generate(prompt_ids, SamplingParams(temperature=config.rollout.temperature, max_new_tokens=tokens))

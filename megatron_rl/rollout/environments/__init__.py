@@ -1,1 +1,1 @@
-"""Environments that answer the policy between its turns."""
+"""Environments that reply to the policy between its turns."""

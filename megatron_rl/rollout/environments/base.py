@@ -1,7 +1,7 @@
-"""Environments: what a policy talks to while it answers, such as a tool, a user or a game.
+"""Environments: what a policy interacts with while it answers, such as a tool, a user or a game.
 
-An environment is a class. One object is made of it for each answer; after every turn of the policy its `step` is given what the policy
-wrote, and returns what comes next, or None at the end:
+An environment is a class, with one object per completion. After every turn of the policy its `step` receives what the policy wrote, and
+returns the next message, or None at the end:
 
     class Echo:
         stop = ("</say>",)
@@ -11,9 +11,8 @@ wrote, and returns what comes next, or None at the end:
         def step(self, text: str) -> Message | None:
             return Message(text.upper()) if text.endswith("</say>") else None
 
-Objects live in worker processes (`megatron_rl.rollout.generation`) and travel between them pickled, so that one which hangs or dies costs
-its own
-answer only. This file imports nothing heavy, because every worker imports it.
+Objects live in worker processes (`megatron_rl.rollout.environment_pool`) and travel between them pickled, so that one that hangs or dies
+costs only its own completion. This file imports nothing heavy, because every worker imports it.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
 ENVIRONMENTS = {"calculator": "megatron_rl.rollout.environments.calculator:Calculator"}
-"""What `environment.name` may name besides `module:attribute`, and where it lives."""
+"""Values of `environment.name` besides `module:attribute`, and where each is defined."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What the environment says next, tokenised as it stands (a chat template's marks are the environment's to write).
+    """The environment's next text, tokenised as it is (a chat template's markers are the environment's to write).
 
-    `error` tells what it could not do of what the policy asked for: a mistake of the policy, which is counted and costs nothing else.
+    `error` describes a mistake of the policy, such as a call that cannot be answered: it is counted, and has no other effect.
     """
 
     text: str
@@ -46,21 +45,21 @@ class Message:
 
 
 class Environment(Protocol):
-    """The other side of one answer; picklable."""
+    """The environment of one completion; picklable."""
 
     def step(self, text: str) -> Message | None:
-        """The answer to one turn of the policy, `text` without special tokens; None ends the answer. May raise (`reward.on_error`)."""
+        """Return the reply to `text`, one turn without special tokens; None ends the completion. May raise (`reward.on_error`)."""
 
 
 class EnvironmentClass(Protocol):
-    """What `environment.name` names. It may have an attribute `stop`: strings at which the engine ends a turn, as the end token does."""
+    """The class that `environment.name` names. Its optional attribute `stop` lists strings that end a turn, as the end token does."""
 
     def __call__(self, problem: Problem) -> Environment: ...
 
 
 @dataclass(frozen=True)
 class Episode(Problem):
-    """A problem and its environment so far."""
+    """A problem and the state of its environment."""
 
     state: bytes = b""
     """The pickled environment; empty before the first turn."""
@@ -68,7 +67,7 @@ class Episode(Problem):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What comes of one turn: a message; none, at the end of the answer; or an error of the environment."""
+    """The result of one turn: a message; None at the end of the completion; or an error of the environment."""
 
     message: Message | None = None
     error: str = ""
@@ -76,23 +75,23 @@ class StepResult:
 
 
 def load_environment(name: str) -> EnvironmentClass:
-    """The class that `environment.name` names. Raises UserError where there is none."""
+    """Return the class that `environment.name` names. Raise UserError if there is none."""
     module, colon, attribute = ENVIRONMENTS.get(name, name).partition(":")
     fix = f"use one of {', '.join(ENVIRONMENTS)}, or module:attribute of a class that Python finds (PYTHONPATH)"
     if not colon:
         raise UserError("environment.name", name, "is not known", fix)
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        environment = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # whatever the module raises on import
         raise UserError("environment.name", name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
-    if not callable(getattr(found, "step", None)):
+    if not callable(getattr(environment, "step", None)):
         raise UserError("environment.name", name, "has no method step(text)", "see docs/guides/environments.md")
-    stop_strings(name, found)
-    return found
+    stop_strings(name, environment)
+    return environment
 
 
 def stop_strings(name: str, environment: EnvironmentClass) -> tuple[str, ...]:
-    """Strings at which the engine ends a turn. Raises UserError where `stop` is anything else."""
+    """Return the strings at which the engine ends a turn. Raise UserError if `stop` is anything else."""
     stop = getattr(environment, "stop", ())
     if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
         raise UserError("environment.name", name, f"its stop ({stop!r}) must be a tuple of texts", 'write e.g. stop = (">>",)')

@@ -1,6 +1,6 @@
-"""An environment that computes: the policy writes `<<5+3-6>>`, the calculator goes on with `2`. Also worked examples that use it.
+"""A calculator as environment: the policy writes `<<5+3-6>>`, the calculator continues with `2`. Also demonstrations of its use.
 
-Whole numbers only, with + - * / // and brackets; nothing is ever executed: the expression is parsed, and its tree is walked.
+Integers only, with + - * / // and brackets. No code is executed: the expression is parsed, and its syntax tree evaluated.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_rl.types import Problem
 
 MAX_EXPRESSION_LENGTH = 64
 MAX_ABS_VALUE = 10**15
-"""No number on the way may be larger; also what keeps every product quick."""
+"""Limit of every intermediate result, which also bounds the time of a product."""
 _CALL = re.compile(r"<<([^<>]*)>>\s*$")
 _ALPHABET = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
@@ -27,7 +27,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class Calculator:
-    """Answers a turn that ends with a call by the result, or by `?` where there is none. Any other turn ends the answer."""
+    """Replies to a turn that ends with a call by its result, or by `?` if it has none. Any other turn ends the completion."""
 
     stop = (">>",)
 
@@ -44,7 +44,7 @@ class Calculator:
 
 
 def evaluate_expression(expression: str) -> int:
-    """The value of an expression such as `12*(3-1)`. Raises ValueError where it has none, is no whole number, or is too large."""
+    """Return the value of an expression such as `12*(3-1)`. Raise ValueError if it has none, is no integer, or is too large."""
     if len(expression) > MAX_EXPRESSION_LENGTH or not _ALPHABET.fullmatch(expression):
         raise ValueError(f"needs 1 to {MAX_EXPRESSION_LENGTH} digits, operators and brackets")
     try:
@@ -78,7 +78,7 @@ def _apply_operator(kind: ast.operator, left: int, right: int) -> int:
 
 
 def write_demonstration(problem: Problem) -> list[str]:
-    """A worked answer to a generated problem: the policy's call, the calculator's result, the policy's answer."""
+    """Return the turns of a correct answer to a generated problem: the policy's call, the calculator's result, the policy's answer."""
     call = f"<<{problem.id.partition(':')[2]}>>"
     result = Calculator(problem).step(call)
     assert result is not None and not result.error

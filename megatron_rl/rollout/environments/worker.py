@@ -1,7 +1,6 @@
-"""One process that runs environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see
-`rewards.worker`.
+"""Worker process of environments: `python -m megatron_rl.rollout.environments.worker FD NAME MEMORY_MB PARENT_PID`, see `rewards.worker`.
 
-It answers turns by replies. Environments come and go pickled, so any worker can take any turn.
+Environments travel pickled, so any worker can run any turn.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from megatron_rl.rollout.environments.base import EnvironmentClass, Episode, Mes
 
 
 def run_step(environment: EnvironmentClass, text: str, episode: Episode) -> StepResult:
-    """What the environment says to a turn; whatever it raises or wrongly returns becomes a StepResult that names the error."""
+    """Return the environment's reply to one turn. Whatever it raises, or returns of a wrong type, becomes a StepResult with an error."""
     try:
         current = pickle.loads(episode.state) if episode.state else environment(episode)
         message = current.step(text)

@@ -26,7 +26,7 @@ def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], 
     """Arguments and environment of the process that engine `number` would be started as, and its URL."""
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
-    _, url, _ = launch_args.EngineLaunchSpec(config, Path("x"), Path("logs"), number).start_process()
+    url = launch_args.EngineLaunchSpec(config, Path("x"), Path("logs"), number).start_process().url
     return *started[0], url
 
 
