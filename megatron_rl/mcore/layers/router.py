@@ -1,4 +1,4 @@
-"""MoE routers with statistics and routing replay, which makes them take recorded experts (docs/moe.md).
+"""MoE routers with statistics and routing replay, which makes them take recorded experts (docs/guides/moe.md).
 
 Megatron's routers ask an object `router_replay` for their experts; its own class shares its state among all models of a process, so actor
 and reference would replay together. Here every router has its own `RoutingReplay`. A training step with recomputation, two micro-batches:
