@@ -27,15 +27,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from models import PRECISIONS, compute_loss, describe_widths, make_actor, make_architecture
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import TrainConfig
+from megatron_rl.config import ArchitectureConfig, PrecisionConfig, TrainConfig
+from megatron_rl.hf.create import make_hf_config
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.model import start_megatron, stop_megatron
+from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
+
+PRECISIONS = {
+    "fp8": PrecisionConfig(mode="fp8_unified", high="bf16"),
+    "bf16": PrecisionConfig(mode="bf16", high="bf16"),
+    "fp32": PrecisionConfig(mode="bf16", high="fp32"),
+}
 
 _BYTES_PER_TOKEN = 3
 """About what the tokenizers of Llama 3 and Qwen make of worked mathematics."""
@@ -55,6 +62,17 @@ def draw_answer_lengths(file: Path | None, field: str, count: int, longest: int)
             raise typer.BadParameter(f"{file} has lines without a text {field!r}; name its key with --field", param_hint="--field")
         lengths = [len(row[field].encode()) / _BYTES_PER_TOKEN for row in generator.choices(rows, k=count)]
     return [min(max(round(length), 2), longest) for length in lengths]
+
+
+def make_actor(architecture: ArchitectureConfig, precision: PrecisionConfig, train: TrainConfig) -> Actor:
+    """Return an actor with random weights. Megatron must be started."""
+    model: Any = build_model(make_hf_config(architecture, 0, precision.high), Layout(), PrecisionContract.from_config(precision))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            matrix = parameter.dim() > 1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02 if matrix else torch.ones(parameter.shape))
+    return Actor(model, train, temperature=1.0)
 
 
 def make_samples(lengths: list[int]) -> list[TrainingSample]:
@@ -93,6 +111,11 @@ def compute_padding(batches: list[MicroBatch], packed: bool) -> float:
     return 1 - used / sum(sum(batch.lengths) if packed else len(batch.lengths) * max(batch.lengths) for batch in batches)
 
 
+def compute_loss(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the negative log-likelihood of the answers' tokens."""
+    return -(logprobs * batch.mask).sum(), {}
+
+
 def time_step(actor: Actor, samples: list[TrainingSample]) -> tuple[float, torch.Tensor]:
     """Return the seconds of the log-probs and an optimizer step, and the log-probs of all answers."""
     start = _now()
@@ -122,7 +145,8 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Measure and print."""
-    architecture = make_architecture(layers, hidden)
+    widths: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": 128}
+    architecture = ArchitectureConfig(**widths, num_attention_heads=max(hidden // 128, 2), num_key_value_heads=2)
     answers = draw_answer_lengths(lengths, field, count, longest)
     samples = make_samples(answers)
     start_megatron(Layout(), seed=0)
@@ -152,7 +176,7 @@ def main(
         figures[method] = {"seconds": median, "times_packed": ratio, "padding": padding, "logprobs_apart": difference}
         typer.echo(f"{method:15} {median:8.3f} s   {ratio:5.2f}x of packed   {100 * padding:5.1f} % padding   {len(batches)} rows")
     if json_file is not None:
-        report = {**describe_widths(architecture), "lengths": source, "answers": answers, "precision": precision, "ways": figures}
+        report = {**widths, "lengths": source, "answers": answers, "precision": precision, "ways": figures}
         json_file.write_text(json.dumps(report, indent=1))
     stop_megatron()
 
