@@ -10,6 +10,7 @@ so ETP * EP * EDP = TP * CP * DP, and a rank's pipeline stage is the same in bot
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from parallel.shards import GeometryError
@@ -76,6 +77,14 @@ class Layout:
             ep=stage_rank // self.etp % self.ep,
             edp=stage_rank // (self.etp * self.ep),
         )
+
+
+def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
+    """Parse `tp=2,pp=2`. Raise GeometryError, with the option's name, for anything but `allowed` names and positive integers."""
+    sizes = {name: size for name, _, size in (part.partition("=") for part in text.split(","))}
+    if not all(name in allowed and size.isdigit() and int(size) for name, size in sizes.items()):
+        raise GeometryError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
+    return {name: int(size) for name, size in sizes.items()}
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,3 @@ from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.run import Config
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.config.train import LayoutConfig, TrainConfig
-
-__all__ = [
-    "AlgorithmConfig",
-    "ArchitectureConfig",
-    "Config",
-    "DataConfig",
-    "LayoutConfig",
-    "ModelConfig",
-    "PlacementConfig",
-    "PrecisionConfig",
-    "RolloutConfig",
-    "SyncConfig",
-    "TrainConfig",
-    "WarmStartConfig",
-    "apply_overrides",
-    "load_config",
-]

@@ -25,7 +25,6 @@ from megatron_rl.types import Problem
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ProblemOrder", "ProblemStream", "check_data", "load_problems"]
 
 _log = logging.getLogger(__name__)
 

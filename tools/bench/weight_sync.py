@@ -38,11 +38,11 @@ from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.weight_sync import WeightSync
-from parallel.layout import Layout
+from parallel.layout import Layout, parse_sizes
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
-from parallel.shards import Shard
+from parallel.shards import GeometryError, Shard
 
 MODELS = {
     "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
@@ -217,17 +217,6 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def _parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
-    """Parse `tp=2,pp=2`. Raise UserError for anything else."""
-    sizes = {}
-    for part in text.split(","):
-        name, _, value = part.partition("=")
-        if name not in allowed or not value.isdigit() or int(value) < 1:
-            raise UserError(option, text, f"must be like {','.join(f'{name}=2' for name in allowed)}")
-        sizes[name] = int(value)
-    return sizes
-
-
 def main(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "0.5gb",
     train: Annotated[str, typer.Option(help="trainer layout: tp, pp, dp")] = "tp=2",
@@ -242,16 +231,16 @@ def main(
     try:
         if model not in MODELS:
             raise UserError("--model", model, f"is not one of {', '.join(MODELS)}")
-        layout = Layout(**_parse_sizes("--train", train, ["tp", "pp", "dp"]))
-        tp = _parse_sizes("--rollout", rollout, ["tp"])["tp"]
+        layout = Layout(**parse_sizes("--train", train, ["tp", "pp", "dp"]))
+        tp = parse_sizes("--rollout", rollout, ["tp"])["tp"]
         sizes = [int(size) for size in bucket_mb.split(",")]
         with tempfile.TemporaryDirectory() as folder:
             setup = BenchSetup(MODELS[model], layout, tp, repeat, Path(folder), device, transports.split(","), sizes)
             setup.make_plan(True, SyncConfig())  # refuses a layout that does not fit before anything is started
             report = summarize(setup, *measure(setup))
-    except MegatronRLError as error:
+    except (MegatronRLError, GeometryError) as error:
         print(f"weight_sync: {error}", file=sys.stderr)
-        raise typer.Exit(error.exit_code) from None
+        raise typer.Exit(getattr(error, "exit_code", 2)) from None
     console = Console()
     console.print(f"model {model}, trainer {train}, engine {rollout}, {os.cpu_count()} cores, {repeat} turns")
     show(console, report)

@@ -43,7 +43,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
 from parallel.digest import digest_all, make_stored_tensors, view_rect
-from parallel.layout import Layout
+from parallel.layout import Layout, parse_sizes
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect, kind_of, scale_name
 from parallel.shards import GeometryError, HFTensor, NamedRect, Rect, Region, Shard
@@ -209,17 +209,6 @@ def write_dump(task: VerifyTask, engine: InProcessEngine, folder: Path) -> None:
         save_file(tensors, folder / f"rollout_rank{rank}.safetensors", metadata={"format": "pt"})
 
 
-def _parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:
-    """Parse `tp=4,pp=2`. Raise UserError for anything else."""
-    sizes = {}
-    for part in filter(None, text.split(",")):
-        name, _, size = part.partition("=")
-        if name not in allowed or not size.isdigit():
-            raise UserError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
-        sizes[name] = int(size)
-    return sizes
-
-
 def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
     """Read a config.json and cut the model to `layers`. Raise UserError for bad input."""
     file = path / "config.json" if path.is_dir() else path
@@ -274,9 +263,9 @@ def main(
     try:
         config = read_hf_config(hf_config, layers)
         parse_forward_config(config)
-        layout = Layout(**_parse_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
+        layout = Layout(**parse_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
         contract = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified", scale_format=scale_format))
-        engine = _parse_sizes("--rollout", rollout, ("tp", "ep"))
+        engine = parse_sizes("--rollout", rollout, ("tp", "ep"))
         task = VerifyTask(config, layout, (engine.get("tp", 1), engine.get("ep", 1)), contract, seed, dump)
         SyncPlan.make(task.model, layout, task.rollout, contract, SyncConfig().chunk_bytes)  # refuses before a process starts
         report = verify(task)
