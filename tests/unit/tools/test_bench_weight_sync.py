@@ -37,7 +37,7 @@ def test_it_measures_every_case_of_a_resharding(tmp_path):
     "arguments, line",
     [
         (["--model", "7b"], "--model = '7b': is not one of tiny, 0.5gb, 32b_slice, 8b, 0.6b"),
-        (["--train", "tp=0"], "--train = 'tp=0': must be like tp=2,pp=2,dp=2"),
+        (["--train", "tp=0"], "--train = 'tp=0': must be like tp=2; the names are tp, pp, dp"),
         (["--model", "tiny", "--rollout", "tp=3"], "rollout.tp = 3: must divide num_attention_heads (8)"),
     ],
 )
