@@ -1,4 +1,4 @@
-"""Records, inside a scheduler process, the outputs of the engine's operators for the tokens that it serves. Off until requested.
+"""Record, inside a scheduler process, the outputs of the engine's operators for the tokens that it serves. Off until requested.
 
 A recording is written into one file, token by token in the order of serving: `requests` (SGLang's slot of the request), `positions` and
 `tokens` int64 [T]; `logit_rows`, the tokens that have logits; and operator -> [T, columns].
@@ -91,7 +91,7 @@ _recorder: ActivationRecorder | None = None
 
 
 def handle_request(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
-    """Answer {"verb": "tap"} and {"verb": "untap", "folder": PATH} for this rank. Raise ValueError where nothing was recorded."""
+    """Answer {"verb": "tap"} and {"verb": "untap", "folder": PATH} for this rank. Raise ValueError if nothing was recorded."""
     global _recorder
     previous, _recorder = _recorder, None
     if previous is not None:

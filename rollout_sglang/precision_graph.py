@@ -1,4 +1,4 @@
-"""Reads the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them.
+"""Read the rollout graph inside a scheduler process from the live SGLang model: weights, scales, and the methods that use them.
 
 A parameter that belongs to no operator read here, or an unknown quantization method, is refused: an incomplete graph proves nothing.
 """
@@ -55,7 +55,7 @@ def get_model_runner() -> Any:
 def read_rank_graph(model: Any, activation_scales: Mapping[str, str]) -> PrecisionGraph:
     """Return the graph of the model that this rank serves. `activation_scales`: module name -> scale format of its FP8 activations. Raise
     ValueError for an unknown module."""
-    return decoder_graph(_GraphReader(model, _runner, activation_scales).decoder())
+    return decoder_graph(_GraphReader(model, _runner, activation_scales).read_decoder())
 
 
 class _GraphReader:
@@ -65,15 +65,15 @@ class _GraphReader:
         self.seen: set[int] = set()
         self.hidden = unquantized_format(model.model.embed_tokens.weight)
 
-    def decoder(self) -> DecoderPrecision:
+    def read_decoder(self) -> DecoderPrecision:
         model, stack = self.model, self.model.model
         fp32_head = getattr(model.logits_processor, "use_fp32_lm_head", False)
         precision = DecoderPrecision(
             hidden=self.hidden,
-            layers={number: self.layer(layer) for number, layer in enumerate(stack.layers)},
-            embedding=self.linear(stack.embed_tokens),
-            norm=self.norm(stack.norm, self.residual(stack.norm)),
-            lm_head=self.linear(model.lm_head, TensorFormat("fp32") if fp32_head else unquantized_format(model.lm_head.weight)),
+            layers={number: self.read_layer(layer) for number, layer in enumerate(stack.layers)},
+            embedding=self.read_linear(stack.embed_tokens),
+            norm=self.read_norm(stack.norm, self.read_residual(stack.norm)),
+            lm_head=self.read_linear(model.lm_head, TensorFormat("fp32") if fp32_head else unquantized_format(model.lm_head.weight)),
             logits=TensorFormat("fp32") if fp32_head else self.hidden,
         )
         for name, parameter in model.named_parameters():
@@ -81,87 +81,89 @@ class _GraphReader:
                 raise ValueError(f"the precision graph knows no operator of the engine that uses {name}")
         return precision
 
-    def layer(self, layer: Any) -> LayerPrecision:
-        residual = self.residual(layer.input_layernorm)
+    def read_layer(self, layer: Any) -> LayerPrecision:
+        residual = self.read_residual(layer.input_layernorm)
         return LayerPrecision(
-            input_norm=self.norm(layer.input_layernorm, residual),
-            attention=self.attention(layer.self_attn),
-            post_attention_norm=self.norm(layer.post_attention_layernorm, self.residual(layer.post_attention_layernorm)),
-            mlp=self.experts(layer.mlp) if hasattr(layer.mlp, "experts") else self.mlp(layer.mlp),
+            input_norm=self.read_norm(layer.input_layernorm, residual),
+            attention=self.read_attention(layer.self_attn),
+            post_attention_norm=self.read_norm(layer.post_attention_layernorm, self.read_residual(layer.post_attention_layernorm)),
+            mlp=self.read_experts(layer.mlp) if hasattr(layer.mlp, "experts") else self.read_mlp(layer.mlp),
             residual=residual,
         )
 
-    def residual(self, norm: Any) -> TensorFormat:
+    def read_residual(self, norm: Any) -> TensorFormat:
         """Return the format of the residual stream that a norm adds to."""
         dtype = getattr(norm, "override_orig_dtype", None)
         return self.hidden if dtype is None else TensorFormat(dtype_name(dtype))
 
-    def attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
+    def read_attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if hasattr(attention, "kv_b_proj"):
-            return self.latent_attention(attention)
+            return self.read_latent_attention(attention)
         if not hasattr(attention, "qkv_proj"):
             raise ValueError(f"the precision graph does not know the engine's attention {type(attention).__name__}")
-        head_norms = {name: self.norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-        backend, cache = type(self.runner.attn_backend).__name__, self.cache(attention.attn)
-        return AttentionPrecision(
-            self.linear(attention.qkv_proj), self.linear(attention.o_proj), self.hidden, cache, detail=backend, **head_norms
-        )
+        head_norms = {
+            name: self.read_norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)
+        }
+        backend, cache = type(self.runner.attn_backend).__name__, self.read_cache(attention.attn)
+        qkv, output = self.read_linear(attention.qkv_proj), self.read_linear(attention.o_proj)
+        return AttentionPrecision(qkv, output, self.hidden, cache, detail=backend, **head_norms)
 
-    def latent_attention(self, attention: Any) -> MLAPrecision:
-        """Read MLA. Where SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values, unquantized."""
+    def read_latent_attention(self, attention: Any) -> MLAPrecision:
+        """Read MLA. If SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values, unquantized."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantises latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
-        cache = self.cache(attention.attn_mqa, attention.attn_mha)
-        kv_b = self.linear(attention.kv_b_proj)
+        cache = self.read_cache(attention.attn_mqa, attention.attn_mha)
+        kv_b = self.read_linear(attention.kv_b_proj)
         return MLAPrecision(
-            q_b=self.linear(attention.q_proj if fused is None else attention.q_b_proj),
-            kv_a=self.linear(attention.kv_a_proj_with_mqa if fused is None else fused),
-            kv_a_norm=self.norm(attention.kv_a_layernorm, self.hidden),
+            q_b=self.read_linear(attention.q_proj if fused is None else attention.q_b_proj),
+            kv_a=self.read_linear(attention.kv_a_proj_with_mqa if fused is None else fused),
+            kv_a_norm=self.read_norm(attention.kv_a_layernorm, self.hidden),
             kv_b=kv_b if attention.w_kc is None else replace(kv_b, x=cache, detail="absorbed into the attention"),
-            output=self.linear(attention.o_proj),
+            output=self.read_linear(attention.o_proj),
             q=self.hidden,
             kv=cache,
-            q_a=None if fused is None else self.linear(fused),
-            q_a_norm=None if fused is None else self.norm(attention.q_a_layernorm, self.hidden),
+            q_a=None if fused is None else self.read_linear(fused),
+            q_a_norm=None if fused is None else self.read_norm(attention.q_a_layernorm, self.hidden),
             detail=type(self.runner.attn_backend).__name__,
         )
 
-    def cache(self, *attentions: Any) -> TensorFormat:
+    def read_cache(self, *attentions: Any) -> TensorFormat:
         """Return the format of keys and values in the cache; an FP8 cache has one scale for a layer's keys and one for its values."""
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         dtype = self.runner.token_to_kv_pool.dtype
         return TensorFormat(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else TensorFormat(dtype_name(dtype))
 
-    def mlp(self, mlp: Any) -> MLPPrecision:
-        return MLPPrecision(self.linear(mlp.gate_up_proj), self.linear(mlp.down_proj))
+    def read_mlp(self, mlp: Any) -> MLPPrecision:
+        return MLPPrecision(self.read_linear(mlp.gate_up_proj), self.read_linear(mlp.down_proj))
 
-    def experts(self, moe: Any) -> MoEPrecision:
+    def read_experts(self, moe: Any) -> MoEPrecision:
         gate, experts, shared = moe.gate, moe.experts, getattr(moe, "shared_experts", None)
         fp32_logits = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
         logits = TensorFormat("fp32") if fp32_logits else unquantized_format(gate.weight)
-        router = self.linear(gate) if hasattr(gate, "quant_method") else self.norm(gate, self.hidden)
+        router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_norm(gate, self.hidden)
+        gate_up, down = self.read_stacked(experts, "w13_weight"), self.read_stacked(experts, "w2_weight")
         return MoEPrecision(
-            router=replace(router, bias=self.vector(gate, "e_score_correction_bias")),
+            router=replace(router, bias=self.read_vector(gate, "e_score_correction_bias")),
             logits=logits,
-            experts=MLPPrecision(self.stacked(experts, "w13_weight"), self.stacked(experts, "w2_weight"), count=gate.weight.shape[0]),
-            shared=None if shared is None else self.mlp(shared),
+            experts=MLPPrecision(gate_up, down, count=gate.weight.shape[0]),
+            shared=None if shared is None else self.read_mlp(shared),
         )
 
-    def stacked(self, experts: Any, name: str) -> WeightedOpPrecision:
+    def read_stacked(self, experts: Any, name: str) -> WeightedOpPrecision:
         """Read one of the two matrices of all experts, [experts, N, K]."""
-        return self.product(experts, getattr(experts, name), _scale(experts, name), None)
+        return self.read_product(experts, getattr(experts, name), _scale(experts, name), None)
 
-    def linear(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
-        """Read a linear layer or an embedding. `x`: format of its input where it differs from the hidden states."""
-        return self.product(module, module.weight, _scale(module, "weight"), x)
+    def read_linear(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
+        """Read a linear layer or an embedding. `x`: format of its input if it differs from the hidden states."""
+        return self.read_product(module, module.weight, _scale(module, "weight"), x)
 
-    def product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorFormat | None) -> WeightedOpPrecision:
+    def read_product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorFormat | None) -> WeightedOpPrecision:
         method = type(module.quant_method).__name__
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
         self.seen.add(id(weight))
-        bias, detail = self.vector(module, "bias"), f"{type(module).__name__}, {method}"
+        bias, detail = self.read_vector(module, "bias"), f"{type(module).__name__}, {method}"
         if weight.dtype not in (*_FP8_DTYPES, torch.int8):
             return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail)
         name = self.names[id(module)]
@@ -174,12 +176,12 @@ class _GraphReader:
         x = group_format(_activation_group_size(module.quant_method), activation_scale)
         return WeightedOpPrecision(x, block_format(weight, scale), bias, detail)
 
-    def norm(self, module: Any, x: TensorFormat) -> WeightedOpPrecision:
+    def read_norm(self, module: Any, x: TensorFormat) -> WeightedOpPrecision:
         self.seen.add(id(module.weight))
-        return WeightedOpPrecision(x, unquantized_format(module.weight), self.vector(module, "bias"), type(module).__name__)
+        return WeightedOpPrecision(x, unquantized_format(module.weight), self.read_vector(module, "bias"), type(module).__name__)
 
-    def vector(self, module: Any, name: str) -> TensorFormat | None:
-        """Read a bias; None where the module has none."""
+    def read_vector(self, module: Any, name: str) -> TensorFormat | None:
+        """Read a bias; None if the module has none."""
         bias = getattr(module, name, None)
         if not isinstance(bias, torch.Tensor):
             return None
@@ -188,7 +190,7 @@ class _GraphReader:
 
 
 def _scale(module: Any, weight: str) -> torch.Tensor | None:
-    """Return the scales of a module's FP8 or INT8 weight, None where it has none."""
+    """Return the scales of a module's FP8 or INT8 weight, None if it has none."""
     inverse = getattr(module, f"{weight}_scale_inv", None)
     return getattr(module, f"{weight}_scale", None) if inverse is None else inverse
 

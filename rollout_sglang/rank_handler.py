@@ -59,7 +59,7 @@ def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, 
 
 
 def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
-    """Return this rank's answer to a request. Raise ValueError for a request that does not fit, or what the transport raises."""
+    """Return this rank's answer to a request. Raise ValueError for a request that does not fit; errors of the transport pass through."""
     match request["verb"]:
         case "ping":
             return {}
@@ -135,7 +135,7 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
     """Return how the live linear layers and experts really quantise activations: FP8 with "pow2" or "fp32" scales, read from the code
-    they run, or "int8" per token, the only way of SGLang's INT8 layers. A description where the quantiser is another."""
+    they run, or "int8" per token, the only format of SGLang's INT8 layers; a description of the quantiser if it is another."""
     formats = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)

@@ -13,10 +13,10 @@ from parallel.transport.base import Link
 
 
 class RankRequests:
-    """The sync methods of `megatron_rl.rollout.engine.Engine`; a subclass says how a request reaches the ranks."""
+    """The sync methods of `megatron_rl.rollout.engine.Engine`; a subclass implements how a request reaches the ranks."""
 
     def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
-        """Send a request to every engine rank and return their answers in rank order. Raise where a rank failed."""
+        """Send a request to every engine rank and return their answers in rank order. Raise RunError if a rank failed."""
         raise NotImplementedError
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:

@@ -22,7 +22,7 @@ class RequestGate:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a request. Raise RunError where the gate stays closed."""
+        """Enclose a request. Raise RunError if the gate stays closed."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._closed, self._timeout):
                 raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")
@@ -35,9 +35,9 @@ class RequestGate:
                 self._changed.notify_all()
 
     def drain(self, on_wait: Callable[[], None] | None = None) -> None:
-        """Close the gate and wait until no request is inside; calls `on_wait` repeatedly while one is.
+        """Close the gate and wait until no request is inside; call `on_wait` repeatedly while one is.
 
-        Where a request stays inside, opens the gate again and raises RunError.
+        If a request stays inside, open the gate again and raise RunError.
         """
         deadline = time.monotonic() + self._timeout
         self.close()

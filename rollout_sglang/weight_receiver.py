@@ -23,7 +23,7 @@ class WeightReceiver:
     """One connection to the trainer."""
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk], live: Tensors, staged: bool) -> None:
-        """Start to connect. Raise ValueError, before anything is written, where the chunks do not fit the live tensors."""
+        """Start to connect. Raise ValueError, before anything is written, if the chunks do not fit the live tensors."""
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
         self._device = next(iter(live.values())).device
@@ -42,7 +42,7 @@ class WeightReceiver:
     def finish(self, live: Tensors, hashing: bool) -> list[str]:
         """Wait for the last chunk, and copy what was staged over `live`. Raise the errors of the thread.
 
-        Where `hashing`, returns one digest per chunk, made from the live tensors right after the chunk was written.
+        With `hashing`, return one digest per chunk, made from the live tensors right after the chunk was written.
         """
         if self._received is None:
             self._inbox.result(self._timeout)  # raises why the connection failed

@@ -39,7 +39,7 @@ from parallel.formats import BLOCK
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
     """Return the graph of this rank's part: one model, or the chunks of a pipeline stage. Raise RunError for an unknown module."""
     chunks = model if isinstance(model, Sequence) else [model]
-    return merge_graphs(decoder_graph(_Reader(chunk).decoder()) for chunk in chunks)
+    return merge_graphs(decoder_graph(_Reader(chunk).read_decoder()) for chunk in chunks)
 
 
 class _Reader:
@@ -51,15 +51,15 @@ class _Reader:
         self.hidden = TensorFormat(dtype_name(dtype))
         self.residual = TensorFormat("fp32") if model.config.fp32_residual_connection else self.hidden
 
-    def decoder(self) -> DecoderPrecision:
+    def read_decoder(self) -> DecoderPrecision:
         model = self.model
         first, last = getattr(model, "embedding", None), getattr(model, "output_layer", None)
         precision = DecoderPrecision(
             hidden=self.hidden,
-            layers={layer.layer_number - 1: self.layer(layer) for layer in model.decoder.layers},
-            embedding=None if first is None else self.weighted(first.word_embeddings),
-            norm=None if model.decoder.final_layernorm is None else self.weighted(model.decoder.final_layernorm, self.residual),
-            lm_head=None if last is None else self.lm_head(last),
+            layers={layer.layer_number - 1: self.read_layer(layer) for layer in model.decoder.layers},
+            embedding=None if first is None else self.read_weighted(first.word_embeddings),
+            norm=None if model.decoder.final_layernorm is None else self.read_weighted(model.decoder.final_layernorm, self.residual),
+            lm_head=None if last is None else self.read_lm_head(last),
             logits=None if last is None else self.hidden,
         )
         for name, parameter in model.named_parameters():
@@ -67,53 +67,52 @@ class _Reader:
                 raise RunError(f"the precision graph knows no operator of the trainer that uses {name}")
         return precision
 
-    def layer(self, layer: Any) -> LayerPrecision:
+    def read_layer(self, layer: Any) -> LayerPrecision:
         return LayerPrecision(
-            input_norm=self.weighted(layer.input_layernorm, self.residual),
-            attention=self.attention(_require_class(layer.self_attention, SelfAttention, MLASelfAttention)),
-            post_attention_norm=self.weighted(layer.pre_mlp_layernorm, self.residual),
-            mlp=self.experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.mlp([_require_class(layer.mlp, MLP)]),
+            input_norm=self.read_weighted(layer.input_layernorm, self.residual),
+            attention=self.read_attention(_require_class(layer.self_attention, SelfAttention, MLASelfAttention)),
+            post_attention_norm=self.read_weighted(layer.pre_mlp_layernorm, self.residual),
+            mlp=self.read_experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.read_mlp([_require_class(layer.mlp, MLP)]),
             residual=self.residual,
         )
 
-    def attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
+    def read_attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if isinstance(attention, MLASelfAttention):
-            return self.latent_attention(attention)
+            return self.read_latent_attention(attention)
         head_norms = {
-            name: self.weighted(norm)
+            name: self.read_weighted(norm)
             for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm))
             if norm is not None and not isinstance(norm, IdentityOp)
         }
         core = type(attention.core_attention).__name__
-        return AttentionPrecision(
-            self.linear(attention.linear_qkv), self.linear(attention.linear_proj), self.hidden, self.hidden, detail=core, **head_norms
-        )
+        qkv, output = self.read_linear(attention.linear_qkv), self.read_linear(attention.linear_proj)
+        return AttentionPrecision(qkv, output, self.hidden, self.hidden, detail=core, **head_norms)
 
-    def latent_attention(self, attention: Any) -> MLAPrecision:
+    def read_latent_attention(self, attention: Any) -> MLAPrecision:
         q_latent = {}
         if hasattr(attention, "linear_q_down_proj"):
-            q_latent = {"q_a": self.linear(attention.linear_q_down_proj), "q_a_norm": self.weighted(attention.q_layernorm)}
+            q_latent = {"q_a": self.read_linear(attention.linear_q_down_proj), "q_a_norm": self.read_weighted(attention.q_layernorm)}
         return MLAPrecision(
-            q_b=self.linear(attention.linear_q_up_proj if q_latent else attention.linear_q_proj),
-            kv_a=self.linear(attention.linear_kv_down_proj),
-            kv_a_norm=self.weighted(attention.kv_layernorm),
-            kv_b=self.linear(attention.linear_kv_up_proj),
-            output=self.linear(attention.linear_proj),
+            q_b=self.read_linear(attention.linear_q_up_proj if q_latent else attention.linear_q_proj),
+            kv_a=self.read_linear(attention.linear_kv_down_proj),
+            kv_a_norm=self.read_weighted(attention.kv_layernorm),
+            kv_b=self.read_linear(attention.linear_kv_up_proj),
+            output=self.read_linear(attention.linear_proj),
             q=self.hidden,
             kv=self.hidden,
             detail=type(attention.core_attention).__name__,
             **q_latent,
         )
 
-    def mlp(self, mlps: Sequence[Any], count: int = 1) -> MLPPrecision:
+    def read_mlp(self, mlps: Sequence[Any], count: int = 1) -> MLPPrecision:
         """Read one MLP, or experts as one."""
         return MLPPrecision(
-            _merge_experts([self.linear(mlp.linear_fc1) for mlp in mlps]),
-            _merge_experts([self.linear(mlp.linear_fc2) for mlp in mlps]),
+            _merge_experts([self.read_linear(mlp.linear_fc1) for mlp in mlps]),
+            _merge_experts([self.read_linear(mlp.linear_fc2) for mlp in mlps]),
             count,
         )
 
-    def experts(self, moe: Any) -> MoEPrecision:
+    def read_experts(self, moe: Any) -> MoEPrecision:
         router, local_experts = moe.router, getattr(moe.experts, "local_experts", None)
         if local_experts is None:
             raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
@@ -121,19 +120,19 @@ class _Reader:
         correction = getattr(router, "expert_bias", None)  # a buffer
         shared = getattr(moe, "shared_experts", None)
         return MoEPrecision(
-            router=replace(self.weighted(router), bias=None if correction is None else unquantized_format(correction)),
+            router=replace(self.read_weighted(router), bias=None if correction is None else unquantized_format(correction)),
             logits=logits,
-            experts=self.mlp(local_experts, count=router.weight.shape[0]),
-            shared=None if shared is None else self.mlp([shared]),
+            experts=self.read_mlp(local_experts, count=router.weight.shape[0]),
+            shared=None if shared is None else self.read_mlp([shared]),
         )
 
-    def linear(self, layer: Any) -> WeightedOpPrecision:
+    def read_linear(self, layer: Any) -> WeightedOpPrecision:
         """Read an FP8 layer by its blocks, any other by its weight. Transformer Engine's own layers hide how they quantize."""
         if not type(layer).__module__.startswith("megatron_rl."):
             _require_class(layer, ColumnParallelLinear, RowParallelLinear)
         blocks = getattr(layer, "blocks", None)
         if blocks is None:
-            return self.weighted(layer)
+            return self.read_weighted(layer)
         self.seen.add(id(layer.weight))
         weight, master = block_format(*blocks), unquantized_format(layer.weight)
         x = tokens = self.hidden
@@ -143,26 +142,26 @@ class _Reader:
         gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master)
         backend = getattr(layer, "backend", None)
         detail = type(layer).__name__ + ("" if backend is None else f", {type(backend).__name__}")
-        return WeightedOpPrecision(x, weight, self.bias(layer), detail, gradients)
+        return WeightedOpPrecision(x, weight, self.read_bias(layer), detail, gradients)
 
-    def weighted(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
+    def read_weighted(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
         """Read a module that multiplies its weight in high precision."""
         x, weight, format = x or self.hidden, module.weight, unquantized_format(module.weight)
         self.seen.add(id(weight))
         gradients = GradientFormats(x, format, x, x, _gradient(weight), _master(weight))
-        return WeightedOpPrecision(x, format, self.bias(module), type(module).__name__, gradients)
+        return WeightedOpPrecision(x, format, self.read_bias(module), type(module).__name__, gradients)
 
-    def bias(self, module: Any) -> TensorFormat | None:
+    def read_bias(self, module: Any) -> TensorFormat | None:
         bias = getattr(module, "bias", None)
         if not isinstance(bias, torch.Tensor):
             return None
         self.seen.add(id(bias))
         return unquantized_format(bias)
 
-    def lm_head(self, layer: Any) -> WeightedOpPrecision:
+    def read_lm_head(self, layer: Any) -> WeightedOpPrecision:
         """Read the output layer; with tied embeddings it has no weight of its own."""
         if layer.weight is not None:
-            return self.linear(layer)
+            return self.read_linear(layer)
         weight = self.model.shared_embedding_or_output_weight()
         self.seen.add(id(weight))
         format = unquantized_format(weight)

@@ -39,7 +39,7 @@ def place_engine(rollout: RolloutConfig, number: int) -> EnginePlacement:
 
 
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
-    """Return the first of the engine's `rollout.tp` devices on its node: after those of earlier engines, and after the trainer's where
+    """Return the first of the engine's `rollout.tp` devices on its node: after those of earlier engines, and after the trainer's if
     the trainer is on this machine and does not share devices."""
     trainer_has_own = config.placement.kind == "disaggregated" and not placement.launcher
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank

@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class EnvironmentPool(WorkerPool[StepResult]):
-    """The environments of all answers that are being sampled, in worker processes. Raises UserError for a bad name."""
+    """The environments of all answers that are being sampled, in worker processes. Raise UserError for an unknown name."""
 
     section, module = "environment", "megatron_rl.rollout.environments.worker"
 

@@ -8,26 +8,17 @@ from typing import Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """Pure-torch CPU platform."""
+    """Pure-torch CPU platform, without Triton and graphs as SGLang's base class has it."""
 
     _enum = PlatformEnum.OOT
-    device_name = "cpu"
-    device_type = "cpu"
     supported_quantization = ["fp8", "w8a8_int8"]  # noqa: RUF012 - SGLang's own declaration style
-    capabilities = PlatformCapabilities(supports_triton=False, graph_capture=False, piecewise_graph=False)
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"
-
-    def is_pin_memory_available(self, device: Any = None) -> bool:
-        return False
 
     def get_compile_backend(self, mode: Any = None) -> str:
         return "eager"
@@ -35,8 +26,6 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def empty_cache(self) -> None:
         """Do nothing: there is no device memory to free. SGLang's own method collects Python's garbage, which takes 0.4 s at every flush
         of the caches, twice in a sync."""
-
-    def apply_server_args_defaults(self, server_args: Any) -> None: ...
 
     def get_quantization_config(self, quantization: str) -> Any:
         return _configs().get(quantization)

@@ -76,9 +76,6 @@ class _StubModule(types.ModuleType):
     def __len__(self) -> int:
         return 0
 
-    def __bool__(self) -> bool:
-        return False
-
 
 class _StubImporter:
     """Finds and loads the stubs of `packages` and of everything below them."""
