@@ -98,12 +98,12 @@ class EnginePool:
     @property
     def engines(self) -> tuple[Engine, ...]:
         """The engines as they are now, by number; one that is lost stays until its successor takes its place."""
-        return tuple(place.engine for place in self._replicas)
+        return tuple(replica.engine for replica in self._replicas)
 
     @property
     def outstanding(self) -> tuple[int, ...]:
-        """Completions that each engine was asked for and has not given yet."""
-        return tuple(place.outstanding for place in self._replicas)
+        """Completions requested from each engine and not yet returned."""
+        return tuple(replica.outstanding for replica in self._replicas)
 
     # --- completions
 
