@@ -83,7 +83,7 @@ def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int
     """Parse `tp=2,pp=2`. Raise GeometryError, with the option's name, for anything but `allowed` names and positive integers."""
     sizes = {name: size for name, _, size in (part.partition("=") for part in text.split(","))}
     if not all(name in allowed and size.isdigit() and int(size) for name, size in sizes.items()):
-        raise GeometryError(option, text, f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
+        raise GeometryError(option, repr(text), f"must be like tp=2; the names are {', '.join(allowed)}", "correct it")
     return {name: int(size) for name, size in sizes.items()}
 
 
