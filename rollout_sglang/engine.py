@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -52,7 +53,7 @@ class SGLangEngine(RankRequests):
         self._generation_paused = False  # SGLang holds the running requests
         self._released_tags: list[str] = []  # memory now released
         self._mixed_versions = False  # completions may hold tokens of several versions
-        self._receiving = False  # the ranks receive in the background
+        self._receiving = ExitStack()  # open while the ranks receive in the background
         self._hung = False  # ended by the health monitor
         self._start_process()
 
@@ -121,23 +122,17 @@ class SGLangEngine(RankRequests):
 
     def start_receiving(self, hashing: bool) -> None:
         super().start_receiving(hashing)
-        self._receiving = True
         self._health_monitor.resume()
-        self._health_monitor.begin_work()  # it answers pings while it receives in the background
+        self._receiving.enter_context(self._health_monitor.working())  # it answers pings meanwhile
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        self._end_receiving()  # the answer may take as long as the rest of the transfer
+        self._receiving.close()  # the answer may take as long as the rest of the transfer
         self._health_monitor.suspend()  # also for threads whose completions it holds
         return super().finish_receiving(hashing)
 
     def disconnect(self) -> None:
-        self._end_receiving()
+        self._receiving.close()
         super().disconnect()
-
-    def _end_receiving(self) -> None:
-        if self._receiving:
-            self._health_monitor.end_work()
-        self._receiving = False
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return [{name: _parse_tensor_spec(text) for name, text in rank.items()} for rank in self._ask_ranks({"verb": "describe"})]

@@ -26,23 +26,17 @@ class HealthMonitor:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Enclose work of the engine."""
-        self.begin_work()
-        try:
-            yield
-        finally:
-            self.end_work()
-
-    def begin_work(self) -> None:
         with self._lock:
             self._workers += 1
             if self._workers == 1 and not self._suspended:
                 self._start()
-
-    def end_work(self) -> None:
-        with self._lock:
-            self._workers -= 1
-            if self._workers == 0:
-                self._stop_event.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._workers -= 1
+                if self._workers == 0:
+                    self._stop_event.set()
 
     def suspend(self) -> None:
         """Stop pinging until `resume`: the engine's next answers may take long."""

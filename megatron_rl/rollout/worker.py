@@ -73,11 +73,13 @@ class RolloutWorker:
         prompts, max_rounds = self._config.rollout.prompts_per_step, self._config.algorithm.dynamic_sampling_max_rounds
         if not max_rounds:
             return self._sample_groups(prompts, version, 0)
+        group_size = self._config.rollout.group_size
         informative, uniform = list[list[Completion]](), list[list[Completion]]()
         seconds, rounds = dict[str, float](), 0
         while len(informative) < prompts and rounds < max_rounds:
             rollout = self._sample_groups(prompts - len(informative), version, rounds)
-            for group in _split_groups(rollout.completions_B, self._config.rollout.group_size):
+            for start in range(0, len(rollout.completions_B), group_size):
+                group = rollout.completions_B[start : start + group_size]
                 (informative if _has_reward_spread(group) else uniform).append(group)
             seconds = {name: seconds.get(name, 0.0) + spent for name, spent in rollout.seconds.items()}
             rounds += 1
@@ -137,10 +139,6 @@ def assign_rewards(completions_B: Sequence[Completion], rewards: Scorer) -> None
     )
     for completion, reward in zip(completions_B, rewards_B, strict=True):
         completion.reward = reward
-
-
-def _split_groups(completions_B: list[Completion], group_size: int) -> list[list[Completion]]:
-    return [completions_B[start : start + group_size] for start in range(0, len(completions_B), group_size)]
 
 
 def _has_reward_spread(group: Sequence[Completion]) -> bool:

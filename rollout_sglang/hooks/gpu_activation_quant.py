@@ -73,8 +73,7 @@ def run_group_quantizer(
     does not set it for all its layers."""
     if (eps, fp8_min, fp8_max) != (AMAX_EPSILON, -E4M3_MAX, E4M3_MAX):
         raise NotImplementedError(f"blocks clamped at {eps} to {fp8_min} .. {fp8_max} are outside the precision contract")
-    _check(x, x_q, x_s, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
-    quantize(x, x_q, x_s)
+    _check_and_quantize(x, x_q, x_s, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
 
 
 def quantize_tokens(
@@ -87,9 +86,7 @@ def quantize_tokens(
     """Replace `sglang_per_token_quant_fp8`, which SGLang calls if one group is a whole token."""
     data = torch.empty_like(x, dtype=dtype) if output_q is None else output_q
     scale = x.new_empty(len(x), 1, dtype=torch.float32) if output_s is None else output_s
-    _check(x, data, scale, x.shape[-1], False, False)
-    quantize(x, data, scale)
-    return data, scale
+    return _check_and_quantize(x, data, scale, x.shape[-1], False, False)
 
 
 def quantize_groups(
@@ -118,19 +115,21 @@ def quantize_groups(
         scale = input.new_empty(width // BLOCK, -(-tokens // 4) * 4, dtype=torch.float32).t()[:tokens]
     else:
         scale = input.new_empty(tokens, width // BLOCK, dtype=torch.float32)
-    _check(input, data, scale, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
-    quantize(input, data, scale)
-    return data, scale
+    return _check_and_quantize(input, data, scale, group_size, scale_ue8m0, fuse_silu_and_mul or masked_m is not None)
 
 
-def _check(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int, ue8m0: bool, fused: bool) -> None:
-    """Raise NotImplementedError for a quantisation outside the precision contract."""
+def _check_and_quantize(
+    x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, group: int, ue8m0: bool, fused: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise and return (data, scale). Raise NotImplementedError for a quantisation outside the precision contract."""
     if group != BLOCK or x.dim() != 2 or data.dtype != torch.float8_e4m3fn:
         raise NotImplementedError(f"{list(x.shape)} in {data.dtype} groups of {group} is outside the precision contract")
     if fused or scale.dtype != torch.float32:
         raise NotImplementedError("SwiGLU and quantising in one kernel, and packed scales, are outside the precision contract")
     if ue8m0 and get_scale_format() != "pow2":
         raise NotImplementedError(f"the checkpoint asks for power-of-two scales, precision.scale_format is {get_scale_format()}")
+    quantize(x, data, scale)
+    return data, scale
 
 
 def read_linear_scale_format(method: Any, layer: Any) -> str:
