@@ -59,16 +59,13 @@ def test_without_noise_nothing_moves():
     assert find_target_bounds(noisy(0.0), (0.77, 1.25)) == (0.77, 1.25), "bounds that are not on the grid"
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0, 0.0])
-def test_one_sign_alone_tells_nothing(sign):
+def test_one_sign_alone_says_nothing():
     tokens = noisy(0.1)
-    alone = CalibrationTokens(tokens.quantized, tokens.exact, torch.full_like(tokens.advantages, sign), tokens.weights)
-    assert find_target_bounds(alone, REFERENCE) == REFERENCE
-
-
-def test_nothing_negative_within_the_bounds_leaves_the_upper_one():
-    tokens = CalibrationTokens(*(torch.tensor(values) for values in ([0.3, 1.0], [0.3, 1.0], [-1.0, 1.0], [1.0, 1.0])))
-    assert find_target_bounds(tokens, REFERENCE) == REFERENCE
+    for sign in (1.0, -1.0, 0.0):
+        alone = CalibrationTokens(tokens.quantized, tokens.exact, torch.full_like(tokens.advantages, sign), tokens.weights)
+        assert find_target_bounds(alone, REFERENCE) == REFERENCE
+    outside = CalibrationTokens(*(torch.tensor(values) for values in ([0.3, 1.0], [0.3, 1.0], [-1.0, 1.0], [1.0, 1.0])))
+    assert find_target_bounds(outside, REFERENCE) == REFERENCE, "nothing negative within the bounds"
 
 
 @pytest.mark.parametrize(
@@ -89,11 +86,8 @@ def test_a_step_is_measured_on_its_last_update_with_corrections_and_engine_proba
     for start in range(0, 600, per):
         part = slice(start, start + per)
         advantage = tokens.advantages[start].item()
-        sequences.append(
-            TrainingSample(
-                [1], [2] * per, advantage, rollout_logprobs=engine[part], old_logprobs=old[part], importance_weights=correction[part]
-            )
-        )
+        sequences.append(TrainingSample([1], [2] * per, advantage, rollout_logprobs=engine[part], old_logprobs=old[part]))
+        sequences[-1].importance_weights = correction[part]
     passes = iter([exact_old, old + tokens.quantized.log(), exact_old + tokens.exact.log()])
     asked = []
 

@@ -162,17 +162,12 @@ each = pytest.mark.parametrize("settings", CONFIGS.values(), ids=CONFIGS)
 
 
 @each
-def test_the_loss_is_the_papers(settings, sequences, now):
+def test_loss_and_gradient_are_the_papers_whatever_the_micro_batches(settings, sequences, now):
+    """Central differences of step 1e-6 err by about 1e-12 in curvature and 1e-10 in rounding; sums in another order err by 1e-12."""
     config = AlgorithmConfig(**settings)
-    assert run(config, sequences, now, 25)[0] == pytest.approx(expected(config, sequences, now, now), rel=1e-12)
-
-
-@each
-def test_the_gradient_is_the_finite_difference(settings, sequences, now):
-    """Central differences of step 1e-6 err by about 1e-12 in curvature and 1e-10 in rounding."""
-    config = AlgorithmConfig(**settings)
-    _, gradients, _ = run(config, sequences, now, 25)
-    moved = 0
+    loss, gradients, metrics = run(config, sequences, now, 25)
+    assert loss == pytest.approx(expected(config, sequences, now, now), rel=1e-12)
+    differing = 0
     for index, logprobs in enumerate(now):
         for position in range(len(logprobs)):
             both = []
@@ -181,26 +176,18 @@ def test_the_gradient_is_the_finite_difference(settings, sequences, now):
                 other[index][position] += step
                 both.append(expected(config, sequences, other, now))
             difference = (both[0] - both[1]) / 2e-6
-            moved += difference != 0
+            differing += difference != 0
             assert gradients[index][position] == pytest.approx(difference, abs=2e-9)
-    assert moved
+    assert differing
+    for most in (1, 20, 1000):
+        other_loss, other_gradients, other_metrics = run(config, sequences, now, most)
+        assert other_loss == pytest.approx(loss, rel=1e-12) and other_metrics == pytest.approx(metrics, rel=1e-12)
+        assert other_gradients == [pytest.approx(gradient, rel=1e-12) for gradient in gradients]
+    if config.loss != "cispo":
+        assert_clip_counts_are_tokens_without_gradient(AlgorithmConfig(**{**settings, "kl_coef": 0.0}), sequences, now)
 
 
-@each
-@pytest.mark.parametrize("most", [1, 20, 1000])
-def test_the_cut_into_micro_batches_changes_nothing(settings, most, sequences, now):
-    """Sums in another order: 1e-12 is rounding."""
-    config = AlgorithmConfig(**settings)
-    (loss, gradients, metrics), (other, other_gradients, other_metrics) = (run(config, sequences, now, n) for n in (30, most))
-    assert other == pytest.approx(loss, rel=1e-12)
-    assert other_metrics == pytest.approx(metrics, rel=1e-12)
-    for one, two in zip(gradients, other_gradients, strict=True):
-        assert two == pytest.approx(one, rel=1e-12)
-
-
-@pytest.mark.parametrize("settings", [s for s in CONFIGS.values() if "cispo" not in s["name"]], ids=str)
-def test_clip_counts_are_tokens_without_policy_gradient(settings, sequences, now):
-    config = AlgorithmConfig(**{**settings, "kl_coef": 0.0})
+def assert_clip_counts_are_tokens_without_gradient(config, sequences, now):
     _, gradients, metrics = run(config, sequences, now, 1000)
     tokens = sum(map(len, gradients))
     for name, sign in (("clip/positive", 1), ("clip/negative", -1)):
@@ -210,29 +197,21 @@ def test_clip_counts_are_tokens_without_policy_gradient(settings, sequences, now
 
 
 @pytest.mark.parametrize(
-    "ratio, advantage, counts",
-    [
-        (1.29, 1.0, (1, 0)),
-        (1.27, 1.0, (0, 0)),
-        (0.1, 1.0, (0, 0)),
-        (0.79, -1.0, (0, 1)),
-        (0.81, -1.0, (0, 0)),
-        (9.0, -1.0, (0, 0)),
-        (9.0, 0.0, (0, 0)),
-    ],
+    "advantage, clipped, unclipped, counts",
+    [(1.0, [1.29], [1.27, 0.1], (1, 0)), (-1.0, [0.79], [0.81, 9.0], (0, 1)), (0.0, [], [9.0], None)],
 )
-def test_each_side_of_the_clip(ratio, advantage, counts):
+def test_each_side_of_the_clip(advantage, clipped, unclipped, counts):
     old = torch.tensor([-2.0])
     sample = TrainingSample([1], [2], advantage, old_logprobs=old, reference_logprobs=old)
-    _, _, metrics = run(AlgorithmConfig(clip_low=0.2, clip_high=0.28), [sample], [[-2.0 + math.log(ratio)]], 1)
-    assert (metrics["clip/positive"], metrics["clip/negative"]) == counts
+    for ratio in clipped + unclipped:
+        _, _, metrics = run(AlgorithmConfig(clip_low=0.2, clip_high=0.28), [sample], [[-2.0 + math.log(ratio)]], 1)
+        assert (metrics["clip/positive"], metrics["clip/negative"]) == (counts if ratio in clipped else (0, 0))
 
 
-@pytest.mark.parametrize("elsewhere", [0.0, -80.0, -1000.0])
-def test_what_is_no_answer_token_never_matters(elsewhere, sequences, now):
+def test_what_is_no_answer_token_never_matters(sequences, now):
     """Prompt tokens and padding have log-probs too, and some are astronomically improbable to the policy."""
     config = AlgorithmConfig(kl_coef=0.05)
-    assert run(config, sequences, now, 1000, elsewhere) == run(config, sequences, now, 1000)
+    assert run(config, sequences, now, 1000, 0.0) == run(config, sequences, now, 1000) == run(config, sequences, now, 1000, -1000.0)
 
 
 def test_policy_and_kl_are_reported_apart(sequences, now):
@@ -242,6 +221,8 @@ def test_policy_and_kl_are_reported_apart(sequences, now):
     assert metrics["loss/policy"] == pytest.approx(without, rel=1e-12)
     assert metrics["loss/policy"] + 0.05 * metrics["loss/kl"] == pytest.approx(loss, rel=1e-12)
     assert "loss/kl" not in other
+    in_reward, without = (run(AlgorithmConfig(name="rloo", kl_coef=coef), sequences, now, 1000) for coef in (0.5, 0.0))
+    assert in_reward == without, "KL in the reward is not in the loss too"
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens(sequences, now):
@@ -283,12 +264,8 @@ def by_hand(kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
-def test_advantages(kind):
+def test_advantages_and_excluded_members_leave_the_others_as_if_they_were_alone(kind):
     assert compute_advantages([r for group in GROUPS for r in group], 4, kind) == pytest.approx(by_hand(kind), abs=1e-12)
-
-
-@pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
-def test_excluded_members_leave_the_others_as_if_they_were_alone(kind):
     rewards, excluded = [1.0, 99.0, 0.0, 0.5, 0.25, -99.0, 0.75, 1.0], [False, True, False, False] * 2
     result = compute_advantages(rewards, 4, kind, excluded)
     alone = compute_advantages([reward for reward, out in zip(rewards, excluded, strict=True) if not out], 3, kind)
@@ -328,8 +305,8 @@ def test_kl_in_the_reward(estimator):
     sequences = []
     for reward in (1.0, 0.0, 0.0, 1.0):
         old, reference = ([source.uniform(-3, -1) for _ in range(3)] for _ in range(2))
-        one = TrainingSample([1], [2, 2, 2], old_logprobs=torch.tensor(old), reference_logprobs=torch.tensor(reference), reward=reward)
-        sequences.append(one)
+        old, reference = torch.tensor(old), torch.tensor(reference)
+        sequences.append(TrainingSample([1], [2, 2, 2], old_logprobs=old, reference_logprobs=reference, reward=reward))
     config = AlgorithmConfig(name="rloo", kl_coef=0.1, kl_estimator=estimator)
     metrics = assign_advantages(sequences, config, 2)
     kl = [sum(KL[estimator](r - p) for p, r in zip(s.old_logprobs.tolist(), s.reference_logprobs.tolist(), strict=True)) for s in sequences]
@@ -339,17 +316,12 @@ def test_kl_in_the_reward(estimator):
     assert metrics["reward/kl"] == pytest.approx(sum(kl) / 12, abs=1e-6)
 
 
-def test_kl_in_the_reward_is_not_in_the_loss_too(sequences, now):
-    with_kl, without = (run(AlgorithmConfig(name="rloo", kl_coef=coef), sequences, now, 1000) for coef in (0.5, 0.0))
-    assert with_kl == without
-
-
-@pytest.mark.parametrize("length, added", [(0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20000, -3616 / 4096), (30000, -1.0)])
-def test_overlong_punishment_with_the_papers_numbers(length, added):
+def test_overlong_punishment_with_the_papers_numbers():
     """arXiv 2503.14476, eq. 13 with L_max 20480 and L_cache 4096."""
-    assert compute_overlong_penalty(length, 20480, 0.2, 1.0) == pytest.approx(added)
-    assert compute_overlong_penalty(length, 20480, 0.2, 0.25) == pytest.approx(added / 4)
-    assert compute_overlong_penalty(length, 20480, 0.0, 1.0) == 0.0
+    for length, added in ((0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (20000, -3616 / 4096), (30000, -1.0)):
+        assert compute_overlong_penalty(length, 20480, 0.2, 1.0) == pytest.approx(added)
+        assert compute_overlong_penalty(length, 20480, 0.2, 0.25) == pytest.approx(added / 4)
+        assert compute_overlong_penalty(length, 20480, 0.0, 1.0) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,14 +64,9 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, m
                     assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
         for name in ("advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights"):
             assert (getattr(batch, name)[known == 0] == 0).all()
-
-
-@given(sequences(), BOUND)
-def test_a_sequences_mean_is_that_of_its_answer_alone(samples, most):
-    for batch in make_micro_batches(samples, most):
         values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
         means = dict(batch.split_by_sample(batch.average_by_sample(values), samples))
-        for index, part in batch.split_by_sample(values, samples):
+        for index, part in batch.split_by_sample(values, samples):  # a sequence's mean is that of its answer alone
             torch.testing.assert_close(means[index], part.mean().expand(len(part)), rtol=1e-12, atol=0)
 
 
@@ -126,28 +120,19 @@ def test_bins_hold_every_sequence_once_keep_the_bound_and_are_alike(lengths, bou
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 1000))
 def test_bins_are_at_least_half_full(lengths, bound):
     """No bin could be spared: two of them, the least full, hold more than the bound unless there is but one."""
-    bins = pack(lengths, bound)
-    assert len(bins) <= max(1, 2 * sum(lengths) // bound + 1)
+    assert len(pack(lengths, bound)) <= max(1, 2 * sum(lengths) // bound + 1)
 
 
 def test_thousands_of_sequences_that_fit_badly_are_packed_at_once():
     assert len(pack([600] * 4096, 1000)) == 4096
 
 
-def test_unknown_log_probs_are_zeros():
+def test_one_micro_batch_by_hand_and_none():
     (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4])], 64)
-    assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any()
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_nothing_to_cut_gives_no_micro_batch(replicas):
-    assert make_micro_batches([], 64, 0, replicas) == []
-
-
-def test_all_of_a_micro_batch_goes_to_the_models_device():
-    (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4, 5])], 4)
-    moved = batch.to(torch.device("meta"))
-    assert moved.sample_indices == batch.sample_indices
+    assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any(), "unknown ones are zeros"
+    assert make_micro_batches([], 64, 0, 1) == make_micro_batches([], 64, 0, 2) == []
+    copy = batch.to(torch.device("meta"))
+    assert copy.sample_indices == batch.sample_indices
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
-            assert (getattr(moved, name).device.type, getattr(moved, name).shape) == ("meta", value.shape), name
+            assert (getattr(copy, name).device.type, getattr(copy, name).shape) == ("meta", value.shape), name

@@ -15,15 +15,16 @@ from megatron_rl.errors import UserError
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def pins() -> dict[str, str]:
-    names = ("requirements-torch.txt", "requirements-common.txt", "requirements.txt")
-    text = "".join((ROOT / "launch" / name).read_text() for name in names)
+def pins(*names: str) -> dict[str, str]:
+    text = "".join((ROOT / "launch" / f"requirements{name}.txt").read_text() for name in names)
     return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
 
 
 def test_tested_versions_are_the_installed_ones():
-    assert {name: pins()[name] for name in doctor.TESTED} == doctor.TESTED
-    assert set(doctor.NEEDED_PACKAGES) <= set(pins())
+    cpu, gpu = pins("-torch", "-common", ""), pins("-common", "-gpu")
+    assert {name: cpu[name] for name in doctor.TESTED} == doctor.TESTED
+    assert {name: gpu[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
+    assert set(doctor.NEEDED_PACKAGES) <= set(cpu) & set(gpu)
 
 
 def test_pythons_agree_with_the_packaging():
@@ -48,29 +49,20 @@ def test_a_missing_package_ends_with_2(monkeypatch):
     assert str(caught.value) == "doctor: the CPU tier cannot run: sglang (not installed); bash launch/setup.sh"
 
 
-def test_another_version_is_a_warning(monkeypatch):
-    monkeypatch.setattr(doctor, "find_version", lambda names: "0.5.99")
-    assert doctor.inspect_package("sglang") == doctor.DiagnosisRow("sglang", "0.5.99", "warn", "tested with 0.5.23: bash launch/setup.sh")
-
-
-def test_local_build_tags_do_not_matter(monkeypatch):
-    monkeypatch.setattr(doctor, "find_version", lambda names: "2.13.0+cpu")
-    monkeypatch.setattr(doctor, "find_cuda_build", lambda: None)
-    assert doctor.inspect_package("torch").status == "ok"
-
-
-def test_a_cuda_build_is_held_against_the_gpu_tiers_pins(monkeypatch):
-    text = "".join((ROOT / "launch" / f"requirements-{name}.txt").read_text() for name in ("common", "gpu"))
-    gpu_pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
-    assert {name: gpu_pins[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
-    assert set(doctor.NEEDED_PACKAGES) <= gpu_pins.keys()
-    monkeypatch.setattr(doctor, "find_cuda_build", lambda: "13.0")
-    monkeypatch.setattr(doctor, "find_version", lambda names: "2.14.1+cu130")
-    assert doctor.inspect_package("torch").status == "ok"
-    monkeypatch.setattr(doctor, "find_version", lambda names: "2.13.0")
-    assert doctor.inspect_package("torch") == doctor.DiagnosisRow(
-        "torch", "2.13.0, CUDA 13.0", "warn", "pinned is 2.14.1: bash launch/install_gpu.sh"
-    )
+@pytest.mark.parametrize(
+    "package, version, cuda, shown, status, advice",
+    [
+        ("sglang", "0.5.99", None, "0.5.99", "warn", "tested with 0.5.23: bash launch/setup.sh"),
+        ("torch", "2.13.0+cpu", None, "2.13.0+cpu, CPU build", "ok", ""),  # local build tags do not matter
+        ("torch", "2.14.1+cu130", "13.0", "2.14.1+cu130, CUDA 13.0", "ok", "pinned for the GPU tier"),
+        ("torch", "2.13.0", "13.0", "2.13.0, CUDA 13.0", "warn", "pinned is 2.14.1: bash launch/install_gpu.sh"),
+    ],
+)
+def test_another_version_is_a_warning(monkeypatch, package, version, cuda, shown, status, advice):
+    monkeypatch.setattr(doctor, "find_version", lambda names: version)
+    monkeypatch.setattr(doctor, "find_cuda_build", lambda: cuda)
+    row = doctor.inspect_package(package)
+    assert (row.name, row.found, row.status, row.advice.partition(",")[0]) == (package, shown, status, advice)
 
 
 def test_pitfalls_are_rows(monkeypatch):

@@ -49,12 +49,11 @@ def test_this_machine_has_nothing_to_fall_into_but_its_environment(monkeypatch):
     assert doctor_gpu.find_pitfalls(None, None) == []
 
 
-@pytest.mark.parametrize(
-    "told, words", [("1", "asks Transformer Engine's recipe for FP32 scales"), ("yes", "'yes' is neither 0 nor 1"), ("0", ""), (None, "")]
-)
-def test_the_scale_variable(told, words):
-    pitfall = doctor_gpu.check_scale_variable({} if told is None else {doctor_gpu.SCALES_VARIABLE: told})
-    assert (words in pitfall.found and pitfall.fix.startswith("unset it")) if words else pitfall is None
+def test_the_scale_variable():
+    assert doctor_gpu.check_scale_variable({doctor_gpu.SCALES_VARIABLE: "0"}) is None is doctor_gpu.check_scale_variable({})
+    for value, words in (("1", "asks Transformer Engine's recipe for FP32 scales"), ("yes", "'yes' is neither 0 nor 1")):
+        pitfall = doctor_gpu.check_scale_variable({doctor_gpu.SCALES_VARIABLE: value})
+        assert words in pitfall.found and pitfall.fix.startswith("unset it")
 
 
 def test_parts_of_transformer_engine_that_do_not_fit():
@@ -80,48 +79,42 @@ def test_an_extension_built_for_another_torch():
     assert doctor_gpu.explain_import_error("", "2.14.1").found == "cannot be imported: it ended without a message"
 
 
-def test_an_extension_is_really_loaded(monkeypatch):
+def test_an_extension_is_really_loaded_and_binding_at_once_is_seen(monkeypatch):
     versions = {"transformer-engine": "2.20.2", "torch": "2.14.1"}
     assert doctor_gpu.check_transformer_engine_import({}) is None
     monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "pass")
     assert doctor_gpu.check_transformer_engine_import(versions) is None
     monkeypatch.setattr(doctor_gpu, "LOAD_STATEMENT", "raise ImportError('x.so: undefined symbol: _ZN3c10')")
     assert "another torch" in doctor_gpu.check_transformer_engine_import(versions).found
+    assert doctor_gpu.check_ld_bind_now(versions, {"LD_BIND_NOW": "1"})
+    assert not doctor_gpu.check_ld_bind_now(versions, {}) and not doctor_gpu.check_ld_bind_now({}, {"LD_BIND_NOW": "1"})
 
 
-@pytest.mark.parametrize("cuda, old", [("12.8", True), ("11.8", True), ("12.9", False), ("13.0", False)])
-def test_cuda_without_block_scaled_products(cuda, old):
-    assert (doctor_gpu.check_cuda(cuda) is not None) == old
-    assert (doctor_gpu.check_cublas({"nvidia-cublas-cu12": f"{cuda}.4.1"}) is not None) == old
-
-
-def test_drivers():
+def test_cuda_without_block_scaled_products_and_old_drivers():
+    for cuda, old in (("12.8", True), ("11.8", True), ("12.9", False), ("13.0", False)):
+        assert (doctor_gpu.check_cuda(cuda) is not None) == old
+        assert (doctor_gpu.check_cublas({"nvidia-cublas-cu12": f"{cuda}.4.1"}) is not None) == old
     assert doctor_gpu.check_driver("13.0", "575.57.08").fix == "install driver 580 or newer"
     assert doctor_gpu.check_driver("13.0", "580.65.06") is None and doctor_gpu.check_driver("12.9", "550.1") is None
     assert doctor_gpu.check_driver("13.0", None) is None
 
 
 def test_packages_that_the_engine_was_not_built_with():
-    wanted = doctor_gpu.parse_pins(
-        ["torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy", "torch==1; extra == 'old'", "openai==2.8.0"]
-    )
-    assert wanted == {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
+    lines = ["torch==2.14.1", "flashinfer_python[cu13]==0.7.2", "numpy", "torch==1; extra == 'old'", "openai==2.8.0"]
+    engine_pins = doctor_gpu.parse_pins(lines)
+    assert engine_pins == {"torch": "2.14.1", "flashinfer-python": "0.7.2"}
     versions = {"torch": "2.14.1+cu130", "flashinfer-python": "0.7.1", "sglang": "0.5.23"}
-    (pitfall,) = doctor_gpu.check_engine_pins(versions, wanted)
+    (pitfall,) = doctor_gpu.check_engine_pins(versions, engine_pins)
     assert pitfall == ("flashinfer-python", "0.7.1, and sglang 0.5.23 asks for 0.7.2", doctor_gpu.INSTALL)
 
 
 def test_what_deep_gemm_compiles_with():
     both = {"sgl-deep-gemm": "0.2.3.post2", "deep-gemm": "2.6.1"}
     assert "under the same import name" in doctor_gpu.check_deep_gemm_packages(both).found
-    one = {"sgl-deep-gemm": "0.2.3.post2"}
-    assert (
-        doctor_gpu.check_deep_gemm_packages(one) is None
-        and doctor_gpu.check_nvcc(one, "13.0") is None
-        and doctor_gpu.check_nvcc({}, None) is None
-    )
-    assert doctor_gpu.check_nvcc(one, None).found.startswith("not found")
-    assert doctor_gpu.check_nvcc(one, "12.8").found == "12.8 is older than 12.9, which DeepGEMM refuses"
+    single = {"sgl-deep-gemm": "0.2.3.post2"}
+    assert doctor_gpu.check_deep_gemm_packages(single) is doctor_gpu.check_nvcc(single, "13.0") is doctor_gpu.check_nvcc({}, None) is None
+    assert doctor_gpu.check_nvcc(single, None).found.startswith("not found")
+    assert doctor_gpu.check_nvcc(single, "12.8").found == "12.8 is older than 12.9, which DeepGEMM refuses"
 
 
 def test_the_compilers_release_is_read(tmp_path):
@@ -131,12 +124,3 @@ def test_the_compilers_release_is_read(tmp_path):
     nvcc.chmod(0o755)
     assert doctor_gpu.read_nvcc_release(str(tmp_path)) == doctor_gpu.read_nvcc_release(str(nvcc)) == "12.9"
     assert doctor_gpu.read_nvcc_release(None) is None and doctor_gpu.read_nvcc_release(str(tmp_path / "no")) is None
-
-
-def test_binding_at_once():
-    te = {"transformer-engine": "2.20.2"}
-    assert (
-        doctor_gpu.check_ld_bind_now(te, {"LD_BIND_NOW": "1"})
-        and not doctor_gpu.check_ld_bind_now(te, {})
-        and not doctor_gpu.check_ld_bind_now({}, {"LD_BIND_NOW": "1"})
-    )

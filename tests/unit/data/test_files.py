@@ -34,12 +34,9 @@ def test_a_row_becomes_a_problem(tmp_path):
     [problem] = read(write(tmp_path, b"\xef\xbb\xbf" + GOOD + b"\r\n\n"))
     assert (problem.prompt, problem.answer) == ("How many {clips} of 0?", "1070")
     assert (problem.id, problem.source, problem.level) == ("gsm8k/train:1", "gsm8k/train", 0)
-
-
-def test_a_set_may_have_a_name_and_a_format_of_its_own(tmp_path):
-    path = write(tmp_path, GOOD)
-    [problem] = read_problem_set(DataSourceConfig(source=str(path), name="sums", format="gsm8k"), "math", "data.eval")
-    assert (problem.id, problem.source) == ("sums:1", "sums")
+    named = DataSourceConfig(source=str(tmp_path / "gsm8k" / "train.jsonl"), name="sums", format="gsm8k")
+    [problem] = read_problem_set(named, "math", "data.eval")
+    assert (problem.id, problem.source) == ("sums:1", "sums"), "a set may have a name and a format of its own"
 
 
 def test_all_kinds_of_files_give_the_same_problems(tmp_path):
@@ -57,9 +54,7 @@ def test_a_parquet_file_of_other_columns_names_them_all(tmp_path):
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"problem": ["1+1"], "answer": ["2"], "unread": ["x"], "level": ["Level 3"]}), path)
     assert [(p.answer, p.level) for p in read(path, "math")] == [("2", 3)]
-    with pytest.raises(
-        UserError, match=r"a.parquet:1.: format gsm8k needs the field question, found problem, answer, unread, level; set fo"
-    ):
+    with pytest.raises(UserError, match="parquet:1.: format gsm8k needs the field question, found problem, answer, unread, level; set fo"):
         read(path)
 
 
@@ -103,21 +98,15 @@ def test_a_format_is_asked_for_by_what_fits(tmp_path):
         read(write(tmp_path, b'{"x": 1}'), None)
 
 
-@pytest.mark.parametrize("name, wrong", [("absent.jsonl", "does not exist"), (".", "is a folder")])
-def test_an_unreadable_file_is_named(tmp_path, name, wrong):
-    with pytest.raises(UserError, match=f"data.train = .*{wrong}"):
-        read(tmp_path / name)
-
-
-def test_no_parquet_although_it_is_called_so(tmp_path):
+def test_files_that_are_none_or_hold_nothing_are_named(tmp_path):
+    for name, wrong in (("absent.jsonl", "does not exist"), (".", "is a folder")):
+        with pytest.raises(UserError, match=f"data.train = .*{wrong}"):
+            read(tmp_path / name)
     with pytest.raises(UserError, match=r"a.parquet': is not a Parquet file that can be read \(Parquet magic bytes not found"):
         read(write(tmp_path, GOOD * 9, "a.parquet"))
-
-
-@pytest.mark.parametrize("name, content", [("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.json", b"")])
-def test_a_file_without_problems_is_refused(tmp_path, name, content):
-    with pytest.raises(UserError, match="holds no problems"):
-        read(write(tmp_path, content, name))
+    for name, content in (("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.json", b"")):
+        with pytest.raises(UserError, match="holds no problems"):
+            read(write(tmp_path, content, name))
 
 
 def test_rows_without_gold_are_left_out_and_counted(tmp_path, caplog):

@@ -23,27 +23,17 @@ MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, 
         ("gsm8k", {"question": "q", "answer": "#### -1,234,567"}, "-1234567", 0),
         ("gsm8k", {"question": "q", "answer": "#### 1,080.5"}, "1080.5", 0),
         ("gsm8k", {"question": "q", "answer": "#### (1,234)"}, "(1,234)", 0),  # no number with separators
-        ("arithmetic", {"question": "57+8-3=", "answer": "57+8=65,65-3=62#62"}, "62", 0),
+        ("arithmetic", {"question": "q", "answer": "57+8=65,65-3=62#62"}, "62", 0),
         # Hendrycks' own files, MATH-500, deepscaler's file
         ("math", {"problem": "q", "level": "Level 5", "type": "Algebra", "solution": MATH_SOLUTION}, r"\left( 3, \frac{\pi}{2} \right)", 5),
         ("math", {"problem": "q", "level": "Level ?", "type": "Geometry", "solution": r"so \fbox{7}"}, "7", 0),
         ("math", {"problem": "q", "level": "Level 1", "solution": r"is $\boxed 2$."}, "2", 1),
-        (
-            "math",
-            {"problem": "q", "solution": MATH_SOLUTION, "answer": "p - q", "subject": "Algebra", "level": 2, "unique_id": "t/1"},
-            "p - q",
-            2,
-        ),
+        ("math", {"problem": "q", "solution": MATH_SOLUTION, "answer": "p - q", "level": 2, "unique_id": "t/1"}, "p - q", 2),
         ("math", {"problem": "q", "answer": "0", "difficulty": 5.0, "type": "Algebra"}, "0", 5),
         ("math", {"problem": "q", "answer": None, "solution": r"\boxed{4}"}, "4", 0),
         ("math", {"problem": "q", "answer": "", "difficulty": 5.0}, "", 5),
         # zwhe99/DeepMath-103K, and its sample in ROLL
-        (
-            "deepmath",
-            {"question": "q", "final_answer": r"\dfrac{1}{2}", "difficulty": 4.5, "topic": "t", "r1_solution_1": "s"},
-            r"\dfrac{1}{2}",
-            4,
-        ),
+        ("deepmath", {"question": "q", "final_answer": r"\dfrac12", "difficulty": 4.5, "topic": "t"}, r"\dfrac12", 4),
         ("deepmath", {"id": "1", "prompt": "q", "ground_truth": "x", "difficulty": "9.5", "messages": "[]"}, "x", 9),
         ("deepmath", {"question": "q", "final_answer": "0", "difficulty": -1.0}, "0", 0),
         # as published by Maxwell-Jia, HuggingFaceH4, opencompass, NeMo-Skills
@@ -55,11 +45,7 @@ MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, 
 )
 def test_one_row_of_each_published_shape(format, row, gold, level):
     result = read_row(row, format)
-    assert (result.question, result.gold, result.level) == (
-        row.get("question", row.get("problem", row.get("Problem", row.get("prompt")))),
-        gold,
-        level,
-    )
+    assert (result.question, result.gold, result.level) == ("q", gold, level)
 
 
 @pytest.mark.parametrize(

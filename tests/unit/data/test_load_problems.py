@@ -73,19 +73,15 @@ def test_a_stream_resumes_exactly(load, jsonl, generated, eval_source):
     assert resumed.next_batch(25) == expected
 
 
-def test_a_position_in_other_data_is_refused(load):
-    state = load(seed=1)[0].state_dict()
-    with pytest.raises(UserError, match="data: .*other problems"):
-        load(seed=2)[0].load_state_dict(state)
-
-
 def test_train_loses_what_any_row_of_the_eval_file_holds(load, jsonl, caplog):
-    train, held_out = jsonl("train.jsonl", ["a", "b", "c", "d"]), jsonl("eval.jsonl", ["b", "x", "d"])
+    """Also in another spelling, and what is too long for a prompt itself."""
+    long = "long" * 9
+    train, held_out = jsonl("train.jsonl", ["a", "How  many\nc?", "c", "d", long]), jsonl("eval.jsonl", ["how many c? ", "x", "d", long])
     with caplog.at_level(logging.WARNING):
-        stream, problems = load(train=train, eval=held_out, format="gsm8k", eval_size=1)
-    assert len(problems) == 1 and problems[0].prompt in {"b", "x", "d"}
+        stream, problems = load(train=train, eval=held_out, format="gsm8k", eval_size=1, max_prompt_tokens=20)
+    assert len(problems) == 1 and problems[0].prompt in {"how many c? ", "x", "d"}
     assert {problem.prompt for problem in stream.next_batch(20)} == {"a", "c"}
-    assert "left out 2 problems" in caplog.text
+    assert "left out 3 problems" in caplog.text
 
 
 def test_generated_train_avoids_an_eval_file(load, jsonl):
@@ -100,9 +96,8 @@ def test_long_prompts_are_left_out_and_counted(load, jsonl, caplog):
         stream, problems = load(train=train, eval=held_out, format="gsm8k", max_prompt_tokens=8)
     assert {problem.prompt for problem in stream.next_batch(10)} == {"short", "tiny"}
     assert [problem.prompt for problem in problems] == ["s"]
-    assert (
-        ": left out 1 of 3 problems with prompts over 8" in caplog.text and ": left out 1 of 2 problems with prompts over 8" in caplog.text
-    )
+    for counts in ("1 of 3", "1 of 2"):
+        assert f": left out {counts} problems with prompts over 8" in caplog.text
     assert "fewer than data.eval_size" in caplog.text
 
 
@@ -116,24 +111,15 @@ def test_nothing_left_is_refused(load, jsonl):
         load(eval="", levels=(5, 6), max_prompt_tokens=12)
     with pytest.raises(UserError, match="data.train = .*also in data.eval"):
         load(train=train, eval=train, format="gsm8k")
+    again = jsonl("again.jsonl", ["question two"])
+    with pytest.raises(UserError, match="data.train = .*again.jsonl': every problem of it is in a set before it; leave it out"):
+        load(train=[{"source": train}, {"source": again}], format="gsm8k")
 
 
 def test_missing_files_name_their_field(load, tmp_path):
     for field in ("train", "eval"):
         with pytest.raises(UserError, match=f"data.{field} = .*does not exist"):
             load(**{field: str(tmp_path / "absent.jsonl")})
-
-
-def test_the_same_question_in_other_spelling_is_held_out(load, jsonl):
-    train, held_out = jsonl("train.jsonl", ["How  many\nclips?", "b"]), jsonl("eval.jsonl", ["how many clips? "])
-    stream, _ = load(train=train, eval=held_out, format="gsm8k", prompt_template="{question}!")
-    assert {problem.prompt for problem in stream.next_batch(5)} == {"b!"}
-
-
-def test_a_long_held_out_question_stays_out_of_training(load, jsonl):
-    train, held_out = jsonl("train.jsonl", ["long" * 9, "b"]), jsonl("eval.jsonl", ["long" * 9, "c"])
-    stream, problems = load(train=train, eval=held_out, format="gsm8k", max_prompt_tokens=8)
-    assert {problem.prompt for problem in stream.next_batch(5)} == {"b"} and [problem.prompt for problem in problems] == ["c"]
 
 
 def test_questions_that_repeat_are_left_out_and_counted(load, jsonl, caplog):
@@ -144,12 +130,6 @@ def test_questions_that_repeat_are_left_out_and_counted(load, jsonl, caplog):
     assert sorted(problem.prompt for problem in stream.next_batch(4)) == ["a", "b", "c", "d"]
     for count, name in ((1, "first"), (2, "second"), (1, "eval")):
         assert re.search(rf"/{name}\): left out {count} problems whose question came before", caplog.text)
-
-
-def test_a_set_that_repeats_another_is_refused(load, jsonl):
-    first, second = jsonl("first.jsonl", ["a", "b"]), jsonl("second.jsonl", ["b"])
-    with pytest.raises(UserError, match="data.train = .*second.jsonl': every problem of it is in a set before it; leave it out"):
-        load(train=[{"source": first}, {"source": second}], format="gsm8k")
 
 
 def test_a_mixture_of_generated_and_published_problems(load, jsonl):
@@ -213,25 +193,18 @@ def test_a_data_set_of_the_hub(load, tmp_path, monkeypatch):
 
 def test_a_hub_that_cannot_be_reached_is_one_line(load, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        UserError, match="data.train = 'hf:openai/gsm8k:main:train': cannot be loaded .*openai/gsm8k.*; check the name and the net"
-    ):
+    line = "data.train = 'hf:openai/gsm8k:main:train': cannot be loaded .*openai/gsm8k.*; check the name and the net"
+    with pytest.raises(UserError, match=line):
         load(train="hf:openai/gsm8k:main:train", format="gsm8k")
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
 def test_real_sets_mix_and_stay_apart(load, caplog):
     """285 questions of the DeepMATH sample are in MATH too, and a few repeat within a set."""
-    files = {
-        "math": REAL / "math_train/math.json",
-        "deepmath": REAL / "deepmath_sample/math_deepmath_deal.jsonl",
-        "gsm8k": REAL / "gsm8k/train.jsonl",
-    }
-    train = [{"source": str(file), "format": format, "weight": 2 if format == "math" else 1} for format, file in files.items()]
-    held_out = [
-        {"source": str(REAL / "math500/test.jsonl"), "format": "math"},
-        {"source": str(REAL / "aime24/test.jsonl"), "format": "aime"},
-    ]
+    files = {"math": "math_train/math.json", "deepmath": "deepmath_sample/math_deepmath_deal.jsonl", "gsm8k": "gsm8k/train.jsonl"}
+    train = [{"source": str(REAL / file), "format": format, "weight": 2 if format == "math" else 1} for format, file in files.items()]
+    tests = {"math": "math500/test.jsonl", "aime": "aime24/test.jsonl"}
+    held_out = [{"source": str(REAL / file), "format": format} for format, file in tests.items()]
     stream, problems = load(train=train, eval=held_out, max_prompt_tokens=8192, eval_size=500)
     assert Counter(problem.source for problem in problems) == {"math500/test": 500, "aime24/test": 30}
     drawn = stream.next_batch(4 * 7473)

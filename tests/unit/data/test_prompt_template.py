@@ -36,12 +36,9 @@ def chat(tokenizer):
     return ask
 
 
-def test_the_template_is_plain_text(tokenizer):
+def test_the_template_is_plain_text_or_a_file(tokenizer, tmp_path):
     ask = make_prompt_formatter(DataConfig(prompt_template="Q: {question} {braces}\n\\boxed{}"), tokenizer)
     assert ask("what is {x} in {question}?") == "Q: what is {x} in {question}? {braces}\n\\boxed{}"
-
-
-def test_a_template_file(tokenizer, tmp_path):
     file = tmp_path / "ask.txt"
     file.write_text("Frage: {question}\nAntwort – ", encoding="utf-8")
     assert make_prompt_formatter(DataConfig(prompt_template_file=file), tokenizer)("1+1?") == "Frage: 1+1?\nAntwort – "
@@ -58,11 +55,8 @@ def test_a_template_file_that_is_none(tokenizer, tmp_path, content, wrong):
         check_data(DataConfig(prompt_template_file=file), tmp_path)
 
 
-def test_the_chat_template_ends_where_the_assistant_begins(chat):
+def test_template_and_system_message_are_within_the_chat_that_ends_where_the_assistant_begins(chat):
     assert chat("1+1?") == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_template_and_system_message_within_the_chat(chat):
     result = chat("1+1?", prompt_template="{question} Put it into \\boxed{}.", system_prompt="Be brief.")
     assert result.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? Put it into \\boxed{}.<|im_end|>\n")
 

@@ -58,50 +58,35 @@ def test_majority_by_hand():
     assert majority_at_k([(1, 1)], 4, [4]) == [1.0]  # those without an answer do not vote
     assert majority_at_k([], 3, [1, 3]) == [0.0, 0.0]
     assert majority_at_k([(1, 1), (2, 0)], 4, [1]) == [0.25]  # maj@1 = mean@k
-
-
-def test_majority_of_many_completions_stays_a_probability():
-    """1,024 completions: binomials are as large as float64 allows."""
-    one, many, all_of_them = majority_at_k([(64, 64), (60, 0)], 1024, [1, 512, 1024])
-    assert one == pytest.approx(64 / 1024) and one < many < 1.0 and all_of_them == pytest.approx(1.0)
-
-
-def test_powers_of_two_end_with_all_completions():
+    at_1, at_512, at_1024 = majority_at_k([(64, 64), (60, 0)], 1024, [1, 512, 1024])  # binomials as large as float64 allows
+    assert at_1 == pytest.approx(64 / 1024) and at_1 < at_512 < 1.0 and at_1024 == pytest.approx(1.0)
     assert [powers_of_two(most) for most in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
 
 
 @given(st.lists(st.integers(-3, 3), max_size=9))
 def test_the_p_value_counts_all_choices_of_signs(differences):
-    sums = [
-        abs(sum(sign * size for sign, size in zip(signs, differences, strict=True))) for signs in product((1, -1), repeat=len(differences))
-    ]
+    choices = product((1, -1), repeat=len(differences))
+    sums = [abs(sum(sign * size for sign, size in zip(signs, differences, strict=True))) for signs in choices]
     assert sign_flip_p_value(differences) == pytest.approx(sum(value >= abs(sum(differences)) for value in sums) / len(sums))
 
 
-def test_one_completion_each_is_mcnemars_exact_test():
+def test_one_completion_each_is_mcnemars_exact_test_and_has_wilsons_interval():
     assert sign_flip_p_value([1] * 9 + [-1] * 2 + [0] * 50) == pytest.approx(2 * sum(comb(11, few) for few in range(3)) / 2**11)
-
-
-def test_one_completion_each_has_wilsons_interval():
     result = estimate_mean([1.0] * 8 + [0.0] * 2, 1)
     assert (result.low, result.high) == (pytest.approx(0.49016, abs=1e-5), pytest.approx(0.94331, abs=1e-5))  # Wilson 1927, 8 of 10
 
 
-@pytest.mark.parametrize("value", [0.0, 1.0])
-def test_none_or_all_correct_is_not_certain(value):
-    result = estimate_mean([value] * 20, 4)
-    assert result.low <= value <= result.high and result.high - result.low == pytest.approx(0.161, abs=0.001)  # "3 of n" and a little
+def test_none_or_all_correct_is_not_certain_and_few_differences_have_no_interval():
+    for value in (0.0, 1.0):
+        result = estimate_mean([value] * 20, 4)
+        assert result.low <= value <= result.high and result.high - result.low == pytest.approx(0.161, abs=0.001)  # "3 of n" and a little
+    assert estimate_difference([0.25] * 10).low is None is estimate_difference([1.0, 0.0, 1.0]).high
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30))
 def test_an_interval_holds_its_value_and_stays_between_0_and_1(correct):
     result = estimate_mean([count / 4 for count in correct], 4)
     assert 0 <= result.low <= result.value <= result.high <= 1
-
-
-def test_no_interval_of_a_difference_without_spread_or_with_three_problems():
-    assert estimate_difference([0.25] * 10).low is None
-    assert estimate_difference([1.0, 0.0, 1.0]).high is None
 
 
 def simulated(draw: random.Random, problems: int, samples: int, shape: float, gain: float = 0.0) -> list[float]:
@@ -131,7 +116,7 @@ def test_intervals_of_differences_cover_the_truth_and_p_values_are_uniform_witho
     for _ in range(1000):
         chances = [draw.betavariate(0.5, 0.5) for _ in range(30)]
         first, second = ([sum(draw.random() < chance for _ in range(4)) for chance in chances] for _ in range(2))
-        gains = [one - other for one, other in zip(first, second, strict=True)]
+        gains = [score - other for score, other in zip(first, second, strict=True)]
         result = estimate_difference([gain / 4 for gain in gains])
         covered += result.low is not None and result.low <= 0 <= result.high
         small += sign_flip_p_value(gains) <= 0.05

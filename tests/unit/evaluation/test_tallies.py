@@ -39,20 +39,15 @@ def outcome(text: str, correct: bool = False, error: str = "", finish: str = "st
         (r"\boxed{}", "math", None),
     ],
 )
-def test_a_wrong_completion_votes_for_what_it_states(text, source, answer):
+def test_a_wrong_completion_votes_for_what_it_states_and_a_correct_one_for_the_gold(text, source, answer):
     assert outcome(text).answer(problem(1, source=source)) == answer
-
-
-def test_all_correct_completions_vote_for_the_gold_and_those_without_verdict_for_nothing():
-    half = problem(1, source="math", answer=r"\frac{1}{2}")
-    assert {outcome(text, correct=True).answer(half) for text in (r"\boxed{0.5}", "a half")} == {r"\frac{1}{2}"}
-    assert outcome(r"\boxed{3}", error="timeout after 5 s").answer(half) is None
+    assert outcome(text, correct=True).answer(problem(1, source=source, answer=r"\frac{1}{2}")) == r"\frac{1}{2}"
+    assert outcome(text, error="timeout after 5 s").answer(problem(1, source=source)) is None
 
 
 def test_a_tally_counts_votes_lengths_and_errors():
-    result = Tally.of(
-        problem(1), [outcome("#2", True), outcome("2#2", True), outcome("#3"), outcome("1,", finish="length"), outcome("#4", error="died")]
-    )
+    texts = [outcome("#2", True), outcome("2#2", True), outcome("#3"), outcome("1,", finish="length"), outcome("#4", error="died")]
+    result = Tally.of(problem(1), texts)
     assert (result.samples, result.correct, result.votes) == (5, 2, ((2, 2), (1, 0)))
     assert (result.tokens, result.truncated, result.errors, result.reward) == ((2, 3, 2, 2, 2), 1, 1, 2.0)
 
@@ -64,13 +59,8 @@ def tally(number: int, correct: int, level: int = 1, source: str = "arithmetic",
 
 def test_tables_have_a_line_for_all_for_each_set_and_for_each_level():
     three = [tally(1, 4), tally(2, 0, level=2), tally(3, 2, source="gsm8k/test", level=0)]
-    assert group_tallies(three) == {
-        (None, None): [0, 1, 2],
-        ("arithmetic", None): [0, 1],
-        ("arithmetic", 1): [0],
-        ("arithmetic", 2): [1],
-        ("gsm8k/test", None): [2],
-    }
+    sets = {("arithmetic", None): [0, 1], ("arithmetic", 1): [0], ("arithmetic", 2): [1], ("gsm8k/test", None): [2]}
+    assert group_tallies(three) == {(None, None): [0, 1, 2], **sets}
     assert list(group_tallies(three[:2])) == [(None, None), ("arithmetic", 1), ("arithmetic", 2)]
     assert list(group_tallies(three[:1])) == [(None, None)]
 
@@ -135,17 +125,12 @@ def test_every_problem_gets_its_own_completions(tmp_path):
     tallies = run(Letters(), tmp_path / "c.jsonl")
     assert [(result.id, result.samples, result.correct) for result in tallies] == [(f"arithmetic:{number}", 3, 1) for number in range(5)]
     rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-    assert [(row["problem"], row["sample"]) for row in rows] == [
-        (f"arithmetic:{number}", sample) for number in range(5) for sample in range(3)
-    ]
+    assert [(row["problem"], row["sample"]) for row in rows] == [(f"arithmetic:{n}", sample) for n in range(5) for sample in range(3)]
     assert all(row["text"].startswith(row["prompt"]) and row["side"] == "checkpoint" for row in rows)
     assert sum(row["correct"] for row in rows) == 5 and {row["answer"] for row in rows} == {"0", "1", "2"}
-
-
-def test_what_was_scored_before_a_crash_is_on_the_disk(tmp_path):
     with pytest.raises(RunError, match="gone"):
-        run(Letters(failing="q4"), tmp_path / "c.jsonl")
-    assert len((tmp_path / "c.jsonl").read_text().splitlines()) == 12
+        run(Letters(failing="q4"), tmp_path / "crash.jsonl")
+    assert len((tmp_path / "crash.jsonl").read_text().splitlines()) == 12, "what was scored before a crash is on the disk"
 
 
 HOSTILE = "</pre><script>alert(1)</script> \ud800"
@@ -156,7 +141,7 @@ def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
     sides = {"checkpoint": [tally(number, 3, level=number % 2) for number in range(6)]}
     if with_baseline:
         sides["baseline"] = [tally(number, number % 3, level=number % 2) for number in range(6)]
-    made = {
+    page = {
         "schema": 1, "started": "a", "ended": "b", "argv": ["x", HOSTILE[:20]], "versions": {"torch": "2"}, "config": {"data": {"seed": 1}},
         "sampling": {"samples": 4, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}, "ks": [1, 2, 4], "confidence": 0.95,
         "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": build_table(result, [1, 2, 4])}
@@ -164,11 +149,11 @@ def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
         "comparison": compare_tallies(sides["checkpoint"], sides["baseline"], [1, 2, 4]) if with_baseline else [],
     }  # fmt: skip
     folder.mkdir(parents=True)
-    (folder / "eval.json").write_text(json.dumps(made))
+    (folder / "eval.json").write_text(json.dumps(page))
     file = CompletionsFile(folder / "completions.jsonl")
     file.append("checkpoint", [(problem(number), 0, outcome(HOSTILE)) for number in range(20)])
     file.close()
-    return made
+    return page
 
 
 def test_the_page_shows_the_figures_and_obeys_nothing(tmp_path):

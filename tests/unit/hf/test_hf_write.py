@@ -82,21 +82,17 @@ def test_a_bad_config_json_is_the_users_error_in_one_line(tmp_path, content, rul
 def test_transformers_reads_a_new_config(tmp_path):
     from transformers import AutoConfig
 
-    made = make_hf_config(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), 7, "bf16")
-    (tmp_path / "config.json").write_text(json.dumps(made))
-    read = AutoConfig.from_pretrained(tmp_path)
-    assert (type(read).__name__, read.hidden_size, read.tie_word_embeddings, read.eos_token_id) == ("Qwen3Config", 384, True, 7)
-    assert read.dtype == torch.bfloat16
+    def read(architecture: ArchitectureConfig, dtype: str):
+        (tmp_path / "config.json").write_text(json.dumps(make_hf_config(architecture, 7, dtype)))
+        return AutoConfig.from_pretrained(tmp_path)
 
-
-def test_transformers_reads_a_new_config_with_experts(tmp_path):
-    from transformers import AutoConfig
-
+    dense = read(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), "bf16")
+    assert (type(dense).__name__, dense.hidden_size, dense.tie_word_embeddings, dense.eos_token_id) == ("Qwen3Config", 384, True, 7)
+    assert dense.dtype == torch.bfloat16
     widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
-    (tmp_path / "config.json").write_text(json.dumps(make_hf_config(ArchitectureConfig(**widths), 7, "fp32")))
-    read = AutoConfig.from_pretrained(tmp_path)
-    assert (type(read).__name__, read.norm_topk_prob, read.decoder_sparse_step, read.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
-    assert {name: getattr(read, name) for name in widths} == widths
+    moe = read(ArchitectureConfig(**widths), "fp32")
+    assert (type(moe).__name__, moe.norm_topk_prob, moe.decoder_sparse_step, moe.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
+    assert {name: getattr(moe, name) for name in widths} == widths
 
 
 def test_random_weights_repeat_with_the_seed_and_norms_are_one():

@@ -73,25 +73,23 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, 
 
 @given(LENGTHS, st.integers(1, 30), st.integers(1, 3), st.integers(1, 4))
 def test_every_token_finds_its_experts_in_its_micro_batch(lengths, most, replicas, multiple):
-    result = [
+    samples = [
         TrainingSample([10 * index + 1] * prompt, [2] * answer, routed_experts=torch.from_numpy(record(prompt + answer, seed=index)))
         for index, (prompt, answer) in enumerate(lengths)
     ]
     seen, numbers = 0, []
     for replica in range(replicas):
-        for batch in make_micro_batches(result, most, replica, replicas, multiple):
+        for batch in make_micro_batches(samples, most, replica, replicas, multiple):
             assert batch.routed_experts.shape == (1, batch.tokens.shape[1], 3, 2)
-            assert ((batch.token_indices >= 0).sum(), batch.token_indices.shape) == (
-                batch.tokens.shape[1] - batch.padding,
-                batch.tokens.shape,
-            )
+            assert batch.token_indices.shape == batch.tokens.shape
+            assert (batch.token_indices >= 0).sum() == batch.tokens.shape[1] - batch.padding
             parts = batch.routed_experts[0].split(batch.lengths)
             for part, index in zip(parts, batch.sample_indices, strict=False):
-                assert torch.equal(part, result[index].routed_experts)
+                assert torch.equal(part, samples[index].routed_experts)
                 seen += 1
             assert (batch.routed_experts[batch.token_indices < 0] == torch.tensor([0, 1])).all()
             numbers += batch.token_indices[batch.token_indices >= 0].tolist()
-    assert seen == len(result) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in result)))
+    assert seen == len(samples) and sorted(numbers) == list(range(sum(sequence.length - 1 for sequence in samples)))
 
 
 def answer(values: np.ndarray) -> dict:
@@ -100,10 +98,10 @@ def answer(values: np.ndarray) -> dict:
 
 def test_the_engines_answers_are_read_and_checked():
     assert (read_routed_experts(answer(record(5)), SHAPE, 5) == record(5)).all()
-    for told, line in (
+    for response, line in (
         ({"meta_info": {}}, "without the routing that it was asked for"),
         (answer(record(6)), "routing of 5 tokens has 30 numbers, not 4 rows of 3 layers and 2 experts"),
         (answer(record(5).astype(int) + 256), "names experts 256 to 26\\d of 8"),  # a byte would hide it
     ):
         with pytest.raises(RunError, match=line):
-            read_routed_experts(told, SHAPE, 5)
+            read_routed_experts(response, SHAPE, 5)

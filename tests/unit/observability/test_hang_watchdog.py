@@ -16,14 +16,8 @@ from pathlib import Path
 import pytest
 from support.processes import until
 
-from megatron_rl.observability.hang_watchdog import (
-    RankStatus,
-    clear_rank_files,
-    describe_ranks,
-    enter_phase,
-    read_rank_status,
-    watch_for_hangs,
-)
+from megatron_rl.observability import hang_watchdog
+from megatron_rl.observability.hang_watchdog import RankStatus, enter_phase, read_rank_status, watch_for_hangs
 from megatron_rl.observability.rank_log import rank_log
 
 STUCK_AFTER = 4.0  # seconds
@@ -117,7 +111,7 @@ def test_all_ranks_write_their_stacks_and_one_speaks(worlds):
     assert "rank 0: in train of step 1 for " in line and "; rank 1: in train of step 2 for " in line
     logs = [(world.folder / "ranks" / f"rank_0000{rank}.log").read_text() for rank in range(2)]
     assert all("in wait_for_another_rank" in log for log in logs)
-    clear_rank_files(world.folder)
+    hang_watchdog.clear_rank_files(world.folder)
     assert sorted(file.name for file in (world.folder / "ranks").iterdir()) == ["rank_00000.log", "rank_00001.log"]
 
 
@@ -127,27 +121,21 @@ def test_a_rank_may_wait_long_for_one_that_goes_on(worlds):
     assert (world.folder / "reached0").exists() and not (world.folder / "reached1").exists() and not world.lines()
 
 
-def test_a_limit_of_its_own_does_not_count(tmp_path):
-    status = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
-    assert status.idle_seconds(now=55.0) == 15.0
-
-
-def test_ranks_that_stand_together_are_told_together():
+def test_ranks_that_stand_together_are_named_together():
+    limited = RankStatus(0, "host", 1, "starting the engine", 0, seconds=100.0, limit=90.0, last_seen=50.0)
+    assert limited.idle_seconds(now=55.0) == 15.0, "a limit of its own does not count"
     statuses = [RankStatus(rank, "host", 100 + rank, "sync" if rank == 3 else "train", 7, 60.0, 0.0, last_seen=1000.0) for rank in range(6)]
     statuses[5] = RankStatus(5, "host", 105, "train", 7, 20.0, 0.0, last_seen=900.0)
-    line = describe_ranks(statuses, 1000.0, lambda status, now: now - status.last_seen > 50)
+    line = hang_watchdog.describe_ranks(statuses, 1000.0, lambda status, now: now - status.last_seen > 50)
     assert line == (
         "ranks 0-2, 4: in train of step 7 for 60 s; rank 3: in sync of step 7 for 60 s; "
         "rank 5: in train of step 7, not heard for 100 s (process 105 on host: held, or gone)"
     )
 
 
-def test_nobody_watches_where_it_is_turned_off(tmp_path):
+def test_nobody_watches_where_it_is_turned_off_and_what_cannot_be_read_is_no_status(tmp_path):
     with watch_for_hangs(tmp_path, 0, 1, 0.0, sys.stderr, print):
         assert not list(tmp_path.iterdir())
-
-
-def test_what_cannot_be_read_is_no_stand(tmp_path):
     assert read_rank_status(tmp_path, 0) is None
     (tmp_path / "rank_00000.json").write_text("{")
     assert read_rank_status(tmp_path, 0) is None

@@ -27,6 +27,7 @@ def log(tmp_path: Path):
 def test_round_trip(log: RunLog):
     log.write_step({"step": 0, "policy_version": 0, "eval/accuracy": 0.5})
     log.write_step({"step": 1, "policy_version": 1, "reward/mean": np.float32(0.25)})
+    events = EventAccumulator(str(log.dir / "tensorboard"))
     log.write_samples(1, [{"prompt": "1+1=", "completion": "\ud800\u2028\n#2", "reward": 1.0, "correct": True}])
     # read before the run ends: each row is on the disk when step() returns
     rows = read_metrics(log.dir)
@@ -39,14 +40,7 @@ def test_round_trip(log: RunLog):
     run = read_run(log.dir)
     assert run["status"] == "finished" and run["versions"] == {"torch": "2.0"}
     assert run["config"] == {"train": {"steps": 3}, "model": {"path": "models/tiny"}}
-
-
-def test_tensorboard_has_the_scalars(log: RunLog):
-    for step in range(3):
-        log.write_step({"step": step, "reward/mean": step / 2})
-    log.finish("finished")
-    events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert [(event.step, event.value) for event in events.Reload().Scalars("reward/mean")] == [(1, 0.25)]
 
 
 def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
@@ -72,18 +66,15 @@ def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.Capture
         read_metrics(log.dir)
 
 
-def test_two_runs_in_one_second_and_latest(tmp_path: Path):
-    logs = [RunLog.create(tmp_path, CONFIG, {}) for _ in range(3)]
+def test_two_runs_in_one_second_and_latest(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    logs = [RunLog.create(tmp_path / "runs", CONFIG, {}) for _ in range(3)]
     assert len({log.dir for log in logs}) == 3
-    assert (tmp_path / "latest").resolve() == logs[-1].dir.resolve()
-    assert not list(tmp_path.glob(".latest*"))
+    assert (tmp_path / "runs" / "latest").resolve() == logs[-1].dir.resolve()
+    assert not list(tmp_path.glob("runs/.latest*"))
+    (tmp_path / "latest").mkdir()  # a folder of the user's is kept
+    logs.append(RunLog.create(tmp_path, CONFIG, {}))
     for log in logs:
         log.finish("finished")
-
-
-def test_a_folder_named_latest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (tmp_path / "latest").mkdir()
-    RunLog.create(tmp_path, CONFIG, {}).finish("finished")
     assert not (tmp_path / "latest").is_symlink()
     assert "no link" in capsys.readouterr().out
 
@@ -101,16 +92,13 @@ def break_run(parent: Path, error: BaseException, finished: bool = False) -> Run
     return log
 
 
-def test_an_exception_breaks_the_run_and_it_stays_broken(tmp_path: Path):
+def test_what_ends_a_run_breaks_it_for_good_and_gives_its_reason(tmp_path: Path):
     log = break_run(tmp_path, RuntimeError("engine died\nsignal 9"))
     log.finish("finished")
     run = read_run(log.dir)
     assert (run["status"], run["reason"]) == ("broken", "engine died\nsignal 9")
     assert "run broken: engine died | signal 9" in (log.dir / "run.log").read_text()
     assert not (log.dir / "run.json.tmp").exists()
-
-
-def test_what_ends_a_run_gives_its_reason(tmp_path: Path):
     for error, reason in ((KeyboardInterrupt(), "interrupted"), (ZeroDivisionError(), "ZeroDivisionError")):
         assert read_run(break_run(tmp_path, error).dir)["reason"] == reason
     late = break_run(tmp_path, RuntimeError("checkpoint not written"), finished=True)
@@ -138,23 +126,15 @@ def test_no_run_folder(tmp_path: Path, content: str | None):
         read_run(tmp_path)
 
 
-def test_progress_line_says_what_was_measured():
+def test_progress_line_says_what_was_measured(log: RunLog, capsys: pytest.CaptureFixture[str]):
     row = {"step": 7, "reward/mean": 0.5, "mismatch/abs_mean": None, "time/step": 3.0, "time/generate": 2.0, "time/train": 0.75}
-    assert progress_line(row, 30).plain == (
-        "step 7/30  reward 0.500  mismatch/abs_mean NOT FINITE  3.0 s (generate 2.0, train 0.8)"
-    )  # fmt: skip
+    line = "step 7/30  reward 0.500  mismatch/abs_mean NOT FINITE  3.0 s (generate 2.0, train 0.8)"
+    assert progress_line(row, 30).plain == line
     sync = {"step": 0, "eval/accuracy": 0.421, "sync/bytes": 2.5e6, "sync/tensors": 4, "sync/proved": 4}
     assert progress_line(sync, 30).plain == "step 0/30  held-out 42.1%  sync 2.5 MB  4/4 tensors, proof ok"
-
-
-def test_proof_verdict():
     assert proof_verdict({"sync/tensors": 4, "sync/proved": 3}) == ("3/4 tensors, PROOF FAILED", False)
     assert proof_verdict({"sync/tensors": 4}) == ("4 tensors, NOT PROVED", False)
     assert proof_verdict({}) == ("", True)
-
-
-def test_long_lines_are_not_broken_in_a_log_file(log: RunLog, capsys: pytest.CaptureFixture[str]):
-    log.write_step(
-        {"step": 1, **{f"time/{phase}": 1.0 for phase in ("generate", "reward", "logprobs", "train", "sync", "proof", "eval", "step")}}
-    )
-    assert len(capsys.readouterr().out.splitlines()[-1]) > 80
+    phases = ("generate", "reward", "logprobs", "train", "sync", "proof", "eval", "step")
+    log.write_step({"step": 1, **{f"time/{phase}": 1.0 for phase in phases}})
+    assert len(capsys.readouterr().out.splitlines()[-1]) > 80, "long lines are not broken in a log file"

@@ -74,31 +74,28 @@ def hashed(*matrices: torch.Tensor) -> str:
 
 def test_every_kind_of_change_changes_the_digest(on_device):
     matrix = torch.randint(0, 256, (150, 2048), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    told = {"as it is": hashed(matrix)}
+    digests = {"as it is": hashed(matrix)}
     for name, place in {"first": (0, 0), "in between": (77, 1025), "last": (149, 2047)}.items():
         for bit in (0, 7):
             changed = matrix.clone()
             changed[place] ^= 1 << bit
-            told[f"{name} byte, bit {bit}"] = hashed(changed)
+            digests[f"{name} byte, bit {bit}"] = hashed(changed)
     swaps = {"rows two apart": (3, 5), "rows far apart": (0, 130)}  # within a column of a run; from one run to another
-    for name, (one, other) in swaps.items():
+    for name, (first, second) in swaps.items():
         changed = matrix.clone()
-        changed[[one, other]] = matrix[[other, one]]
-        told[name] = hashed(changed)
-    told["a zero row more"] = hashed(torch.cat([matrix, matrix.new_zeros(1, 2048)]))
-    told["in two pieces"] = hashed(matrix[:75], matrix[75:])
-    told["the pieces swapped"] = hashed(matrix[75:], matrix[:75])
-    assert len(set(told.values())) == len(told), told
-    assert all(len(value) == 32 for value in told.values())
+        changed[[first, second]] = matrix[[second, first]]
+        digests[name] = hashed(changed)
+    digests["a zero row more"] = hashed(torch.cat([matrix, matrix.new_zeros(1, 2048)]))
+    digests["in two pieces"] = hashed(matrix[:75], matrix[75:])
+    digests["the pieces swapped"] = hashed(matrix[75:], matrix[:75])
+    assert len(set(digests.values())) == len(digests), digests
+    assert all(len(value) == 32 for value in digests.values())
 
 
-def test_columns_of_a_tensor_are_hashed_as_their_copy(on_device):
+def test_columns_of_a_tensor_are_hashed_as_their_copy_and_a_digest_is_read_twice(on_device):
     matrix = torch.randint(0, 256, (40, 512), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
     assert hashed(matrix[:, 128:256]) == hashed(matrix[:, 128:256].clone()) != hashed(matrix[:, :128])
-
-
-def test_what_is_read_twice_is_the_same(on_device):
     hasher = Hash()
-    hasher.update(torch.ones(3, 128, dtype=torch.uint8))
-    assert hasher.hexdigest() == hasher.hexdigest() == hashed(torch.ones(3, 128, dtype=torch.uint8))
+    hasher.update(matrix)
+    assert hasher.hexdigest() == hasher.hexdigest() == hashed(matrix)
     assert hashed(torch.empty(0, 128, dtype=torch.uint8)) != hashed()

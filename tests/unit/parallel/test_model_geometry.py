@@ -44,14 +44,14 @@ def test_megatron_interleaves_q_k_v_by_group_and_splits_gate_up_per_rank(tp):
     down = np.split(source["model.layers.1.mlp.down_proj.weight"], tp, axis=1)
     embedding = np.split(source["model.embed_tokens.weight"], tp)
     for rank, shards in enumerate(trainer(small_model(), Layout(tp=tp))):
-        held = slow_cut.cut(shards, source)
+        tensors = slow_cut.cut(shards, source)
         layer = "decoder.layers.1."
-        assert np.array_equal(held[layer + "self_attention.linear_qkv.weight"], qkv[rank])
-        assert np.array_equal(held[layer + "mlp.linear_fc1.weight"], np.concatenate([gate[rank], up[rank]]))
-        assert np.array_equal(held[layer + "self_attention.linear_proj.weight"], proj[rank])
-        assert np.array_equal(held[layer + "mlp.linear_fc2.weight"], down[rank])
-        assert np.array_equal(held["embedding.word_embeddings.weight"], embedding[rank])
-        assert np.array_equal(held["decoder.final_layernorm.weight"], source["model.norm.weight"])
+        assert np.array_equal(tensors[layer + "self_attention.linear_qkv.weight"], qkv[rank])
+        assert np.array_equal(tensors[layer + "mlp.linear_fc1.weight"], np.concatenate([gate[rank], up[rank]]))
+        assert np.array_equal(tensors[layer + "self_attention.linear_proj.weight"], proj[rank])
+        assert np.array_equal(tensors[layer + "mlp.linear_fc2.weight"], down[rank])
+        assert np.array_equal(tensors["embedding.word_embeddings.weight"], embedding[rank])
+        assert np.array_equal(tensors["decoder.final_layernorm.weight"], source["model.norm.weight"])
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
@@ -60,11 +60,11 @@ def test_sglang_stacks_q_k_v_per_rank_and_replicates_kv_heads(tp):
     q, k, v = (np.split(source[QKV[0]], tp), *(np.split(source[name], KV_HEADS) for name in QKV[1:]))
     gate, up = (np.split(source[f"model.layers.1.mlp.{part}_proj.weight"], tp) for part in ("gate", "up"))
     for rank in range(tp):
-        held = slow_cut.cut(build_sglang_shards(small_model(), tp, rank), source)
+        tensors = slow_cut.cut(build_sglang_shards(small_model(), tp, rank), source)
         heads = range(KV_HEADS)[rank * KV_HEADS // tp :][: max(KV_HEADS // tp, 1)]
         expected = np.concatenate([q[rank], *(k[head] for head in heads), *(v[head] for head in heads)])
-        assert np.array_equal(held["model.layers.1.self_attn.qkv_proj.weight"], expected)
-        assert np.array_equal(held["model.layers.1.mlp.gate_up_proj.weight"], np.concatenate([gate[rank], up[rank]]))
+        assert np.array_equal(tensors["model.layers.1.self_attn.qkv_proj.weight"], expected)
+        assert np.array_equal(tensors["model.layers.1.mlp.gate_up_proj.weight"], np.concatenate([gate[rank], up[rank]]))
 
 
 @pytest.mark.parametrize("tp, per_rank", [(1, 320), (2, 160), (4, 80), (8, 40)])
@@ -72,23 +72,16 @@ def test_sglang_pads_the_vocabulary_to_64_and_the_last_rank_holds_the_padding(tp
     wide = small_model(kv_heads=8)
     shards = [next(shard for shard in build_sglang_shards(wide, tp, rank) if shard.role == "embedding") for rank in range(tp)]
     assert [shard.rows for shard in shards] == [per_rank] * tp
-    rows = [
-        row
-        for shard in shards
-        for row in range(shard.regions[0].tensor_rect.row, shard.regions[0].tensor_rect.row + shard.regions[0].tensor_rect.rows)
-    ]
-    assert rows == list(range(VOCAB))
+    rects = [shard.regions[0].tensor_rect for shard in shards]
+    assert [row for rect in rects for row in range(rect.row, rect.row + rect.rows)] == list(range(VOCAB))
+    only_padding = build_sglang_shards(small_model(vocab=5, kv_heads=8), 8, 7)[0]
+    assert (only_padding.rows, only_padding.regions[0].tensor_rect.rows) == (8, 0)
 
 
-def test_a_rank_of_nothing_but_vocabulary_padding_is_legal():
-    shard = build_sglang_shards(small_model(vocab=5, kv_heads=8), 8, 7)[0]
-    assert (shard.rows, shard.regions[0].tensor_rect.rows) == (8, 0)
-
-
-def test_pipeline_stages_hold_their_layers_with_global_numbers():
-    first, second = trainer(small_model(), Layout(pp=2))
-    assert {name.split(".")[2] for name in names(first) if "layers" in name} == {"0"}
-    assert {name.split(".")[2] for name in names(second) if "layers" in name} == {"1"}
+@pytest.mark.parametrize("layers, vpp, numbers", [(2, 1, [[0], [1]]), (8, 2, [[0, 1, 4, 5], [2, 3, 6, 7]])])
+def test_pipeline_stages_hold_their_layers_with_global_numbers(layers, vpp, numbers):
+    first, second = trainer(small_model(layers=layers), Layout(pp=2, vpp=vpp))
+    assert [sorted({int(name.split(".")[2]) for name in names(stage) if "layers" in name}) for stage in (first, second)] == numbers
     assert "embedding.word_embeddings.weight" in names(first) - names(second)
     assert {"decoder.final_layernorm.weight", "output_layer.weight"} <= names(second) - names(first)
 
@@ -101,40 +94,35 @@ def test_only_another_stage_keeps_a_copy_of_a_tied_embedding(pp, holds):
     assert "lm_head.weight" not in names(build_sglang_shards(small_model(tied=True), 1, 0))
 
 
-def test_data_parallel_ranks_hold_the_same():
+def test_every_rank_has_its_own_coordinates_and_data_parallel_ranks_hold_the_same():
     layout = Layout(tp=2, pp=2, dp=2)
     shards = trainer(small_model(), layout)
     for rank in range(layout.world_size):
         place = layout.coordinates(rank)
-        assert rank == place.tp + layout.tp * (place.dp + layout.dp * place.pp)
         assert shards[rank] == shards[place.tp + layout.tp * layout.dp * place.pp]
+    for rank in (-1, 8):
+        with pytest.raises(ValueError, match=r"rank -?\d is outside tp\(2\) \* cp\(1\) \* dp\(2\) \* pp\(2\) = 8"):
+            layout.coordinates(rank)
+    layout = Layout(tp=2, cp=3, dp=4, pp=2, ep=4, etp=3)
+    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
+    assert (layout.world_size, layout.edp) == (48, 2)
+    for rank, place in enumerate(places):
+        assert rank == place.tp + 2 * (place.cp + 3 * (place.dp + 4 * place.pp))
+        assert rank == place.etp + 3 * (place.ep + 4 * (place.edp + 2 * place.pp))
 
 
-@pytest.mark.parametrize("rank", [-1, 8])
-def test_a_rank_outside_of_the_layout_is_refused(rank):
-    with pytest.raises(ValueError, match=r"rank -?\d is outside tp\(2\) \* cp\(1\) \* dp\(2\) \* pp\(2\) = 8"):
-        Layout(tp=2, pp=2, dp=2).coordinates(rank)
-
-
-def hf_config(**changes: object) -> dict[str, object]:
-    return {**make_hf_config(ArchitectureConfig(), 0, "fp32"), **changes}
+PARTLY_DENSE = small_model(kind="qwen3_moe", experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1})))
 
 
 @pytest.mark.parametrize(
     "refused, words",
     [
-        (
-            lambda: ModelGeometry.from_hf_config(hf_config(model_type="gpt2")),
-            ["model_type = gpt2", "llama, qwen2, qwen3, qwen3_moe, deepseek_v3"],
-        ),
+        (lambda: ModelGeometry.from_hf_config({"model_type": "gpt2"}), ["gpt2", "llama, qwen2, qwen3, qwen3_moe, deepseek_v3"]),
         (lambda: ModelGeometry.from_hf_config({}), ["model_type = None", "qwen3"]),
         (lambda: trainer(small_model(), Layout(tp=3)), ["layout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
         (lambda: trainer(small_model(heads=12), Layout(tp=6)), ["layout.tp = 6", "num_key_value_heads (4)", "divisor of 4"]),
         (lambda: trainer(small_model(), Layout(pp=3)), ["layout.pp = 3", "num_hidden_layers (2)", "divisor of 2"]),
-        (
-            lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)),
-            ["layout.vpp = 4", "the layers of a pipeline stage (2)", "divisor of 2"],
-        ),
+        (lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "of a pipeline stage (2)", "divisor of 2"]),
         (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "layout.ep = 1"]),
         (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
         (lambda: build_trainer_shards(small_model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
@@ -142,22 +130,16 @@ def hf_config(**changes: object) -> dict[str, object]:
         (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
         (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
         (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
-        (
-            lambda: build_sglang_shards(
-                small_model(kind="qwen3_moe", experts=replace(SMALL_MOE.experts, dense_layers=frozenset({1}))), 1, 0
-            ),
-            ["mlp_only_layers = [1]", "every layer", "without dense layers"],
-        ),
+        (lambda: build_sglang_shards(PARTLY_DENSE, 1, 0), ["mlp_only_layers = [1]", "every layer", "without dense layers"]),
         (lambda: compute_row_order(small_model(), Layout(), Coordinates(), "nothing"), ["parameter = nothing", "not held"]),
-        (
-            lambda: trainer(small_model(ffn=1025), Layout(tp=2)),
-            ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj.weight", "smaller"],
-        ),
+        (lambda: trainer(small_model(ffn=1025), Layout(tp=2)), ["layout.tp = 2", "1025 rows of model.layers.0.mlp.gate_proj", "smaller"]),
         (lambda: build_sglang_shards(small_model(), 3, 0), ["rollout.tp = 3", "num_attention_heads (8)", "divisor of 8"]),
-        (
-            lambda: build_sglang_shards(small_model(heads=12, kv_heads=4), 6, 0),
-            ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"],
-        ),
+        (lambda: build_sglang_shards(small_model(heads=12), 6, 0), ["rollout.tp = 6", "num_key_value_heads (4)", "multiple of it"]),
+        (lambda: Layout(tp=0), ["layout.tp = 0: must be a positive integer"]),
+        (lambda: Layout(dp=1.5), ["layout.dp = 1.5: must be a positive integer"]),  # type: ignore[arg-type]
+        (lambda: Layout(vpp=2), ["layout.vpp = 2: needs more than one pipeline stage"]),
+        (lambda: Layout(tp=4, ep=2), ["layout.ep = 2: ep * etp = 2 * 4 must divide tp * cp * dp = 4 * 1 * 1", "set layout.etp = 1"]),
+        (lambda: Layout(tp=4, etp=3), ["layout.etp = 3: must divide tp * cp * dp = 4"]),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, words):
@@ -168,11 +150,11 @@ def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, wor
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("tp, per_rank, held", [(1, 301, [301]), (2, 151, [151, 150]), (4, 76, [76, 76, 76, 73])])
-def test_megatron_pads_the_vocabulary_no_more_than_tensor_parallelism_needs(tp, per_rank, held):
+@pytest.mark.parametrize("tp, per_rank, filled", [(1, 301, [301]), (2, 151, [151, 150]), (4, 76, [76, 76, 76, 73])])
+def test_megatron_pads_the_vocabulary_no_more_than_tensor_parallelism_needs(tp, per_rank, filled):
     shards = [shards[0] for shards in trainer(small_model(vocab=301), Layout(tp=tp))]
     assert [shard.rows for shard in shards] == [per_rank] * tp
-    assert [shard.filled_rows for shard in shards] == held
+    assert [shard.filled_rows for shard in shards] == filled
 
 
 @pytest.mark.parametrize("tp", [8, 16])
@@ -183,15 +165,8 @@ def test_more_ranks_than_kv_heads_cut_through_the_groups_of_megatrons_qkv(tp):
     qkv = np.concatenate([q, k, v], axis=1).reshape(tp, -1, HIDDEN)
     for rank, shards in enumerate(trainer(wide, Layout(tp=tp))):
         shard = next(shard for shard in shards if shard.name == "decoder.layers.1.self_attention.linear_qkv.weight")
-        held = np.concatenate([source[p.tensor.name][p.tensor_rect.row : p.tensor_rect.row + p.tensor_rect.rows] for p in shard.regions])
-        assert np.array_equal(held, qkv[rank])
-
-
-def test_virtual_stages_take_turns():
-    shards = trainer(small_model(layers=8), Layout(pp=2, vpp=2))
-    layers = [sorted({int(name.split(".")[2]) for name in names(held) if "layers" in name}) for held in shards]
-    assert layers == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert "embedding.word_embeddings.weight" in names(shards[0]) and "output_layer.weight" in names(shards[1])
+        rows = np.concatenate([source[p.tensor.name][p.tensor_rect.row : p.tensor_rect.row + p.tensor_rect.rows] for p in shard.regions])
+        assert np.array_equal(rows, qkv[rank])
 
 
 def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_checkpoint():
@@ -201,45 +176,21 @@ def test_experts_of_megatron_and_of_sglang_hold_the_same_rectangles_of_the_check
     )
     layout = Layout(tp=2, ep=2, etp=1)
     for rank, shards in enumerate(trainer(SMALL_MOE, layout)):
-        held = slow_cut.cut(shards, source)
+        tensors = slow_cut.cut(shards, source)
         for expert in (2 * rank, 2 * rank + 1):
             prefix = f"decoder.layers.0.mlp.experts.local_experts.{expert}."
-            assert np.array_equal(held[prefix + "linear_fc1.weight"], np.concatenate([gate[expert], up[expert]]))
-            assert np.array_equal(held[prefix + "linear_fc2.weight"], down[expert])
+            assert np.array_equal(tensors[prefix + "linear_fc1.weight"], np.concatenate([gate[expert], up[expert]]))
+            assert np.array_equal(tensors[prefix + "linear_fc2.weight"], down[expert])
         assert sum("local_experts" in name for name in names(shards)) == 4
     for rank in range(4):  # tp 4, ep 2: ranks 0 and 1 share experts 0 and 1
         shards = {shard.name: shard for shard in build_sglang_shards(SMALL_MOE, 4, rank, ep=2)}
         w13, w2 = (shards[f"model.layers.0.mlp.experts.{name}_weight"] for name in ("w13", "w2"))
         assert (w13.shape, w13.scale_shape(), w2.shape, w2.scale_shape()) == ((2, 256, 256), (2, 2, 2), (2, 256, 128), (2, 2, 1))
-        held = slow_cut.cut([w13, w2], source)
+        tensors = slow_cut.cut([w13, w2], source)
         mine, half = range(rank // 2 * 2, rank // 2 * 2 + 2), slice(rank % 2 * 128, rank % 2 * 128 + 128)
         expected = np.stack([np.concatenate([gate[expert][half], up[expert][half]]) for expert in mine])
-        assert np.array_equal(held[w13.name].reshape(w13.shape), expected)
-        assert np.array_equal(held[w2.name].reshape(w2.shape), np.stack([down[expert][:, half] for expert in mine]))
-
-
-@pytest.mark.parametrize(
-    "sizes, words",
-    [
-        ({"tp": 0}, "layout.tp = 0: must be a positive integer"),
-        ({"dp": 1.5}, "layout.dp = 1.5: must be a positive integer"),
-        ({"vpp": 2}, "layout.vpp = 2: needs more than one pipeline stage"),
-        ({"tp": 4, "ep": 2}, "layout.ep = 2: ep \\* etp = 2 \\* 4 must divide tp \\* cp \\* dp = 4 \\* 1 \\* 1; set layout.etp = 1"),
-        ({"tp": 4, "etp": 3}, "layout.etp = 3: must divide tp \\* cp \\* dp = 4"),
-    ],
-)
-def test_sizes_that_make_no_layout_are_refused(sizes, words):
-    with pytest.raises(GeometryError, match=words):
-        Layout(**sizes)
-
-
-def test_every_rank_has_its_own_coordinates_in_both_countings():
-    layout = Layout(tp=2, cp=3, dp=4, pp=2, ep=4, etp=3)
-    places = [layout.coordinates(rank) for rank in range(layout.world_size)]
-    assert (layout.world_size, layout.edp) == (48, 2)
-    for rank, place in enumerate(places):
-        assert rank == place.tp + 2 * (place.cp + 3 * (place.dp + 4 * place.pp))
-        assert rank == place.etp + 3 * (place.ep + 4 * (place.edp + 2 * place.pp))
+        assert np.array_equal(tensors[w13.name].reshape(w13.shape), expected)
+        assert np.array_equal(tensors[w2.name].reshape(w2.shape), np.stack([down[expert][:, half] for expert in mine]))
 
 
 FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"]
@@ -248,16 +199,12 @@ FIELDS = ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_va
 @pytest.mark.parametrize(
     "field, value, rule",
     [*((field, None, "is missing from the model's config.json") for field in FIELDS)]
-    + [("hidden_size", value, "must be a positive integer") for value in (0, -1, "256", True, 2.0)],
+    + [("hidden_size", value, "must be a positive integer") for value in (0, -1, "256", True, 2.0)]
+    + [("num_attention_heads", 3, r"must be a multiple of num_key_value_heads \(2\)")],
 )
-def test_a_width_that_is_missing_or_no_positive_integer_is_named(field, value, rule):
-    config = hf_config(**{field: value})
+def test_a_width_that_is_missing_or_impossible_is_named(field, value, rule):
+    config = make_hf_config(ArchitectureConfig(), 0, "fp32") | {"num_key_value_heads": 2, field: value}
     if value is None:
         del config[field]
     with pytest.raises(GeometryError, match=f"{field} = .*: {rule}"):
         ModelGeometry.from_hf_config(config)
-
-
-def test_query_heads_must_be_a_multiple_of_kv_heads():
-    with pytest.raises(GeometryError, match="num_attention_heads = 3: must be a multiple of num_key_value_heads \\(2\\)"):
-        ModelGeometry.from_hf_config(hf_config() | {"num_attention_heads": 3, "num_key_value_heads": 2})

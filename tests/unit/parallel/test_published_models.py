@@ -23,7 +23,6 @@ from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
-TPS = (1, 2, 4, 8, 16)
 WORKS = {  # tensor-parallel sizes of attention and dense MLP that work on either side
     "Llama-3.1-8B": (1, 2, 4, 8),
     "Llama-3.1-70B": (1, 2, 4, 8),
@@ -39,32 +38,28 @@ EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek
 
 
 @pytest.mark.parametrize("name", WORKS)
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_tensor_parallel_sizes_of_dense_models(name, tp):
-    for problem in (
-        find_trainer_problem(published_model(name), Layout(tp=tp), ROLES),
-        find_engine_problem(published_model(name), tp, 1, ROLES),
-    ):
-        assert (problem is None) == (tp in WORKS[name]), problem
+def test_tensor_parallel_sizes_of_dense_models(name):
+    model = published_model(name)
+    for tp in (1, 2, 4, 8):
+        for problem in (find_trainer_problem(model, Layout(tp=tp), ROLES), find_engine_problem(model, tp, 1, ROLES)):
+            assert (problem is None) == (tp in WORKS[name]), problem
 
 
 @pytest.mark.parametrize("name", EXPERT_WORKS)
-@pytest.mark.parametrize("parts", TPS)
-def test_expert_tensor_parallel_sizes(name, parts):
-    """Megatron's attention stays at tp 4; an engine without expert parallelism cuts its experts by tp."""
+def test_tensor_parallel_sizes_of_experts_and_of_their_attention(name):
+    """Megatron's attention stays at tp 4; an engine without expert parallelism cuts its experts by tp.
+
+    With expert parallelism attention works at every size, above 4 kv heads too: the engine replicates whole heads, Megatron's rows end
+    on block edges.
+    """
     model = published_model(name)
-    train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
-    engine = find_engine_problem(model, parts, 1, ROLES)
-    assert (train is None) == (parts in EXPERT_WORKS[name]), train
-    assert (engine is None) == (parts in EXPERT_WORKS[name]), engine
-
-
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Qwen3-235B-A22B", "DeepSeek-V3"])
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_attention_of_moe_models_works_at_every_size_with_expert_parallelism(name, tp):
-    """Above 4 kv heads too: the engine replicates whole heads, Megatron's rows end on block edges."""
-    assert find_trainer_problem(published_model(name), Layout(tp=tp, ep=tp, etp=1), ROLES) is None
-    assert find_engine_problem(published_model(name), tp, tp, ROLES) is None
+    for parts in (1, 2, 4, 8, 16):
+        train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
+        engine = find_engine_problem(model, parts, 1, ROLES)
+        assert (train is None) == (engine is None) == (parts in EXPERT_WORKS[name]), (train, engine)
+    for tp in (1, 2, 4, 8):
+        assert find_trainer_problem(model, Layout(tp=tp, ep=tp, etp=1), ROLES) is None
+        assert find_engine_problem(model, tp, tp, ROLES) is None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -77,17 +72,9 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
         targets = build_engine_shards(model, rollout_tp, rollout_ep)
         train = Layout(tp=train_tp, ep=ep, etp=1 if model.experts else 0)
         plan = add_scale_transfers(reshard(build_trainer_shards(model, train, quantized=True), targets, ROLES))
-        size = sum(
-            region.tensor_rect.rows * region.tensor_rect.cols for shards in targets.values() for shard in shards for region in shard.regions
-        )
-        assert sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan if transfer.kind != "scale") == size
-
-
-def refused(name: str, train: Layout, rollout: tuple[int, int]) -> str:
-    model = published_model(name)
-    with pytest.raises(GeometryError) as caught:
-        reshard(build_trainer_shards(model, train, quantized=True), build_engine_shards(model, *rollout), ROLES)
-    return str(add_layout_hints(caught.value, model, train, rollout, ROLES))
+        rects = [region.tensor_rect for shards in targets.values() for shard in shards for region in shard.regions]
+        moved = [transfer.target_rect for transfer in plan if transfer.kind != "scale"]
+        assert sum(rect.rows * rect.cols for rect in moved) == sum(rect.rows * rect.cols for rect in rects)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +110,10 @@ def refused(name: str, train: Layout, rollout: tuple[int, int]) -> str:
     ],
 )
 def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, train, rollout, pattern):
-    message = refused(name, train, rollout)
+    model = published_model(name)
+    with pytest.raises(GeometryError) as caught:
+        reshard(build_trainer_shards(model, train, quantized=True), build_engine_shards(model, *rollout), ROLES)
+    message = str(add_layout_hints(caught.value, model, train, rollout, ROLES))
     assert re.match(pattern, message), message
 
 
@@ -132,7 +122,7 @@ def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
     assert find_trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
     layouts = find_nearest_layouts(model, asked, ROLES)
     assert layouts == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
-    assert all(find_trainer_problem(model, one, ROLES) is None for one in layouts)
+    assert all(find_trainer_problem(model, layout, ROLES) is None for layout in layouts)
     assert all(find_engine_problem(model, tp, ep, ROLES) is None for tp, ep in find_nearest_engines(model, 8, 1, ROLES))
 
 

@@ -17,7 +17,6 @@ from parallel.formats import BLOCK
 from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
-from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards, padded_vocabulary
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
@@ -27,9 +26,8 @@ def is_padding(shard: Shard) -> np.ndarray:
     """bool [rows, cols]: True where no region of the checkpoint lies."""
     padding = np.ones((shard.rows, shard.cols), bool)
     for region in shard.regions:
-        padding[
-            region.shard_row : region.shard_row + region.tensor_rect.rows, region.shard_col : region.shard_col + region.tensor_rect.cols
-        ] = False
+        row, col, rect = region.shard_row, region.shard_col, region.tensor_rect
+        padding[row : row + rect.rows, col : col + rect.cols] = False
     return padding
 
 
@@ -44,25 +42,25 @@ def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
 @settings(max_examples=40)
 @given(cases())
 def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
-    source = slow_cut.checkpoint(case.model)
-    targets = target_shards(case)
+    """FP8 moves as whole blocks with one scale each; without FP8 roles every element moves as it is."""
+    source, plan, targets = slow_cut.checkpoint(case.model), plan_case(case), target_shards(case)
     expected = slow_cut.cut_all(targets, source)
-    filled, written = slow_cut.carry_out(plan_case(case), slow_cut.cut_all(source_shards(case), source), expected)
+    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
     slow_cut.assert_same(filled, expected)
     for rank, shards in targets.items():
         assert_written_once(shards, written[rank])
-
-
-@given(cases())
-def test_without_fp8_roles_every_element_moves_as_it_is(case):
-    plan = plan_case(case, frozenset())
-    assert {transfer.kind for transfer in plan} <= {"high", "fp32"}
-    assert sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan) == sum(
-        region.tensor_rect.rows * region.tensor_rect.cols
-        for shards in target_shards(case).values()
-        for shard in shards
-        for region in shard.regions
-    )
+    data, scales = ([transfer for transfer in plan if transfer.kind == kind] for kind in ("fp8", "scale"))
+    assert len(data) == len(scales) > 0
+    for weight, scale in zip(data, scales, strict=True):
+        assert (scale.source, scale.target) == (weight.source + "_scale_inv", weight.target + "_scale_inv")
+        assert (scale.source_rank, scale.target_rank) == (weight.source_rank, weight.target_rank)
+        for small, big in ((scale.source_rect, weight.source_rect), (scale.target_rect, weight.target_rect)):
+            assert (small.row * BLOCK, small.col * BLOCK) == (big.row, big.col)
+            assert (small.rows, small.cols) == (-(-big.rows // BLOCK), -(-big.cols // BLOCK))  # MLA's kv_a ends inside a block
+    unquantized = plan_case(case, frozenset())
+    rects = [region.tensor_rect for shards in targets.values() for shard in shards for region in shard.regions]
+    assert {transfer.kind for transfer in unquantized} <= {"high", "fp32"}
+    assert sum(move.target_rect.rows * move.target_rect.cols for move in unquantized) == sum(rect.rows * rect.cols for rect in rects)
 
 
 @given(cases())
@@ -73,6 +71,11 @@ def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(case)
     filled, written = slow_cut.carry_out(plan, trainer, {0: source})
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values())
+    engines = {**target_shards(case), 100: whole[0]}  # kv heads are held by several ranks, all rectangles of one side cut the other's
+    plan = add_scale_transfers(reshard(engines, whole, ROLES))
+    filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(engines, source), {0: source})
+    slow_cut.assert_same(filled, {0: source})
+    assert all((times == 1).all() for times in written[0].values()), "sources that overlap each other write every byte once"
     plan = add_scale_transfers(reshard(whole, source_shards(case), ROLES))
     filled, written = slow_cut.carry_out(plan, {0: source}, trainer)
     slow_cut.assert_same(filled, trainer)
@@ -111,52 +114,18 @@ def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow
     return {name: blocks.data.view(torch.uint8).numpy(), scale_name(name): blocks.scale.numpy()}
 
 
-@given(cases())
-def test_fp8_moves_are_whole_blocks_with_one_scale_each(case):
-    plan = plan_case(case)
-    data, scales = ([transfer for transfer in plan if transfer.kind == kind] for kind in ("fp8", "scale"))
-    assert len(data) == len(scales) > 0
-    for weight, scale in zip(data, scales, strict=True):
-        assert (scale.source, scale.target) == (weight.source + "_scale_inv", weight.target + "_scale_inv")
-        assert (scale.source_rank, scale.target_rank) == (weight.source_rank, weight.target_rank)
-        for small, big in ((scale.source_rect, weight.source_rect), (scale.target_rect, weight.target_rect)):
-            assert (small.row * BLOCK, small.col * BLOCK) == (big.row, big.col)
-            assert (small.rows, small.cols) == (-(-big.rows // BLOCK), -(-big.cols // BLOCK))  # MLA's kv_a ends inside a block
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("dp", [1, 2])
-def test_equal_tensor_parallelism_moves_nothing_across_ranks(tp, dp):
-    """With a vocabulary that needs no padding; SGLang shifts the ranks' rows of a padded one."""
-    plan = plan_case(Case(small_model(vocab=512), Layout(tp=tp, dp=dp), tp))
-    assert plan and all(transfer.source_rank == transfer.target_rank for transfer in plan)
-
-
-def test_with_the_engines_padding_of_the_vocabulary_nothing_crosses_ranks():
-    wide = small_model(vocab=300)
-    sources = build_trainer_shards(wide, Layout(tp=2), vocab_rows=padded_vocabulary(300, 2))
-    plan = reshard(sources, build_engine_shards(wide, 2), ROLES)
-    assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
-
-
-@pytest.mark.parametrize("ep", [1, 2, 4])
-def test_equal_expert_parallelism_moves_nothing_across_ranks(ep):
-    moe = small_model(kind="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512)
-    plan = reshard(build_trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), build_engine_shards(moe, 4, ep), ROLES)
-    assert plan and all(copy.source_rank == copy.target_rank for copy in plan)
-
-
-@given(cases())
-def test_sources_that_overlap_each_other_write_every_byte_once(case):
-    """Engines and a whole checkpoint as sources: kv heads are held by several ranks, and all rectangles of one side cut the other's."""
-    source = slow_cut.checkpoint(case.model)
-    sources = {**target_shards(case), 100: case.model.build_checkpoint_shards()}
-    targets = {0: case.model.build_checkpoint_shards()}
-    filled, written = slow_cut.carry_out(
-        add_scale_transfers(reshard(sources, targets, ROLES)), slow_cut.cut_all(sources, source), {0: source}
-    )
-    slow_cut.assert_same(filled, {0: source})
-    assert all((times == 1).all() for times in written[0].values())
+def test_equal_parallelism_moves_nothing_across_ranks():
+    """With a vocabulary that needs no padding, or the engine's padding; SGLang shifts the ranks' rows of a padded one."""
+    moe, padded = small_model(kind="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512), small_model(vocab=300)
+    layouts = [Layout(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
+    plans = [plan_case(Case(small_model(vocab=512), layout, layout.tp)) for layout in layouts]
+    for ep in (1, 2, 4):
+        plans += [reshard(build_trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), build_engine_shards(moe, 4, ep), ROLES)]
+    sources = build_trainer_shards(padded, Layout(tp=2), vocab_rows=padded_vocabulary(300, 2))
+    plans += [reshard(sources, build_engine_shards(padded, 2), ROLES)]
+    assert all(plan and all(transfer.source_rank == transfer.target_rank for transfer in plan) for plan in plans)
+    crossing = {move.target for move in plan_case(Case(padded, Layout(tp=2), 2)) if move.source_rank != move.target_rank}
+    assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_an_overlap_is_taken_from_the_targets_own_rank():
@@ -179,22 +148,12 @@ def assert_even(copies: list[Transfer], ranks: int) -> None:
     assert set(sent) == set(range(ranks)) and max(sent.values()) - min(sent.values()) <= max(sizes)
 
 
-def test_engines_on_their_own_devices_draw_evenly_on_all_replicas():
+def test_replicas_share_the_load_of_ranks_that_hold_nothing_and_of_engines_on_their_own_devices():
     case = Case(small_model(kv_heads=8, vocab=512), Layout(dp=4), 8)
-    assert_even(reshard(source_shards(case), target_shards(case), ROLES, homes={}), 4)
-
-
-def test_a_padded_vocabulary_crosses_ranks_only_in_embedding_and_output_layer():
-    plan = plan_case(Case(small_model(vocab=300), Layout(tp=2), 2))
-    crossing = {transfer.target for transfer in plan if transfer.source_rank != transfer.target_rank}
-    assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
-
-
-def test_replicas_share_the_load_of_ranks_that_hold_nothing_themselves():
-    case = Case(small_model(kv_heads=8), Layout(dp=4), 8)
     plan = reshard(source_shards(case), target_shards(case), ROLES)
     assert all(copy.source_rank == copy.target_rank for copy in plan if copy.target_rank < 4)
     assert_even([copy for copy in plan if copy.target_rank >= 4], 4)
+    assert_even(reshard(source_shards(case), target_shards(case), ROLES, homes={}), 4)
 
 
 def test_replicated_kv_heads_are_sent_to_every_rank_that_needs_them():
@@ -213,22 +172,25 @@ def test_a_tied_embedding_is_sent_once_from_whichever_stage(pp):
     assert not any(copy.target == "lm_head.weight" for copy in plan)
 
 
-def refusal(geometry: ModelGeometry, train: Layout, rollout_tp: int) -> str:
-    case = Case(geometry, train, rollout_tp)
+MLP_ROWS = "mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary cuts a 128x128 FP8 block"
+
+
+@pytest.mark.parametrize(
+    "case, start, words",
+    [
+        (Case(small_model(ffn=384), Layout(tp=2), 1), MLP_ROWS, "mlp.linear_fc1.weight"),
+        (Case(small_model(ffn=384), Layout(), 2), MLP_ROWS, "mlp.gate_up_proj.weight"),
+        (Case(small_model(ffn=384), Layout(tp=2), 2), MLP_ROWS, "smaller tensor-parallel size"),
+        # heads of 64 that no order makes whole
+        (Case(small_model(head_dim=64, heads=4, kv_heads=4), Layout(tp=4), 1), "self_attn.q_proj.weight = rows 0..64, ", ""),
+        # gate and up are whole on either side, but up would start at row 200 of its shard, inside a block
+        (Case(small_model(ffn=200), Layout(), 1), "mlp.up_proj.weight = rows 0..200, columns 0..256: ", ""),
+    ],
+)
+def test_a_boundary_that_cuts_blocks_is_refused(case, start, words):
     with pytest.raises(GeometryError) as caught:
         reshard(source_shards(case), target_shards(case), ROLES)
-    assert caught.value.fix
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("train_tp, rollout_tp", [(2, 1), (1, 2), (2, 2)])
-def test_a_boundary_that_cuts_mlp_blocks_is_refused(train_tp, rollout_tp):
-    message = refusal(small_model(ffn=384), Layout(tp=train_tp), rollout_tp)
-    assert message.startswith(
-        "model.layers.0.mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary cuts a 128x128 FP8 block"
-    )
-    assert ("mlp.linear_fc1.weight" if train_tp == 2 else "mlp.gate_up_proj.weight") in message
-    assert "smaller tensor-parallel size" in message
+    assert str(caught.value).startswith(f"model.layers.0.{start}") and words in str(caught.value) and caught.value.fix
 
 
 def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in_bf16():
@@ -238,16 +200,6 @@ def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in
     with pytest.raises(GeometryError, match="model.layers.0.self_attn.q_proj.weight = rows 0..64, .* at its row 0"):
         reshard(sources, targets, ROLES)
     assert reshard(sources, targets, frozenset())
-
-
-def test_heads_of_64_that_no_order_makes_whole_are_refused():
-    geometry = small_model(head_dim=64, heads=4, kv_heads=4)
-    assert refusal(geometry, Layout(tp=4), 1).startswith("model.layers.0.self_attn.q_proj.weight = rows 0..64, ")
-
-
-def test_a_tensor_that_would_start_inside_a_block_of_its_shard_is_refused():
-    """ffn = 200: gate and up are whole on either side, but up lies below gate from row 200 on."""
-    assert refusal(small_model(ffn=200), Layout(), 1).startswith("model.layers.0.mlp.up_proj.weight = rows 0..200, columns 0..256: ")
 
 
 def test_an_edge_block_at_a_tensors_end_is_no_cut():
@@ -261,7 +213,6 @@ def test_an_edge_block_at_a_tensors_end_is_no_cut():
 
 def test_what_no_source_holds_is_refused_by_name():
     case = Case(small_model(), Layout(pp=2), 1)
-    with pytest.raises(
-        GeometryError, match="model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
-    ):
+    line = "model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
+    with pytest.raises(GeometryError, match=line):
         reshard({1: source_shards(case)[1]}, target_shards(case), ROLES)

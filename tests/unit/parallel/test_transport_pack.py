@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -58,9 +59,8 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
     chunks = plan.chunks
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
-    named_tensors = {
-        rank: tensors_of(shards, random_bytes) for rank, shards in build_trainer_shards(geometry, train, quantized=True).items()
-    }
+    trainer = build_trainer_shards(geometry, train, quantized=True)
+    named_tensors = {rank: tensors_of(shards, random_bytes) for rank, shards in trainer.items()}
     live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
     sources = {rank: make_source_packer(named_tensors[rank], chunks, rank) for rank in named_tensors}
     targets = {rank: make_target_packer(live[rank], [chunk for chunk in chunks if chunk.target == rank]) for rank in live}
@@ -69,26 +69,21 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
         assert chunk.offset == sent[chunk.source]
         sent[chunk.source] += chunk.nbytes
         flat = torch.empty(chunk.nbytes, dtype=torch.uint8).numpy()
-        told = Chunk.from_json(chunk.target, json.loads(json.dumps(chunk.to_json())))
-        assert told == replace(chunk, sources=())
+        received = Chunk.from_json(chunk.target, json.loads(json.dumps(chunk.to_json())))
+        assert received == replace(chunk, sources=())
         before = sources[chunk.source].pack(chunk.sources, flat, hashing=True)
-        assert targets[chunk.target].unpack(told.targets, flat, hashing=True) == before
+        assert targets[chunk.target].unpack(received.targets, flat, hashing=True) == before
     for transfer in plan.transfers:
-        assert digest(named_tensors[transfer.source_rank][transfer.source], transfer.source_rect) == digest(
-            live[transfer.target_rank][transfer.target], transfer.target_rect
-        )
+        source, target = named_tensors[transfer.source_rank][transfer.source], live[transfer.target_rank][transfer.target]
+        assert digest(source, transfer.source_rect) == digest(target, transfer.target_rect)
     vocabulary = live[rollout - 1]["model.embed_tokens.weight"].view(torch.uint8)
     padding = rollout * vocabulary.shape[0] - geometry.vocab
     assert padding > 0 and vocabulary[-padding:].eq(7).all()  # what pads the vocabulary is not sent
 
 
-def test_engine_ranks_take_turns():
+def test_engine_ranks_take_turns_and_the_largest_chunk_keeps_to_the_setting():
     plan = SyncPlan.make(small_model(), Layout(), (2, 1), CONTRACT, 50_000)
-    order = [chunk.target for chunk in plan.chunks]
-    assert order[:6] == [0, 1] * 3
-
-
-def test_the_largest_chunk_keeps_to_the_setting():
+    assert [chunk.target for chunk in plan.chunks[:6]] == [0, 1] * 3
     assert SyncConfig(bucket_mb=1).chunk_bytes == 512 << 10
     for transport in ("shared_memory", "process_group", "gloo", "cuda_ipc", "disk"):
         for bucket_mb in (1, 2, 16, 4096):
@@ -106,19 +101,16 @@ def test_padding_columns_of_a_plane_stay_behind():
         memory.pack([("scale", Rect(1, 2, 2, 3))], torch.empty(25, dtype=torch.uint8).numpy(), hashing=False)
 
 
-@pytest.mark.parametrize("byte", [0, 100_000, 1024 * 700 - 1])
-def test_one_wrong_byte_changes_the_digest(byte):
-    """In a tensor larger than what is hashed in one go, whole or as a block of columns; staged bytes are hashed after their copy."""
-    for rect in (Rect(0, 0, 700, 1024), Rect(0, 1024, 700, 1024)):
+def test_one_wrong_byte_changes_the_digest():
+    """In a tensor larger than what is hashed in one go, whole or as a range of columns; staged bytes are hashed after their copy."""
+    for rect, byte in itertools.product((Rect(0, 0, 700, 1024), Rect(0, 1024, 700, 1024)), (0, 100_000, 1024 * 700 - 1)):
         values = torch.randint(0, 256, (700, 2048), dtype=torch.uint8)
         named_rects, flat = [("w", rect)], torch.empty(700 * 1024, dtype=torch.uint8).numpy()
         sent = ChunkPacker({"w": values}, ["w"]).pack(named_rects, flat, hashing=True)
         staging, live = (ChunkPacker({"w": torch.zeros(700, 2048, dtype=torch.uint8)}, ["w"]) for _ in range(2))
-        assert staging.unpack(named_rects, flat, hashing=True) == sent
-        assert live.copy(named_rects, staging, hashing=True) == sent
+        assert staging.unpack(named_rects, flat, hashing=True) == sent == live.copy(named_rects, staging, hashing=True)
         flat[byte] ^= 1
-        assert staging.unpack(named_rects, flat, hashing=True) != sent
-        assert live.copy(named_rects, staging, hashing=True) != sent
+        assert staging.unpack(named_rects, flat, hashing=True) != sent != live.copy(named_rects, staging, hashing=True)
         assert live.hash_seconds > 0
 
 
@@ -133,7 +125,7 @@ def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
 
 
 @pytest.mark.parametrize(
-    "place, nbytes, told",
+    "place, nbytes, line",
     [
         (("x", Rect(0, 0, 1, 1)), 4, "there is no tensor x"),
         (("w", Rect(2, 0, 2, 5)), 40, r"w: rows 2\.\.3 lie outside"),
@@ -142,6 +134,7 @@ def test_what_is_written_into_a_byte_matrix_is_in_the_tensor():
         (("w", Rect(0, 0, 3, 5)), 15, "w and its neighbours are 60 bytes in the engine, 15 are coming"),
     ],
 )
-def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, told):
-    with pytest.raises(ValueError, match=told):
-        check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk := Chunk(0, 0, 0, nbytes, (), (place,))]), [chunk])
+def test_a_chunk_that_does_not_fit_the_engine_is_named(place, nbytes, line):
+    chunk = Chunk(0, 0, 0, nbytes, (), (place,))
+    with pytest.raises(ValueError, match=line):
+        check_targets(make_target_packer({"w": torch.zeros(3, 5)}, [chunk]), [chunk])

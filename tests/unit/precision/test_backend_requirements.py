@@ -43,15 +43,11 @@ def test_a_whole_machine_can_run_them_all(hopper):
         requirements.check_machine(PrecisionConfig(backend=name))
 
 
-def test_modes_without_fp8_layers_need_no_backend():
-    """Not raising is the assertion: in fp8_unified this back end is refused here."""
-    requirements.check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))
-
-
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(requirements, "find_version", {}.get)
     monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
+    requirements.check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))  # a mode without FP8 layers needs none
     line = refused("deep_gemm")
     assert line.startswith(
         "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
@@ -103,15 +99,13 @@ def test_weights_that_are_cut_within_a_block_are_refused(backend):
     precision = PrecisionConfig(backend=backend)
     wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
     requirements.check_model(precision, geometry(**wide), Layout(tp=2))
-    with pytest.raises(
-        UserError, match=r"needs widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"
-    ):
-        requirements.check_model(precision, geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+    uneven = geometry(**wide | {"intermediate_size": 384})
+    with pytest.raises(UserError, match=r"widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"):
+        requirements.check_model(precision, uneven, Layout(tp=2))
+    small_heads = geometry(**wide | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4})
     with pytest.raises(UserError, match=r"blocks that hold one of q, k and v each, .*linear_qkv.weight would mix them on rank 0"):
-        requirements.check_model(
-            precision, geometry(**{**wide, "head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4}), Layout()
-        )
-    requirements.check_model(PrecisionConfig(), geometry(**{**wide, "intermediate_size": 384}), Layout(tp=2))
+        requirements.check_model(precision, small_heads, Layout())
+    requirements.check_model(PrecisionConfig(), uneven, Layout(tp=2))
 
 
 def test_the_preflight_asks(tmp_path, monkeypatch):

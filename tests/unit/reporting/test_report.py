@@ -22,7 +22,7 @@ from megatron_rl.precision.graph.decoder import (
 from megatron_rl.precision.graph.graph import TensorFormat
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.reporting.metric_glossary import CAUSE_LABELS, format_bytes, format_duration, format_toml, visible
-from megatron_rl.reporting.plots import SECTIONS, render_svg
+from megatron_rl.reporting.plots import SECTIONS, Plot, render_svg
 from megatron_rl.reporting.report import headline, write_report
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
@@ -39,16 +39,23 @@ STEP = {
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
 
 
+SECTION_COUNT = sum(map(len, SECTIONS.values()))
+
+
 @pytest.fixture(autouse=True)
 def render_once(monkeypatch):
     """Plots of the same rows are drawn once: most pages here show the rows of `full_rows`."""
-    monkeypatch.setattr("megatron_rl.reporting.plots.render_svg", lambda plot, rows: render(plot.title, json.dumps(rows)))
+    monkeypatch.setattr("megatron_rl.reporting.report.render_svg", lambda plot, rows: render(plot.title, json.dumps(rows)))
+
+
+def find_plot(title: str) -> Plot:
+    (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == title)
+    return plot
 
 
 @functools.cache
 def render(title: str, rows: str) -> str:
-    (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == title)
-    return render_svg(plot, json.loads(rows))
+    return render_svg(find_plot(title), json.loads(rows))
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:
@@ -61,25 +68,14 @@ def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: s
 
 
 def full_rows() -> list[dict]:
-    evals = [
-        {"eval/accuracy": 0.4, "eval/level_1": 0.6, "eval/level_2": 0.2},
-        {},
-        {"eval/accuracy": 0.8, "eval/level_1": 1.0, "eval/level_2": 0.6},
-    ]
-    return [{"step": step, **(STEP if step else {}), **measured} for step, measured in enumerate(evals)]
+    first = {"eval/accuracy": 0.4, "eval/level_1": 0.6, "eval/level_2": 0.2}
+    last = {"eval/accuracy": 0.8, "eval/level_1": 1.0, "eval/level_2": 0.6}
+    return [{"step": 0} | first, {"step": 1} | STEP, {"step": 2} | STEP | last]
 
 
 def sample(step: int, text: str = "#2", correct: bool = True) -> dict:
-    return {
-        "step": step,
-        "level": 1,
-        "prompt": text,
-        "completion": text,
-        "answer": text,
-        "reward": 1.0,
-        "correct": correct,
-        "advantage": -0.5,
-    } | {"finish_reason": "length", "error": text}
+    texts = dict.fromkeys(("prompt", "completion", "answer", "error"), text)
+    return {"step": step, "level": 1, **texts, "reward": 1.0, "correct": correct, "advantage": -0.5, "finish_reason": "length"}
 
 
 class Page(HTMLParser):
@@ -103,9 +99,9 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_whole_page(tmp_path: Path):
-    samples = [sample(step, correct=step > 1) for step in (1, 2)]
-    path = write_report(make_run(tmp_path, full_rows(), samples=samples))
+def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
+    run = make_run(tmp_path, full_rows(), samples=[sample(step, correct=step > 1) for step in (1, 2)])
+    path = write_report(run)
     page = Page(path)
     assert path == tmp_path / "report.html"
     assert "Held-out accuracy rose from 40.0 % to 80.0 % over 2 steps." in page.text
@@ -114,16 +110,12 @@ def test_whole_page(tmp_path: Path):
     for plots in SECTIONS.values():
         for plot in plots:
             assert plot.title in page.text and plot.caption in page.text
-    assert page.tags.count("svg") == sum(map(len, SECTIONS.values()))
+    assert page.tags.count("svg") == SECTION_COUNT == page.source.count("<svg viewBox=") <= page.source.count("var(--ink)")
+    drawings = page.source[page.source.index("<svg viewBox=") :]
+    assert "#00000" not in drawings and "DejaVu" not in drawings, "plots have no colour of their own"
     assert "Where the mismatch comes from" in page.text and all(words in page.text for words in CAUSE_LABELS.values())
     assert "✗ wrong" in page.text and "✓ correct" in page.text
-    assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text
-
-
-def test_evaluations_and_the_precision_graph_are_part_of_the_page(tmp_path: Path):
-    run = make_run(tmp_path, full_rows())
-    plain = Page(write_report(run))
-    assert "Evaluations" not in plain.text and plain.tags.count("svg") == sum(map(len, SECTIONS.values()))
+    assert "[train.layout]\ntp = 1" in page.text and "2.13" in page.text and "Evaluations" not in page.text
     line = {"problems": 30, "mean": {"value": 0.5, "low": 0.4, "high": 0.6}, "pass": {}, "maj": {}}
     results = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
     (run / "eval" / "step_2").mkdir(parents=True)
@@ -135,7 +127,7 @@ def test_evaluations_and_the_precision_graph_are_part_of_the_page(tmp_path: Path
     page = Page(write_report(run))
     assert "Evaluations" in page.text and "eval/step_2" in page.text and "mean@8 50.0 % (40.0–60.0)" in page.text
     assert "Precision graph" in page.text and "lm_head" in page.text
-    assert page.tags.count("svg") == 1 + plain.tags.count("svg") and "script" not in page.tags
+    assert page.tags.count("svg") == 1 + SECTION_COUNT and "script" not in page.tags
     assert all(target.startswith("#") for target in page.loads), page.loads
 
 
@@ -161,13 +153,6 @@ def test_what_an_environment_wrote_is_marked(tmp_path: Path):
     assert "script" not in Page(write_report(make_run(tmp_path, full_rows(), samples=[row]))).tags
 
 
-def test_broken_run_is_shown_as_broken(tmp_path: Path):
-    page = Page(write_report(make_run(tmp_path, full_rows()[:2], "broken", "engine died: signal 9")))
-    assert "The run broke after step 1 of 2: engine died: signal 9" in page.text
-    assert "Broken after step 1 of 2. Held-out accuracy was 40.0 % at step 0" in page.text
-    assert "finished" not in page.text[page.text.index("✗ broken", page.text.index("@media print")) :]
-
-
 @pytest.mark.parametrize(
     "status, rows, word", [("running", 3, "… not finished"), ("finished", 2, "! ended early"), ("broken", 3, "✗ broken")]
 )
@@ -175,6 +160,13 @@ def test_only_a_whole_run_looks_finished(tmp_path: Path, status: str, rows: int,
     page = Page(write_report(make_run(tmp_path, full_rows()[:rows], status)))
     assert word in page.text and "✓ finished" not in page.text
     assert 'class="state finished"' not in page.source
+
+
+def test_broken_run_is_shown_as_broken(tmp_path: Path):
+    page = Page(write_report(make_run(tmp_path, full_rows()[:2], "broken", "engine died: signal 9")))
+    assert "The run broke after step 1 of 2: engine died: signal 9" in page.text
+    assert "Broken after step 1 of 2. Held-out accuracy was 40.0 % at step 0" in page.text
+    assert "finished" not in page.text[page.text.index("✗ broken", page.text.index("@media print")) :]
 
 
 @pytest.mark.parametrize(
@@ -186,24 +178,20 @@ def test_few_rows(tmp_path: Path, rows: list[dict]):
     assert page.tags.count("svg") == (3 if rows else 0)
 
 
-@pytest.mark.parametrize("proved, verdict", [(3.0, "✗ failed"), (None, "✗ missing")])
-def test_a_sync_without_full_proof_is_not_called_equal(tmp_path: Path, proved: float | None, verdict: str):
+def test_what_is_missing_of_a_run_is_said(tmp_path: Path):
+    """A sync without its full proof, a value that is not finite, a torn line."""
     rows = full_rows()
-    rows[1].pop("sync/proved")
-    rows[1] |= {} if proved is None else {"sync/proved": proved}
-    page = Page(write_report(make_run(tmp_path, rows)))
-    assert verdict in page.text and "step 1: " in page.text and "all equal" not in page.text
-
-
-def test_not_finite_and_torn_lines_are_said(tmp_path: Path):
-    rows = full_rows()
-    rows[1]["loss/policy"] = None
+    rows[1] |= {"loss/policy": None, "sync/proved": 3.0}
     run = make_run(tmp_path, rows)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "rew')
     page = Page(write_report(run))
+    assert "✗ failed" in page.text and "step 1: " in page.text and "all equal" not in page.text
     assert "loss/policy was not finite at step 1" in page.text
     assert "the last line (line 4) is torn" in page.text
+    del rows[1]["sync/proved"]
+    page = Page(write_report(make_run(tmp_path, rows)))
+    assert "✗ missing" in page.text and "step 1: " in page.text and "all equal" not in page.text
 
 
 def test_headlines():
@@ -223,18 +211,9 @@ def test_bad_folders(tmp_path: Path):
     assert not list(tmp_path.glob("report.html*"))
 
 
-def test_plots_have_no_colour_of_their_own():
-    drawable = [{**row, "sync/megabytes": 2.0} for row in full_rows()]
-    for plots in SECTIONS.values():
-        for plot in plots:
-            picture = render_svg(plot, drawable)
-            assert picture.startswith("<svg viewBox=") and "var(--ink)" in picture
-            assert "#00000" not in picture and "DejaVu" not in picture
-
-
 @pytest.mark.parametrize("names", [[f"level_{level}" for level in range(1, 11)], [f"source_{letter}/test" for letter in "abcdefghij"]])
-def test_many_levels_or_sets_are_told_apart(names):
-    (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == "Held-out accuracy by level or set")
+def test_many_levels_or_sets_have_labels_of_their_own(names):
+    plot = find_plot("Held-out accuracy by level or set")
     rows = [{"step": step, **{f"eval/{name}": 0.1 * step for name in names}} for step in (0, 1)]
     labels = [name.replace("level_", "level ").removeprefix("source_") for name in names]
     assert [label for _, label in plot.panels[0].find_series(rows)] == labels  # level 10 comes after level 9
@@ -243,8 +222,8 @@ def test_many_levels_or_sets_are_told_apart(names):
 
 def test_long_runs_stay_small():
     rows = [{"step": step, "reward/mean": math.sin(step), "time/generate": 1.0 + step % 3, "time/train": 2.0} for step in range(2000)]
-    pictures = {plot.title: render_svg(plot, rows) for plots in SECTIONS.values() for plot in plots}
-    assert 0 < len(pictures["Reward"]) < 300_000 and 0 < len(pictures["Time by phase"]) < 500_000
+    assert 0 < len(render_svg(find_plot("Reward"), rows)) < 300_000
+    assert 0 < len(render_svg(find_plot("Time by phase"), rows)) < 500_000
 
 
 def test_words():

@@ -22,58 +22,46 @@ def _problem(answer: str) -> Problem:
     return Problem("p", "?", answer)
 
 
-@pytest.mark.parametrize("text", ["#62", "57+8=65,65-3=62#62", "#1#62", "#062"])
-def test_arithmetic_accepts_the_integer_after_the_last_hash(text):
-    assert arithmetic.reward(text, _problem("62")) == Reward(1.0, True)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "62", "#", "#63", "#62 ", "#62\n", "#62.", "#62#", "# 62", "#+62", "#٦٢", "#62<|endoftext|>", "#" + "9" * 9999]
-)
-def test_arithmetic_refuses_everything_else(text):
-    assert arithmetic.reward(text, _problem("62")) == Reward(0.0, False)
+def test_arithmetic_accepts_the_integer_after_the_last_hash_alone():
+    for text in ("#62", "57+8=65,65-3=62#62", "#1#62", "#062"):
+        assert arithmetic.reward(text, _problem("62")) == Reward(1.0, True), text
+    wrong = ["", "62", "#", "#63", "#62 ", "#62\n", "#62.", "#62#", "# 62", "#+62", "#٦٢", "#62<|endoftext|>", "#" + "9" * 9999]
+    for text in wrong:
+        assert arithmetic.reward(text, _problem("62")) == Reward(0.0, False), text
 
 
 @given(st.text(), st.integers(0, 99), st.integers(0, 99))
-def test_arithmetic_depends_on_the_last_integer_only(text, said, gold):
-    assert arithmetic.reward(f"{text}#{said}", _problem(str(gold))).correct == (said == gold)
+def test_arithmetic_depends_on_the_last_integer_only(text, stated, gold):
+    assert arithmetic.reward(f"{text}#{stated}", _problem(str(gold))).correct == (stated == gold)
 
 
 @pytest.mark.parametrize(
-    "text, gold",
+    "verdict, text, gold",
     [
-        (r"so \boxed{72}", "72"),
-        (r"\boxed{1} and then \boxed{1,\!080}", "1080"),
-        ("... = 72\n#### 1,080", "1080"),
-        ("The answer is **72**. Then 3 more words.", "72"),
-        (r"Thus the answer is $\$5$.", "5"),
-        ("She sold 48 + 24 = 72 clips in a day.", "72"),
-        ("-0012", "-12"),
+        (True, r"so \boxed{72}", "72"),
+        (True, r"\boxed{1} and then \boxed{1,\!080}", "1080"),
+        (True, "... = 72\n#### 1,080", "1080"),
+        (True, "The answer is **72**. Then 3 more words.", "72"),
+        (True, r"Thus the answer is $\$5$.", "5"),
+        (True, "She sold 48 + 24 = 72 clips in a day.", "72"),
+        (True, "-0012", "-12"),
+        (False, r"72 or \boxed{73}", "72"),
+        (False, "72\n#### 73", "72"),
+        (False, "the answer is 73. No, 72", "72"),
+        (False, "#### -5", "5"),
     ],
 )
-def test_the_fast_path_accepts(text, gold):
-    assert math_reward.compare_integers(text, gold) is True
-
-
-@pytest.mark.parametrize(
-    "text, gold", [(r"72 or \boxed{73}", "72"), ("72\n#### 73", "72"), ("the answer is 73. No, 72", "72"), ("#### -5", "5")]
-)
-def test_the_fast_path_refuses_another_stated_answer(text, gold):
-    assert math_reward.compare_integers(text, gold) is False
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["x = 3/5", "3 + 5", "it is 5x", "sqrt 5", "5 pi", r"\frac{3}{5}", "the answer is 10 or 5", r"\boxed{2.5 \cdot 2}", "5.5", "2^5"],
-)
-def test_the_fast_path_leaves_expressions_to_math_verify(text):
-    assert math_reward.compare_integers(text, "5") is None
+def test_the_fast_path_decides_between_integers_and_leaves_expressions_to_math_verify(verdict, text, gold):
+    assert math_reward.compare_integers(text, gold) is verdict
+    expressions = ["x = 3/5", "3 + 5", "it is 5x", "sqrt 5", "5 pi", r"\frac{3}{5}", "the answer is 10 or 5", r"\boxed{2.5 \cdot 2}"]
+    for expression in [*expressions, "5.5", "2^5"]:
+        assert math_reward.compare_integers(expression, "5") is None
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
-def test_the_fast_path_compares_values(said, gold):
-    for text in (rf"\boxed{{{said:,}}}", f"#### {said}", f"The answer is {said}."):
-        assert math_reward.compare_integers(text, str(gold)) == (said == gold)
+def test_the_fast_path_compares_values(stated, gold):
+    for text in (rf"\boxed{{{stated:,}}}", f"#### {stated}", f"The answer is {stated}."):
+        assert math_reward.compare_integers(text, str(gold)) == (stated == gold)
 
 
 @pytest.mark.parametrize(
@@ -159,33 +147,25 @@ def _correct(texts: list[str], golds: list[str]) -> int:
 
 @needs_gsm8k
 def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
-    golds = [problem.answer for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")]
+    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
+    golds = [problem.answer for problem in problems]
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     assert _correct(texts, golds) == _correct([rf"\boxed{{{gold}}}" for gold in golds], golds) == len(golds) == 1319
     others = golds[1:] + golds[:1]
     assert _correct(texts, others) == sum(gold == other for gold, other in zip(golds, others, strict=True))
+    for problem in problems[:50]:  # through math-verify too
+        text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
+        assert math_reward.compare_integers(text, problem.answer) is None
+        assert math_reward.reward(text, problem).correct
 
 
 @needs_math500
-def test_real_math500_golds_verify():
+def test_real_math500_golds_verify_and_shuffled_ones_fail():
     rows = [json.loads(line) for line in MATH_500.read_text().splitlines()]
     golds = [row["answer"] for row in rows]
     assert _correct([row["solution"] for row in rows], golds) == len(golds) == 500
     assert _correct([rf"so \boxed{{{gold}}}" for gold in golds], golds) == 500
-
-
-@needs_math500
-def test_shuffled_math500_golds_fail():
-    golds = [json.loads(line)["answer"] for line in MATH_500.read_text().splitlines()]
     shuffled = random.Random(0).sample(golds, len(golds))
-    pairs = [(rf"\boxed{{{said}}}", gold) for said, gold in zip(shuffled, golds, strict=True) if said != gold][:200]
+    pairs = [(rf"\boxed{{{stated}}}", gold) for stated, gold in zip(shuffled, golds, strict=True) if stated != gold][:200]
     assert len(pairs) == 200
     assert _correct(*map(list, zip(*pairs, strict=True))) <= 1
-
-
-@needs_gsm8k
-def test_real_gsm8k_golds_verify_through_math_verify_too():
-    for problem in read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")[:50]:
-        text = rf"so \boxed{{\frac{{{2 * int(problem.answer)}}}{{2}}}}"
-        assert math_reward.compare_integers(text, problem.answer) is None
-        assert math_reward.reward(text, problem).correct

@@ -32,6 +32,12 @@ def judged(pool: RewardPool, texts: list[str], problems: list[Problem]) -> list[
     return [reward for [reward] in pool.score(texts, problems)]
 
 
+def worker_pid(pool: RewardPool) -> int:
+    [reward] = judged(pool, ["pid"], _problems(1))
+    assert reward.correct
+    return int(reward.value)
+
+
 def _problems(count: int) -> list[Problem]:
     return [Problem(str(index), "?", str(index)) for index in range(count)]
 
@@ -76,13 +82,19 @@ def test_the_timeout_counts_for_each_sample_not_for_its_chunk():
     assert [reward.error for reward in rewards] == [""] * 8
 
 
-def test_a_worker_killed_while_idle_costs_no_sample():
+def test_a_worker_imports_little_ignores_ctrl_c_and_costs_no_sample_if_it_is_killed_while_idle():
     with pool_of(HOSTILE, 1, 5.0) as pool:
-        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
+        pid = worker_pid(pool)
+        os.kill(pid, signal.SIGINT)
+        modules = judged(pool, ["modules"], _problems(1))[0].error.split(",")
+        assert not {"torch", "numpy", "pydantic", "transformers", "sympy"} & set(modules)
+        assert worker_pid(pool) == pid
         os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-        [reward] = judged(pool, ["pid"], _problems(1))
-    assert reward.correct and int(reward.value) != pid
+        successor = worker_pid(pool)
+        assert successor != pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(successor, 0)  # closing ends the workers
 
 
 def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free():
@@ -94,36 +106,20 @@ def test_workers_outlive_the_thread_that_started_them_or_are_replaced_for_free()
         assert all(reward.correct for reward in judged(pool, [str(index) for index in range(64)], _problems(64)))
 
 
-def test_a_worker_imports_little_and_ignores_ctrl_c():
-    with pool_of(HOSTILE, 1, 5.0) as pool:
-        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
-        os.kill(pid, signal.SIGINT)
-        modules = judged(pool, ["modules"], _problems(1))[0].error.split(",")
-        assert int(judged(pool, ["pid"], _problems(1))[0].value) == pid
-    assert not {"torch", "numpy", "pydantic", "transformers", "sympy"} & set(modules)
-
-
-def test_closing_ends_the_workers():
-    with pool_of(HOSTILE, 1, 5.0) as pool:
-        pid = int(judged(pool, ["pid"], _problems(1))[0].value)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-
-
 def keep_a_worker_busy(pid: Connection) -> None:
     """A process of its own: it tells its worker's pid, then waits for a sample that hangs."""
     with pool_of(HOSTILE, 1, 60.0) as pool:
-        pid.send(int(judged(pool, ["pid"], _problems(1))[0].value))
+        pid.send(worker_pid(pool))
         judged(pool, ["hang"], _problems(1))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the death signal is Linux's")
 def test_a_busy_worker_dies_with_its_parent():
     context = multiprocessing.get_context("spawn")
-    worker_pid, parent_end = context.Pipe(duplex=False)
+    receiver, parent_end = context.Pipe(duplex=False)
     parent = context.Process(target=keep_a_worker_busy, args=(parent_end,))
     parent.start()
-    pid = worker_pid.recv()
+    pid = receiver.recv()
     time.sleep(0.3)
     parent.kill()
     parent.join(60)
@@ -143,13 +139,10 @@ def _gone_within(pid: int, seconds: float) -> bool:
     return False
 
 
-def test_a_function_that_cannot_be_loaded_is_reported():
+def test_workers_that_cannot_load_their_function_or_start_break_the_run(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="2048 MiB could not load its functions: ModuleNotFoundError: No module named 'absent'"):
         with pool_of("absent:reward", 1, 5) as pool:
             judged(pool, ["#1"], _problems(1))
-
-
-def test_workers_that_cannot_start_break_the_run(tmp_path, monkeypatch):
     (tmp_path / "suicidal_reward.py").write_text("import os; os._exit(9)")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(RunError, match=r"do not start: worker died \(exit code 9\)"), pool_of("suicidal_reward:reward", 2, 5.0) as pool:

@@ -29,7 +29,7 @@ class Worker:
     """Its groups tell for which version they are, and at which the trainer stood when they began."""
 
     def __init__(self) -> None:
-        self.trainer, self.made, self.broken, self.hold = 0, 0, -1, threading.Event()
+        self.trainer, self.position, self.broken, self.hold = 0, 0, -1, threading.Event()
         self.hold.set()
         self.error = RunError("the engine is gone")
 
@@ -38,13 +38,12 @@ class Worker:
         assert self.hold.wait(60)
         if version == self.broken:
             raise self.error
-        self.made += 1
-        return RolloutBatch(
-            [SimpleNamespace(version=version, began=began)], {"time/generate": 2.0, "time/reward": 1.0}, [], {"sampling/rounds": 1}
-        )
+        self.position += 1
+        seconds = {"time/generate": 2.0, "time/reward": 1.0}
+        return RolloutBatch([SimpleNamespace(version=version, began=began)], seconds, [], {"sampling/rounds": 1})
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.made}
+        return {"position": self.position}
 
 
 @pytest.fixture
@@ -57,7 +56,7 @@ def thread(monkeypatch):
 
 def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[SimpleNamespace]:
     ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
-    worker.made, results = start, []
+    worker.position, results = start, []
     for version in range(start, steps):
         worker.trainer = version
         results += ahead.collect(version).completions_B
@@ -70,8 +69,8 @@ def run(worker: Worker, max_staleness: int, steps: int, start: int = 0) -> list[
 def test_nothing_begins_before_the_trainer_is_near_enough(max_staleness, start, more):
     worker = Worker()
     results = run(worker, max_staleness, start + more, start)
-    assert [made.version for made in results] == list(range(start, start + more)) and worker.made == start + more
-    assert all(0 <= made.version - made.began <= max_staleness for made in results)
+    assert [group.version for group in results] == list(range(start, start + more)) and worker.position == start + more
+    assert all(0 <= group.version - group.began <= max_staleness for group in results)
 
 
 def test_the_next_groups_are_made_while_the_trainer_trains(thread):
@@ -79,29 +78,24 @@ def test_the_next_groups_are_made_while_the_trainer_trains(thread):
     ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
     ahead.collect(0)
     thread.submit(lambda: None).result(60)  # after all that has begun
-    assert worker.made == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
+    assert worker.position == 2 and ahead.state_dict() == {"position": 1}, "a run that goes on makes them anew"
     ahead.collect(1)
-    ahead.close()
-
-
-def test_what_fails_ahead_is_raised_in_its_turn():
-    worker = Worker()
-    worker.broken = 1
-    ahead = AsyncRolloutWorker(worker, 1, 9, lambda: None)
-    ahead.collect(0)
-    with pytest.raises(RunError, match="the engine is gone"):
-        ahead.collect(1)
     ahead.close()
 
 
 def test_groups_of_a_lost_engine_are_made_anew_and_no_problem_is_skipped(thread):
     """Lost in the groups for version 1: those for 2 had begun behind them."""
-    worker = Worker()
-    worker.broken, worker.error = 1, EngineLostError("the engine is gone")
+    failing, worker = Worker(), Worker()
+    failing.broken = worker.broken = 1
+    ahead = AsyncRolloutWorker(failing, 1, 9, lambda: None)
+    ahead.collect(0)
+    with pytest.raises(RunError, match="the engine is gone"):  # any other error is raised in its turn
+        ahead.collect(1)
+    worker.error = EngineLostError("the engine is gone")
     ahead = AsyncRolloutWorker(worker, 2, 9, lambda: None)
     ahead.collect(0)
     thread.submit(lambda: None).result(60)
-    assert worker.made == 1, "nothing comes before the groups that failed"
+    assert worker.position == 1, "nothing comes before the groups that failed"
     worker.broken = 2
     assert ahead.collect(1).completions_B[0].version == 1, "a sync has brought the engine back since"
     with pytest.raises(EngineLostError, match="the engine is gone"):
@@ -150,24 +144,19 @@ def answer(engine: Engine, version: int, staleness: int) -> Completion:
     return MultiTurnSampler(engine, tokenizer).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), version, staleness)[0]  # type: ignore[arg-type]
 
 
-def test_tokens_within_the_bound_are_taken_with_their_versions():
+def test_tokens_within_the_bound_are_taken_with_their_versions_and_others_break_the_run():
     completion = answer(Engine(4, 5), 6, 2)
     assert (completion.versions_T, completion.policy_version) == ([4, 5], 5)
     (sequence,) = to_training_samples(RolloutBatch([completion]), 6)
     assert sequence.version_lags.tolist() == [2, 1]
-
-
-@pytest.mark.parametrize("versions, line", [((3, 5), "policy version 3, "), ((6, 7), "policy version 7, ")])
-def test_older_and_newer_tokens_break_the_run(versions, line):
-    with pytest.raises(RunError, match=f"{line}the trainer holds version 6 and takes 4 and newer"):
-        answer(Engine(*versions), 6, 2)
+    for versions, wrong in (((3, 5), 3), ((6, 7), 7)):
+        with pytest.raises(RunError, match=f"policy version {wrong}, the trainer holds version 6 and takes 4 and newer"):
+            answer(Engine(*versions), 6, 2)
 
 
 def sampled(ages: list[int], difference: list[float]) -> TrainingSample:
-    old = torch.full((len(ages),), -2.0)
-    return TrainingSample(
-        [1], [2] * len(ages), old_logprobs=old, rollout_logprobs=old - torch.tensor(difference), version_lags=torch.tensor(ages)
-    )
+    old, lags = torch.full((len(ages),), -2.0), torch.tensor(ages)
+    return TrainingSample([1], [2] * len(ages), old_logprobs=old, rollout_logprobs=old - torch.tensor(difference), version_lags=lags)
 
 
 def close(value: float) -> object:
@@ -179,39 +168,31 @@ def test_stale_tokens_do_not_count_as_mismatch():
     mismatch = measure_mismatch(sequences)
     assert mismatch["mismatch/abs_mean"] == close(0.002) and mismatch["mismatch/abs_max"] == close(0.003)
     stale = measure_staleness(sequences)
-    assert (stale["staleness/mean"], stale["staleness/max"], stale["staleness/share"], stale["staleness/mixed"]) == (
-        0.5,
-        1,
-        0.5,
-        0.5,
-    )
+    assert [stale[f"staleness/{name}"] for name in ("mean", "max", "share", "mixed")] == [0.5, 1, 0.5, 0.5]
     assert stale["staleness/abs_mean"] == close(0.4)
     assert measure_mismatch([*sequences[:1], sampled([2], [1.0])])["mismatch/abs_max"] == close(0.001)
     assert measure_mismatch([sampled([1], [1.0])]) == {}, "what was not measured is not told"
     assert "staleness/abs_mean" not in measure_staleness([sampled([0], [1.0])])
 
 
-def meta(spans: list[tuple[str, int, int]], tokens: int) -> dict:
-    logprobs = [[-0.5, 10 + number, None] for number in range(tokens)]
-    told = [{"version": version, "start": start, "end": end} for version, start, end in spans]
-    return {
-        "meta_info": {
-            "weight_versions": told,
-            "weight_version": spans[-1][0],
-            "output_token_logprobs": logprobs,
-            "finish_reason": {"type": "stop"},
-        }
+def response(spans: list[tuple[str, int, int]], tokens: int) -> dict:
+    meta = {
+        "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
+        "weight_version": spans[-1][0],
+        "output_token_logprobs": [[-0.5, 10 + number, None] for number in range(tokens)],
+        "finish_reason": {"type": "stop"},
     }
+    return {"meta_info": meta}
 
 
 def test_the_engine_tells_every_tokens_version():
-    assert parse_generation(meta([("3", 0, 4)], 4), True).versions_T == []
-    results = parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), True)
+    assert parse_generation(response([("3", 0, 4)], 4), True).versions_T == []
+    results = parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), True)
     assert (results.versions_T, results.policy_version, results.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
     with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
-        parse_generation(meta([("3", 0, 1), ("4", 1, 3)], 4), True)
+        parse_generation(response([("3", 0, 1), ("4", 1, 3)], 4), True)
     with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):
-        parse_generation(meta([("3", 0, 1), ("4", 1, 4)], 4), False)
+        parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), False)
 
 
 def config(**sections: dict) -> Config:
@@ -219,11 +200,6 @@ def config(**sections: dict) -> Config:
 
 
 ASYNC = {"kind": "disaggregated", "max_staleness": 1}
-
-
-def test_who_takes_turns_cannot_run_ahead():
-    with pytest.raises(ValueError, match='set kind "disaggregated"'):
-        config(placement={"max_staleness": 1})
 
 
 @pytest.mark.parametrize(
@@ -237,10 +213,8 @@ def test_who_takes_turns_cannot_run_ahead():
 def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line):
     with pytest.raises(UserError, match=line):
         check_placement(config(placement=ASYNC, **sections))
-
-
-@pytest.mark.parametrize("algorithm", [{"correction": "tis"}, {"old_policy": "engine"}])
-def test_with_one_they_may_be_trained_on(algorithm):
-    """Not raising is the assertion: without one they are refused above."""
-    check_placement(config(placement=ASYNC, algorithm=algorithm))
+    for algorithm in ({"correction": "tis"}, {"old_policy": "engine"}):
+        check_placement(config(placement=ASYNC, algorithm=algorithm))  # with one they may be trained on
     check_placement(config(log={"attribute_every": 2}))
+    with pytest.raises(ValueError, match='set kind "disaggregated"'):  # who takes turns cannot run ahead
+        config(placement={"max_staleness": 1})

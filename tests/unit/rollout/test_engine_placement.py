@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,8 +19,8 @@ NODES = ("10.0.0.5", "10.0.0.6")
 
 
 def config(engines: int = 4, tp: int = 1, hosts: tuple[str, ...] = NODES, transport: str = "process_group") -> Config:
-    told = {"model": {"path": "x"}, "rollout": {"engines": engines, "tp": tp, "hosts": hosts}, "sync": {"transport": transport}}
-    return Config.model_validate(told, strict=False)
+    sections = {"model": {"path": "x"}, "rollout": {"engines": engines, "tp": tp, "hosts": hosts}, "sync": {"transport": transport}}
+    return Config.model_validate(sections, strict=False)
 
 
 def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], dict[str, str], str]:
@@ -50,53 +51,44 @@ def test_engines_are_spread_evenly_in_order(launchers):
 
 
 def test_without_a_word_all_engines_are_on_this_machine(launchers):
-    alone = config(2, hosts=("127.0.0.1",), transport="shared_memory")
-    check_engine_placement(alone)
-    assert [place_engine(alone.rollout, number) for number in range(2)] == [
-        EnginePlacement(index=index, engines_on_node=2) for index in range(2)
-    ]
+    local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
+    check_engine_placement(local)
+    expected = [EnginePlacement(index=index, engines_on_node=2) for index in range(2)]
+    assert [place_engine(local.rollout, number) for number in range(2)] == expected
 
 
 def test_devices_are_counted_from_the_first_of_each_node(launchers, monkeypatch):
     launchers("srun --nodelist=node3", "srun --nodelist=node4")
-    told = config(tp=2)
-    environments = [start_process(monkeypatch, told, number)[1] for number in range(4)]
+    spread = config(tp=2)
+    environments = [start_process(monkeypatch, spread, number)[1] for number in range(4)]
     assert [environment["SGLANG_CPU_OMP_THREADS_BIND"].count("|") for environment in environments] == [1] * 4
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    words = [start_process(monkeypatch, told, number)[0] for number in range(4)]
+    words = [start_process(monkeypatch, spread, number)[0] for number in range(4)]
     assert [line[line.index("--base-gpu-id") + 1] for line in words] == ["0", "2", "0", "2"]
     assert [line[line.index("--host") + 1] for line in words] == ["10.0.0.5", "10.0.0.5", "10.0.0.6", "10.0.0.6"]
 
 
 def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(launchers, monkeypatch):
-    told = Config.model_validate(
-        {"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}, "placement": {"kind": "disaggregated"}}, strict=False
-    )
+    sections = {"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}, "placement": {"kind": "disaggregated"}}
+    apart = Config.model_validate(sections, strict=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert [get_base_gpu_id(told, place_engine(told.rollout, number)) for number in range(2)] == [4, 6]
+    assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)) for number in range(2)] == [4, 6]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    check_devices(told)
+    check_devices(apart)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
     with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
-        check_devices(told)
+        check_devices(apart)
     launchers("srun --nodelist=node2")
-    assert [get_base_gpu_id(told, place_engine(told.rollout, number)) for number in range(2)] == [0, 2]
+    assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)) for number in range(2)] == [0, 2]
 
 
 def test_neighbours_on_another_machine_never_choose_the_same_port(launchers, monkeypatch):
     launchers("srun --nodelist=node2")
-    told = config(8, hosts=("10.0.0.5",))
+    neighbours = config(8, hosts=("10.0.0.5",))
     for _ in range(50):
-        ports = [int(start_process(monkeypatch, told, number)[2].rpartition(":")[2]) for number in range(8)]
+        ports = [int(start_process(monkeypatch, neighbours, number)[2].rpartition(":")[2]) for number in range(8)]
         assert [port % 8 for port in ports] == list(range(8)) and 20000 <= min(ports) <= max(ports) < 30000
-
-
-def test_every_node_serves_as_many_engines():
-    with pytest.raises(UserError) as error:
-        load_config(ROOT / "configs" / "quickstart.toml", ['--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=3"])
-    rule = "engines (3) must be a multiple of the nodes that hosts names (2), for each runs as many"
-    assert str(error.value) == f"rollout: {rule}; set engines to 4, or name fewer hosts"
 
 
 @pytest.mark.parametrize(
@@ -129,17 +121,15 @@ def test_engines_that_cannot_be_where_they_should_are_refused(launchers, lines, 
     assert str(error.value) == line
 
 
-@pytest.mark.parametrize(
-    "engines, tp, line",
-    [
-        (6, 2, "engines = 6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them"),
-        (2, 8, "tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it"),
-    ],
-)
-def test_a_node_has_devices_for_all_its_engines(monkeypatch, engines, tp, line):
+def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     check_devices(config(4, tp=2))
-    with pytest.raises(UserError) as error:
-        check_devices(config(engines, tp))
-    assert str(error.value) == f"rollout.{line}"
+    gpus = "6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them"
+    with pytest.raises(UserError, match=re.escape(f"rollout.engines = {gpus}") + "$"):
+        check_devices(config(6, tp=2))
+    with pytest.raises(UserError, match="^rollout.tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it$"):
+        check_devices(config(2, tp=8))
+    rule = r"^rollout: engines \(3\) must be a multiple of the nodes that hosts names \(2\), for each runs as many"
+    with pytest.raises(UserError, match=f"{rule}; set engines to 4, or name fewer hosts$"):
+        load_config(ROOT / "configs" / "quickstart.toml", ['--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=3"])

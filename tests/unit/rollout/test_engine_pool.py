@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -68,12 +69,10 @@ class Fleet:
 
     def __init__(self, broken: tuple[int, ...] = (), **rollout: object) -> None:
         self.started: list[Scripted] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.threads: set[int] = set()
         self._broken = broken
-        self.engines = EnginePool(
-            Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False), self.start, self.said.append
-        )
+        self.engines = EnginePool(make_config(**rollout), self.start, self.messages.append)
 
     def start(self, number: int) -> Scripted:
         self.threads.add(threading.get_ident())
@@ -81,22 +80,38 @@ class Fleet:
         self.started[-1].dead = len(self.started) - 1 in self._broken
         return self.started[-1]
 
+    def lose(self, number: int) -> EngineLostError:
+        """Let an engine die; the pool's error at the next call of all engines."""
+        self.started[number].dead = True
+        with pytest.raises(EngineLostError) as error:
+            self.engines.resume()
+        return error.value
+
+
+def make_config(**rollout: object) -> Config:
+    return Config.model_validate({"model": {"path": "x"}, "rollout": rollout}, strict=False)
+
 
 @pytest.fixture
 def fleet():
-    made = []
+    with contextlib.ExitStack() as stack:
 
-    def make(**named) -> Fleet:
-        made.append(Fleet(**named))
-        return made[-1]
+        def make(**arguments) -> Fleet:
+            fleet = Fleet(**arguments)
+            stack.callback(fleet.engines.stop)
+            return fleet
 
-    yield make
-    for one in made:
-        one.engines.stop()
+        yield make
 
 
 def prompts(count: int) -> list[list[int]]:
     return [[number] for number in range(count)]
+
+
+def wait_until(reached) -> None:
+    deadline = time.monotonic() + 60
+    while not reached() and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def test_answers_come_in_order_and_the_work_is_shared(fleet):
@@ -105,9 +120,7 @@ def test_answers_come_in_order_and_the_work_is_shared(fleet):
         engine.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(three.engines.generate, prompts(50), [GREEDY] * 50)
-        deadline = time.monotonic() + 60
-        while sum(sum(engine.asked) for engine in three.started) < 50 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: sum(sum(engine.asked) for engine in three.started) >= 50)
         assert sorted(sum(engine.asked) for engine in three.started) == [15, 15, 20]  # pieces of five
         for engine in three.started:
             engine.hold.set()
@@ -115,10 +128,10 @@ def test_answers_come_in_order_and_the_work_is_shared(fleet):
 
 
 def test_one_engine_gets_everything_in_one_request(fleet):
-    one = fleet(engines=1, max_running_requests=4)
-    assert len(one.engines.generate(prompts(50), GREEDY)) == 50
-    assert one.started[0].asked == [50]
-    assert one.engines.generate([], GREEDY) == []
+    single = fleet(engines=1, max_running_requests=4)
+    assert len(single.engines.generate(prompts(50), GREEDY)) == 50
+    assert single.started[0].asked == [50]
+    assert single.engines.generate([], GREEDY) == []
 
 
 def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_takes_over(fleet):
@@ -127,9 +140,7 @@ def test_an_engine_is_asked_for_no_more_than_it_decodes_at_once_and_the_other_ta
     slow.hold.clear()
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(two.engines.generate, prompts(80), GREEDY)
-        deadline = time.monotonic() + 60
-        while sum(quick.asked) < 70 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: sum(quick.asked) >= 70)
         assert (sum(slow.asked), sum(quick.asked)) == (10, 70)
         slow.hold.set()
         assert len(answers.result(60)) == 80
@@ -141,7 +152,7 @@ def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
     lost.dead = True
     answers = two.engines.generate(prompts(40), GREEDY)
     assert [answer.output_ids_T[0] for answer in answers] == list(range(1, 41)) and {answer.policy_version for answer in answers} == {1}
-    assert any("engine 0 is lost: engine 0 is gone; another one starts" in line for line in two.said) and len(two.said) == 1
+    assert any("engine 0 is lost: engine 0 is gone; another one starts" in line for line in two.messages) and len(two.messages) == 1
     with pytest.raises(EngineLostError, match="engine 0 is gone"):
         two.engines.pause("finish")
     assert two.engines.wait_for_successors(EngineLostError("")) == 1
@@ -154,12 +165,12 @@ def test_what_a_lost_engine_was_asked_for_is_sampled_by_the_others(fleet):
 
 
 def test_without_an_engine_left_generating_says_why(fleet):
-    one = fleet()
-    one.started[0].dead = True
+    single = fleet()
+    single.started[0].dead = True
     with pytest.raises(EngineLostError, match="engine 0 is gone") as error:
-        one.engines.generate(prompts(3), GREEDY)
+        single.engines.generate(prompts(3), GREEDY)
     assert error.value.log_tail == "its last words"
-    assert one.engines.wait_for_successors(error.value) == 1
+    assert single.engines.wait_for_successors(error.value) == 1
 
 
 def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(fleet):
@@ -168,7 +179,7 @@ def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(f
     three.engines.generate(prompts(1), GREEDY)
     three.started[2].dead = True
     three.engines.release_memory()
-    assert ("release_memory",) in three.started[1].calls and len(three.said) == 2
+    assert ("release_memory",) in three.started[1].calls and len(three.messages) == 2
     with pytest.raises(EngineLostError, match="is gone"):
         three.engines.begin_sync()
     assert three.engines.wait_for_successors(EngineLostError("")) == 2
@@ -176,82 +187,59 @@ def test_who_is_left_gives_its_memory_back_and_a_loss_is_left_to_the_next_sync(f
 
 
 def test_restarts_are_counted_between_policy_versions(fleet):
-    one = fleet(max_restarts=2)
+    single = fleet(max_restarts=2)
     for _ in range(2):
-        one.started[-1].dead = True
-        with pytest.raises(EngineLostError) as error:
-            one.engines.generate(prompts(1), GREEDY)
-        one.engines.wait_for_successors(error.value)
-        one.engines.end_sync(0)
-        one.engines.resume()
-    one.engines.end_sync(1)
+        single.engines.wait_for_successors(single.lose(-1))
+        single.engines.end_sync(0)
+        single.engines.resume()
+    single.engines.end_sync(1)
     for _ in range(2):
-        one.engines.wait_for_successors(EngineLostError("a connection broke"))
-    one.started[-1].dead = True
-    with pytest.raises(EngineLostError) as error:
-        one.engines.end_sync(2)
+        single.engines.wait_for_successors(EngineLostError("a connection broke"))
     with pytest.raises(RunError, match=r"engine 0 is gone; no more restarts in this step \(rollout.max_restarts = 2\)") as last:
-        one.engines.wait_for_successors(error.value)
-    assert not isinstance(last.value, EngineLostError) and len(one.started) == 3
-
-
-def test_no_restarts_at_all(fleet):
-    one = fleet(max_restarts=0)
-    one.started[0].dead = True
-    with pytest.raises(EngineLostError) as error:
-        one.engines.resume()
+        single.engines.wait_for_successors(single.lose(-1))
+    assert not isinstance(last.value, EngineLostError) and len(single.started) == 3
+    never = fleet(max_restarts=0)
     with pytest.raises(RunError, match="^engine 0 is gone$"):
-        one.engines.wait_for_successors(error.value)
+        never.engines.wait_for_successors(never.lose(0))
 
 
 def test_a_successor_that_does_not_start_is_tried_again(fleet):
     two = fleet(engines=2, broken=(2, 3))
-    two.started[0].dead = True
-    with pytest.raises(EngineLostError) as error:
-        two.engines.resume()
-    assert two.engines.wait_for_successors(error.value) == 1
+    assert two.engines.wait_for_successors(two.lose(0)) == 1
     assert [engine.number for engine in two.started] == [0, 1, 0, 0, 0]
     assert [bool(engine.stopped) for engine in two.started] == [True, False, True, True, False]
+    with pytest.raises(RunError, match="did not start"):  # at the beginning it takes the others with it
+        Fleet(engines=2, broken=(1,))
 
 
 def test_a_successor_with_another_precision_graph_is_refused(fleet):
-    one = fleet()
-    one.started[0].graphs = ["another"]
-    one.engines.read_graph()
-    one.started[0].dead = True
-    with pytest.raises(EngineLostError) as error:
-        one.engines.resume()
+    single = fleet()
+    single.started[0].graphs = ["another"]
+    single.engines.read_graph()
     with pytest.raises(RunError, match="engine 0 has another precision graph"):
-        one.engines.wait_for_successors(error.value)
-
-
-def test_an_engine_that_does_not_come_up_takes_the_others_with_it():
-    with pytest.raises(RunError, match="did not start"):
-        Fleet(engines=2, broken=(1,))
+        single.engines.wait_for_successors(single.lose(0))
 
 
 def test_ranks_are_numbered_through(fleet):
     two = fleet(engines=2, tp=2)
-    assert two.engines.finish_receiving(True) == {
-        number * 2 + rank: [f"engine {number} rank {rank}"] for number in range(2) for rank in range(2)
-    }
+    assert two.engines.finish_receiving(True) == {rank: [f"engine {rank // 2} rank {rank % 2}"] for rank in range(4)}
     place = ("weight", Rect(0, 0, 1, 1))
     assert two.engines.digest_rects({1: [place], 2: [place, place]}) == {1: ["digest_rects"], 2: ["digest_rects", "digest_rects"]}
     assert [engine.calls[-1] for engine in two.started] == [("digest_rects", {1: [place]}), ("digest_rects", {0: [place, place]})]
     chunks = [Chunk(0, target, 0, 1, (), (place,)) for target in range(4)]
     two.engines.connect(Link("disk", {}, [0], [0, 1, 2, 3], 1, 1.0), chunks, False)
     for number, engine in enumerate(two.started):
-        _, link, mine, _ = engine.calls[-1]
-        assert (link.first, [chunk.target for chunk in mine]) == (2 * number, [0, 1])
+        _, link, own_chunks, _ = engine.calls[-1]
+        assert (link.first, [chunk.target for chunk in own_chunks]) == (2 * number, [0, 1])
     assert two.engines.read_activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
 
 
 def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 2, "tp": 2}}, strict=False))
+    check_devices(make_config(engines=2, tp=2))
     with pytest.raises(UserError) as error:
-        check_devices(Config.model_validate({"model": {"path": "x"}, "rollout": {"engines": 3, "tp": 2}}, strict=False))
+        check_devices(make_config(engines=3, tp=2))
     line = "rollout.engines = 3: needs 3 * 2 GPUs of a machine (rollout.engines * rollout.tp), this one has 4; lower one of them"
     assert str(error.value) == line
 

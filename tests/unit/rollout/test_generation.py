@@ -16,6 +16,7 @@ from megatron_rl.training.loop import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 VERSION = 5
+PROBLEM = [Problem("0", "A", "")]
 PAIR = 1000
 """Token PAIR + n is the letter n twice: whoever tokenises "aa" gets it, so tokens [97, 97] do not survive a detour over text."""
 
@@ -44,31 +45,29 @@ class ScriptedEngine:
         self.versions = [VERSION] * 9
 
     def generate(self, prompts_B, samplings):
-        self.asked.append([(prompt, one.max_new_tokens) for prompt, one in zip(prompts_B, samplings, strict=True)])
-        assert {one.stop for one in samplings} == {(">",)}
-        result = []
-        for prompt, one in zip(prompts_B, samplings, strict=True):
-            ids = self._scripts[prompt[0] - ord("A")].pop(0)
-            kept = ids[: one.max_new_tokens]
-            logprobs = [-float(token) for token in kept]
-            routing = np.full((len(prompt) + len(kept) - 1, 1, 1), len(self.asked), np.uint8)  # every token goes to the turn's number
-            result.append(
-                Generation(kept, logprobs, "stop" if kept == ids else "length", self.versions[len(self.asked)], routed_experts_T=routing)
-            )
+        self.asked.append([(prompt, sampling.max_new_tokens) for prompt, sampling in zip(prompts_B, samplings, strict=True)])
+        assert {sampling.stop for sampling in samplings} == {(">",)}
+        turn, result = len(self.asked), []
+        for prompt, sampling in zip(prompts_B, samplings, strict=True):
+            script = self._scripts[prompt[0] - ord("A")].pop(0)
+            ids = script[: sampling.max_new_tokens]
+            routing = np.full((len(prompt) + len(ids) - 1, 1, 1), turn, np.uint8)  # every token goes to the turn's number
+            finish, logprobs = "stop" if ids == script else "length", [-float(token) for token in ids]
+            result.append(Generation(ids, logprobs, finish, self.versions[turn], routed_experts_T=routing))
         return result
 
 
 class Scripted:
-    """In place of the pool: the replies of each problem, by its number; remembers what it was told."""
+    """In place of the pool: the replies of each problem, by its number; records its calls."""
 
     stop = (">",)
 
     def __init__(self, replies: list[list[StepResult | None]], **limits: int) -> None:
         self.config = EnvironmentConfig(name="scripted", **limits)
-        self._replies, self.told = [list(script) for script in replies], []
+        self._replies, self.calls = [list(script) for script in replies], []
 
     def step(self, texts, episodes):
-        self.told.append(list(zip((episode.id for episode in episodes), texts, (episode.state for episode in episodes), strict=True)))
+        self.calls.append(list(zip((episode.id for episode in episodes), texts, (episode.state for episode in episodes), strict=True)))
         return [self._replies[int(episode.id)].pop(0) or StepResult() for episode in episodes]
 
 
@@ -97,13 +96,17 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert completion.routed_experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
     assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
     assert (completion.num_turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
-    assert scripted.told == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]
+    assert scripted.calls == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]
 
 
 def test_only_answers_that_go_on_are_sampled_again():
     result, engine, _ = converse([["x>", "y"], ["z"], ["v>", "w"]], [[say("1"), None], [None], [say("2"), None]])
     assert [completion.text for completion in result] == ["x>1y", "z", "v>2w"]
     assert [[prompt[0] for prompt, _ in turn] for turn in engine.asked] == [[65, 66, 67], [65, 67]]
+    engine = ScriptedEngine([[[1], [2]]])
+    engine.versions[2] = VERSION + 1  # checked for every turn
+    with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
+        MultiTurnSampler(engine, PairTokenizer(), Scripted([[say("1"), None]])).sample(PROBLEM, SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -127,22 +130,14 @@ def test_where_an_answer_ends(turns, replies, limits, text, finish):
     assert completion.environment_error == ("timeout after 5 s" if finish == "environment" else "")
 
 
-def test_every_turns_policy_version_is_checked():
-    engine = ScriptedEngine([[[1], [2]]])
-    engine.versions[2] = VERSION + 1
-    scripted = Scripted([[say("1"), None]])
-    with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
-        MultiTurnSampler(engine, PairTokenizer(), scripted).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
-
-
 def test_without_an_environment_an_answer_is_one_turn():
     class Engine:
         def generate(self, prompts_B, samplings):
-            assert {one.stop for one in samplings} == {()}
+            assert {sampling.stop for sampling in samplings} == {()}
             return [Generation([97, 62], [-1.0, -2.0], "stop", VERSION) for _ in prompts_B]
 
-    (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
-    assert completion == Completion(Problem("0", "A", ""), [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>", versions_T=[VERSION] * 2)
+    (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample(PROBLEM, SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
+    assert completion == Completion(*PROBLEM, [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>", versions_T=[VERSION] * 2)
     assert completion.sampled_count == 2 and "dialogue" not in build_sample_rows(1, [completion], 1)[0]
 
 

@@ -21,18 +21,23 @@ def completion(
     return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward, 0.25)
 
 
-def test_accuracy_overall_and_by_level():
-    completions = [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)]
-    assert compute_accuracies(completions, "all", "level_", "source_") == {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5}
-
-
-def test_several_sets_are_told_by_set_as_their_levels_do_not_compare():
-    completions = [completion(1, True), completion(1, False, source="math"), completion(3, True, source="math"), completion(2, False)]
-    assert compute_accuracies(completions, "all", "level_", "source_") == {"all": 0.5, "source_": 0.5, "source_math": 0.5}
-
-
-def test_a_single_level_is_not_told_twice():
-    assert compute_accuracies([completion(0, True), completion(0, False)], "all", "level_", "source_") == {"all": 0.5}
+@pytest.mark.parametrize(
+    "completions, accuracies",
+    [
+        (
+            [completion(1, True), completion(1, True), completion(3, False), completion(3, True), completion(2, False)],
+            {"all": 0.6, "level_1": 1.0, "level_2": 0.0, "level_3": 0.5},
+        ),
+        (  # levels of several sets do not compare
+            [completion(1, True), completion(1, False, source="math"), completion(3, True, source="math"), completion(2, False)],
+            {"all": 0.5, "source_": 0.5, "source_math": 0.5},
+        ),
+        ([completion(0, True), completion(0, False)], {"all": 0.5}),
+    ],
+    ids=["by level", "by set", "one level"],
+)
+def test_accuracy_overall_and_by_level_or_set(completions, accuracies):
+    assert compute_accuracies(completions, "all", "level_", "source_") == accuracies
 
 
 def test_metrics_of_a_step():
@@ -43,24 +48,12 @@ def test_metrics_of_a_step():
         completion(2, True, length=8, finish="length"),
     ]
     metrics = compute_rollout_metrics(RolloutBatch(completions, {"time/generate": 4.0, "time/reward": 1.0}))
-    assert metrics == pytest.approx(
-        {
-            "reward/mean": 0.625,
-            "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5,
-            "reward/errors": 1,
-            "reward/overlong": 0,
-            "accuracy/train": 0.5,
-            "accuracy/level_1": 0.5,
-            "accuracy/level_2": 0.5,
-            "length/mean": 5,
-            "length/max": 8,
-            "length/truncated": 0.5,
-            "tokens/generated": 20,
-            "tokens/per_second": 5,
-            "time/generate": 4,
-            "time/reward": 1,
-        }
-    )
+    expected = {
+        "reward/mean": 0.625, "reward/std": ((0.375**2 + 0.125**2 + 0.625**2 + 0.375**2) / 4) ** 0.5, "reward/errors": 1,
+        "reward/overlong": 0, "accuracy/train": 0.5, "accuracy/level_1": 0.5, "accuracy/level_2": 0.5, "length/mean": 5, "length/max": 8,
+        "length/truncated": 0.5, "tokens/generated": 20, "tokens/per_second": 5, "time/generate": 4, "time/reward": 1,
+    }  # fmt: skip
+    assert metrics == pytest.approx(expected)
 
 
 def test_metrics_leave_out_what_is_excluded():
@@ -84,16 +77,13 @@ def test_a_sample_row_tells_all_of_a_completion_and_is_json():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("held, count, rows", [(8, 0, 0), (3, 8, 3), (8, 8, 8), (256, 8, 8), (0, 8, 0)])
-def test_as_many_sample_rows_as_asked_or_all(held, count, rows):
-    assert len(build_sample_rows(0, [completion(index, True) for index in range(held)], count)) == rows
-
-
-@pytest.mark.parametrize("held, count", [(256, 8), (15, 8), (10, 4), (9, 5), (7, 2)])
-def test_sample_rows_are_spread_evenly(held, count):
-    levels = [row["level"] for row in build_sample_rows(0, [completion(index, True) for index in range(held)], count)]
-    gaps = [after - before for before, after in zip([-1, *levels], [*levels, held], strict=True)]
-    assert max(gaps) <= -(-held // count) + 1, f"rows {levels} leave a part of {held} completions out"
+@pytest.mark.parametrize("total, count", [(8, 0), (3, 8), (8, 8), (0, 8), (256, 8), (15, 8), (10, 4), (9, 5), (7, 2)])
+def test_sample_rows_are_as_many_as_asked_or_all_and_spread_evenly(total, count):
+    levels = [row["level"] for row in build_sample_rows(0, [completion(index, True) for index in range(total)], count)]
+    assert len(levels) == min(total, count)
+    if levels:
+        gaps = [after - before for before, after in zip([-1, *levels], [*levels, total], strict=True)]
+        assert max(gaps) <= -(-total // count) + 1, f"rows {levels} leave a part of {total} completions out"
 
 
 class FakeTokenizer:
@@ -147,6 +137,8 @@ def test_groups_lie_side_by_side(worker):
     assert [member.text for member in completions] == list("abcdefgh")
     assert [member.reward.value for member in completions] == [1.0, 0.0, 0.0, 0.0] * 2
     assert [member.problem.id for member in worker.collect(5).completions_B] == ["2"] * 4 + ["3"] * 4
+    with pytest.raises(RunError, match="sampled by policy version 5, the trainer holds version 6"):
+        worker.collect(6)
 
 
 def test_draws_are_a_function_of_version_and_place(worker, engine):
@@ -157,11 +149,6 @@ def test_draws_are_a_function_of_version_and_place(worker, engine):
     assert [sampling.seed for sampling in engine.sampling] == first, "the problems differ, the draws' place does not"
     worker.evaluate(5)
     assert not {sampling.seed for sampling in engine.sampling} & set(first)
-
-
-def test_a_completion_of_another_policy_version_breaks_the_run(worker):
-    with pytest.raises(RunError, match="sampled by policy version 5, the trainer holds version 6"):
-        worker.collect(6)
 
 
 def test_evaluation_scores_each_held_out_problem_once(worker):
@@ -181,9 +168,8 @@ class Scripted:
         return [Reward(self.groups.get(problem.id, [0.0] * 4)[index % 4], False) for index, problem in enumerate(problems)]
 
 
-def dynamic(
-    rounds: int, groups: dict[str, list[float]], rollout: dict | None = None, **algorithm: object
-) -> tuple[RolloutWorker, Scripted]:
+def dynamic(rounds: int, groups: dict[str, list[float]], rollout: dict | None = None, **algorithm: object):
+    """A worker of dynamic sampling, and its rewards."""
     rewards = Scripted(groups)
     sections = {"rollout": rollout or {}, "algorithm": {"dynamic_sampling_max_rounds": rounds, **algorithm}}
     return make_worker(FakeEngine(), rewards, **sections), rewards
@@ -211,10 +197,7 @@ def test_dynamic_sampling_ends_with_a_full_batch():
     assert rewards.asked == [2, 1, 1]
     assert rollout.sampling == {"sampling/rounds": 3, "sampling/discarded": 2, "sampling/without_signal": 1}
     assert rollout.seconds.keys() == {"time/generate", "time/reward"}
-
-
-def test_without_dynamic_sampling_every_group_is_taken():
-    worker, rewards = dynamic(0, {})
+    worker, rewards = dynamic(0, {})  # without it every group is taken
     rollout = worker.collect(5)
     assert rewards.asked == [2] and rollout.sampling == {} and not rollout.discarded_B
 

@@ -42,9 +42,9 @@ def live_engine(high: str = "bfloat16") -> list[dict[str, EngineTensorSpec]]:
         "mlp.down_proj.weight": ("float8_e4m3fn", (256, 512)),
         "mlp.down_proj.weight_scale_inv": ("float32", (2, 4)),
     }
-    held = {"model.embed_tokens.weight": (high, (160, 256)), "model.norm.weight": (high, (256,)), "lm_head.weight": (high, (160, 256))}
-    held |= {f"model.layers.{index}.{name}": tensor for index in range(2) for name, tensor in layer.items()}
-    return [{name: EngineTensorSpec(*tensor) for name, tensor in held.items()} for _ in range(2)]
+    tensors = {"model.embed_tokens.weight": (high, (160, 256)), "model.norm.weight": (high, (256,)), "lm_head.weight": (high, (160, 256))}
+    tensors |= {f"model.layers.{index}.{name}": tensor for index in range(2) for name, tensor in layer.items()}
+    return [{name: EngineTensorSpec(*tensor) for name, tensor in tensors.items()} for _ in range(2)]
 
 
 def test_an_engine_that_holds_what_the_contract_says_passes():
@@ -54,29 +54,29 @@ def test_an_engine_that_holds_what_the_contract_says_passes():
 
 
 @pytest.mark.parametrize(
-    "name, tensor, held, expected",
+    "name, live, expected",
     [
-        (QKV, None, "absent", FP8),
-        (QKV + "_scale_inv", None, "absent", "('float32', (8, 2))"),
-        ("model.layers.0.self_attn.qkv_proj.bias", EngineTensorSpec("bfloat16", (1024,)), "('bfloat16', (1024,))", "absent"),
-        (QKV, EngineTensorSpec("float8_e4m3fn", (512, 256)), "('float8_e4m3fn', (512, 256))", FP8),
-        (QKV, EngineTensorSpec("bfloat16", (1024, 256)), "('bfloat16', (1024, 256))", FP8),
-        (QKV + "_scale_inv", EngineTensorSpec("bfloat16", (8, 2)), "('bfloat16', (8, 2))", "('float32', (8, 2))"),
-        ("model.norm.weight", EngineTensorSpec("float32", (256,)), "('float32', (256,))", "('bfloat16', (256,))"),
-        ("model.norm.weight", EngineTensorSpec("bfloat16", (256, 1)), "('bfloat16', (256, 1))", "('bfloat16', (256,))"),
-        ("lm_head.weight", EngineTensorSpec("float8_e4m3fn", (160, 256)), "('float8_e4m3fn', (160, 256))", "('bfloat16', (160, 256))"),
+        (QKV, None, FP8),
+        (QKV + "_scale_inv", None, "('float32', (8, 2))"),
+        ("model.layers.0.self_attn.qkv_proj.bias", ("bfloat16", (1024,)), "absent"),
+        (QKV, ("float8_e4m3fn", (512, 256)), FP8),
+        (QKV, ("bfloat16", (1024, 256)), FP8),
+        (QKV + "_scale_inv", ("bfloat16", (8, 2)), "('float32', (8, 2))"),
+        ("model.norm.weight", ("float32", (256,)), "('bfloat16', (256,))"),
+        ("model.norm.weight", ("bfloat16", (256, 1)), "('bfloat16', (256,))"),
+        ("lm_head.weight", ("float8_e4m3fn", (160, 256)), "('bfloat16', (160, 256))"),
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_live_tensor_that_differs_is_named(rank, name, tensor, held, expected):
-    live = live_engine()
-    if tensor is None:
-        del live[rank][name]
+def test_a_live_tensor_that_differs_is_named(rank, name, live, expected):
+    engine = live_engine()
+    if live is None:
+        del engine[rank][name]
     else:
-        live[rank][name] = tensor
+        engine[rank][name] = EngineTensorSpec(*live)
     with pytest.raises(RunError) as caught:
-        check_live_tensors(make(), live)
-    assert str(caught.value) == f"engine rank {rank}: {name} is {held}, the precision contract says {expected}"
+        check_live_tensors(make(), engine)
+    assert str(caught.value) == f"engine rank {rank}: {name} is {live or 'absent'}, the precision contract says {expected}"
 
 
 def test_an_unquantised_engine_is_refused_in_fp8_and_right_in_bf16():
@@ -102,19 +102,6 @@ class FakeEngine:
         return self._formats
 
 
-@pytest.mark.parametrize(
-    "formats, told",
-    [
-        ({"a": "pow2", "b": "fp32"}, "b quantises activations with fp32 scales; precision.scale_format is pow2"),
-        ({}, "no FP8 linear layer is live"),
-    ],
-)
-def test_an_engine_that_quantises_activations_otherwise_is_refused(formats, told):
-    check_live_engine(make(), FakeEngine({"a": "pow2", "b": "pow2"}))
-    with pytest.raises(RunError, match=told):
-        check_live_engine(make(), FakeEngine(formats))
-
-
 def int8_engine() -> list[dict[str, EngineTensorSpec]]:
     """`live_engine` in INT8: one scale per row of a weight."""
     ranks = []
@@ -134,15 +121,18 @@ def test_an_int8_engine_passes_in_int8_alone():
 
 
 @pytest.mark.parametrize(
-    "formats, told",
+    "mode, formats, line",
     [
-        ({"a": "int8", "b": "pow2"}, "b quantises activations with pow2 scales; precision.mode is int8_rollout"),
-        ({}, "no INT8 linear layer is live"),
+        ("fp8_unified", {"a": "pow2", "b": "fp32"}, "b quantises activations with fp32 scales; precision.scale_format is pow2"),
+        ("fp8_unified", {}, "no FP8 linear layer is live"),
+        ("int8_rollout", {"a": "int8", "b": "pow2"}, "b quantises activations with pow2 scales; precision.mode is int8_rollout"),
+        ("int8_rollout", {}, "no INT8 linear layer is live"),
     ],
 )
-def test_an_int8_engine_with_other_activations_is_refused(formats, told):
-    with pytest.raises(RunError, match=told):
-        check_live_engine(make("int8_rollout"), FakeEngine(formats, int8_engine()))
+def test_an_engine_that_quantises_activations_otherwise_is_refused(mode, formats, line):
+    check_live_engine(make(), FakeEngine({"a": "pow2", "b": "pow2"}))
+    with pytest.raises(RunError, match=line):
+        check_live_engine(make(mode), FakeEngine(formats, int8_engine() if mode == "int8_rollout" else live_engine()))
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
@@ -161,10 +151,7 @@ def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize)
     [
         ({"ffn": 384, "train": Layout(tp=2)}, ["mlp.gate_proj.weight", "rows 0..192", "cuts a 128x128 FP8 block", "precision.mode = bf16"]),
         ({"rollout_tp": 3}, ["rollout.tp = 3", "num_attention_heads (8)", "use a divisor of 8"]),
-        (
-            {"train": Layout(tp=3)},
-            ["layout.tp = 3", "num_attention_heads (8)", "train layouts that work: tp=1 or tp=4", "use a divisor of 8"],
-        ),
+        ({"train": Layout(tp=3)}, ["layout.tp = 3", "heads (8)", "train layouts that work: tp=1 or tp=4", "use a divisor of 8"]),
     ],
 )
 def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):
@@ -173,13 +160,10 @@ def test_a_layout_that_does_not_fit_is_the_users_error(arguments, words):
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
-def test_a_bucket_smaller_than_a_row_is_refused():
+def test_a_bucket_smaller_than_a_row_and_int8_latent_attention_are_refused():
     wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
     with pytest.raises(UserError, match=r"sync.bucket_mb = 1: one row of .* is \d+ bytes, a bucket holds 1048576; raise it"):
         SyncPlan.make(wide, Layout(), (1, 1), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)
-
-
-def test_int8_latent_attention_is_refused():
     latent = MLAGeometry(q_rank=128, kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
     with pytest.raises(UserError, match=r"precision.mode = 'int8_rollout': is not built for latent attention \(MLA\): .*; use fp8_rollout"):
         make("int8_rollout", kind="deepseek_v3", latent=latent, experts=MoEGeometry(count=4, ffn=128))

@@ -48,13 +48,8 @@ def refused(*overrides: str) -> str:
     return result.stderr.removeprefix("megatron-rl: ").rstrip()
 
 
-def test_a_good_configuration_passes(workplace, monkeypatch):
+def test_a_good_configuration_passes(workplace):
     assert preflight(load_config(workplace / "run.toml")) == Layout()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert preflight(load_config(workplace / "run.toml", ["--train.layout.tp=2"])) == Layout(tp=2)
-
-
-def test_a_model_to_be_created_needs_no_folder_yet(workplace):
     created = ["--model.path=new", "--model.create.hidden_size=128"]
     assert preflight(load_config(workplace / "run.toml", created)) == Layout()
     assert not (workplace / "new").exists()
@@ -76,6 +71,14 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
             ["--model.path=nowhere"],
             "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder, or add [model.create]",
         ),
+        (
+            ["--model.path=notes", "--model.create.hidden_size=128"],
+            "model.path = 'notes': exists but holds no config.json; remove it, or name another folder",
+        ),
+        (
+            ["--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3"],
+            "algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (8); change one of them",
+        ),
         (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),
@@ -90,6 +93,7 @@ def test_a_model_to_be_created_needs_no_folder_yet(workplace):
     ],
 )
 def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
+    (workplace / "notes").mkdir()
     assert refused(*overrides) == line
 
 
@@ -109,6 +113,7 @@ def test_experts_that_are_to_be_created(workplace, monkeypatch):
 @pytest.mark.parametrize(
     "ranks, sizes, layout",
     [
+        ("2", ["tp=2"], Layout(tp=2)),
         ("2", ["pp=2"], Layout(pp=2)),
         ("2", ["dp=2"], Layout(dp=2)),
         ("2", ["cp=2"], Layout(cp=2)),
@@ -145,22 +150,16 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
     line = refused(*overrides)
     assert line.startswith("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block")
     assert line.endswith("; use a smaller tensor-parallel size, or precision.mode = bf16")
-    preflight(load_config(workplace / "run.toml", [*overrides, "--precision.mode=bf16"]))
+    for mode in ("bf16", "int8_rollout"):
+        preflight(load_config(workplace / "run.toml", [*overrides, f"--precision.mode={mode}"]))
 
 
-@pytest.mark.parametrize(
-    "changes, start",
-    [
-        (
-            {"model_type": "mamba"},
-            "model.path = 'mamba': is an architecture the trainer does not build; use one of llama, qwen2, qwen3, qwen3_moe, deepseek_v3",
-        ),
-        ({"head_dim": "absent"}, "head_dim: is missing from the model's config.json"),
-    ],
-)
-def test_a_checkpoint_of_another_kind(workplace, changes, start):
-    write_config(workplace, **changes)
-    assert refused().startswith(start)
+def test_a_checkpoint_of_another_kind(workplace):
+    write_config(workplace, model_type="mamba")
+    architectures = "llama, qwen2, qwen3, qwen3_moe, deepseek_v3"
+    assert refused().startswith(f"model.path = 'mamba': is an architecture the trainer does not build; use one of {architectures}")
+    write_config(workplace, head_dim="absent")
+    assert refused().startswith("head_dim: is missing from the model's config.json")
 
 
 def test_weights_that_are_not_those_of_the_config(workplace):
@@ -168,36 +167,23 @@ def test_weights_that_are_not_those_of_the_config(workplace):
     tensors = list_tensors(make_hf_config(ArchitectureConfig(), 0, "fp32"))
     write_sparse_safetensors(file, {**tensors, "model.layers.2.mlp.gate_proj.weight": ("F32", [512, 256])})
     assert "tensor model.layers.2.mlp.gate_proj.weight belongs to no qwen3 model of this config.json" in refused()
-    write_sparse_safetensors(file, {name: told for name, told in tensors.items() if name != "model.norm.weight"})
+    write_sparse_safetensors(file, {name: tensor for name, tensor in tensors.items() if name != "model.norm.weight"})
     assert "tensor model.norm.weight is missing" in refused()
     file.unlink()
     assert refused() == "model.path = 'model': holds neither model.safetensors nor its index; give a folder with safetensors weights"
 
 
-def test_an_fp8_checkpoint_of_another_scale_format(workplace):
+def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workplace):
     make_fp8_checkpoint(workplace / "fp8", "fp32")
     line = refused("--model.path=fp8")
     assert 'holds scales that are no powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
     for working in (["--precision.scale_format=fp32"], ["--precision.mode=bf16"], ["--precision.mode=fp8_rollout"]):
         preflight(load_config(workplace / "run.toml", ["--model.path=fp8", *working]))
-
-
-def test_an_fp8_checkpoint_with_a_broken_scale(workplace):
-    weights = load_file(make_fp8_checkpoint(workplace / "fp8") / "model.safetensors")
+    weights = load_file(workplace / "fp8" / "model.safetensors")
     weights["model.layers.0.self_attn.o_proj.weight_scale_inv"][1, 0] = float("nan")
     save_file(weights, workplace / "fp8" / "model.safetensors")
-    assert "tensor model.layers.0.self_attn.o_proj.weight_scale_inv holds a scale that is inf, NaN" in refused("--model.path=fp8")
-
-
-def test_a_folder_that_is_no_checkpoint_is_not_overwritten(workplace):
-    (workplace / "notes").mkdir()
-    line = refused("--model.path=notes", "--model.create.hidden_size=128")
-    assert line == "model.path = 'notes': exists but holds no config.json; remove it, or name another folder"
-
-
-def test_updates_per_step_that_do_not_divide_the_prompts(workplace):
-    line = refused("--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3")
-    assert line.startswith("algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (8)")
+    line = refused("--model.path=fp8", "--precision.scale_format=fp32")
+    assert "tensor model.layers.0.self_attn.o_proj.weight_scale_inv holds a scale that is inf, NaN" in line
 
 
 def test_calibrated_clipping_where_nothing_is_quantised(workplace):
@@ -208,13 +194,10 @@ def test_calibrated_clipping_where_nothing_is_quantised(workplace):
     assert "needs loss ppo and updates_per_step of 2 or more" in refused(calibrate[0])
 
 
-def test_a_malformed_line_of_a_data_file_is_told_before_anything_starts(workplace):
+def test_a_malformed_line_of_data_and_a_missing_chat_template_are_named(workplace):
     (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")
     assert line == "data.train = 'bad.jsonl:2': format gsm8k needs the field answer, found question; correct or remove this row"
-
-
-def test_chat_without_a_chat_template_is_told_before_anything_starts(workplace):
     line = refused("--data.chat=true", "--model.path=new", "--model.create.hidden_size=128")
     assert line == "data.chat: the tokenizer of new has no chat template; set it to false, or add chat_template.jinja to that folder"
     assert refused("--data.chat=true") == line.replace("new", "model")
@@ -225,9 +208,3 @@ def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workpl
     line = refused("--model.create.hidden_size=384")
     assert line.startswith("model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder")
     assert "rope_theta" in refused("--model.create.rope_theta=5.0")
-
-
-def test_int8_passes_where_fp8_blocks_would_be_cut(workplace):
-    write_config(workplace, intermediate_size=200)
-    assert "FP8 block" in refused("--precision.mode=fp8_rollout")
-    assert preflight(load_config(workplace / "run.toml", ["--precision.mode=int8_rollout"])) == Layout()

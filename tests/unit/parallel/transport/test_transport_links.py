@@ -41,8 +41,8 @@ def settings(transport: str, folder: Path, timeout: float = 20.0) -> SyncConfig:
 
 def link_of(sync: SyncConfig, chunks: list[Chunk], addresses: dict[int, object]) -> Link:
     sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
-    told = {str(rank): address for rank, address in addresses.items()}
-    return Link(sync.transport, told, sources, targets, max(chunk.nbytes for chunk in chunks), sync.timeout)
+    named = {str(rank): address for rank, address in addresses.items()}
+    return Link(sync.transport, named, sources, targets, max(chunk.nbytes for chunk in chunks), sync.timeout)
 
 
 def run_all(*calls):
@@ -58,8 +58,8 @@ def open_all(sync: SyncConfig, chunks: list[Chunk]):
     addresses = {rank: outbox.address for rank, outbox in outboxes.items()}
     link = link_of(sync, chunks, addresses)
     opening = [lambda outbox=outbox: outbox.open(addresses) for outbox in outboxes.values()]
-    mine = {rank: [chunk for chunk in chunks if chunk.target == rank] for rank in targets}
-    entering = [lambda rank=rank: make_inbox(link, rank, mine[rank]) for rank in targets]
+    by_target = {rank: [chunk for chunk in chunks if chunk.target == rank] for rank in targets}
+    entering = [lambda rank=rank: make_inbox(link, rank, by_target[rank]) for rank in targets]
     inboxes = run_all(*opening, *entering)[len(opening) :]
     return outboxes, dict(zip(targets, inboxes, strict=True))
 
@@ -161,15 +161,10 @@ def test_waiting_for_a_silent_trainer_ends(transport, tmp_path):
         inboxes[0].receive(chunks[0])
 
 
-def test_a_trainer_on_another_host_is_named(tmp_path):
-    chunks = chunks_between(1, 1, [10])
-    sync = settings("shared_memory", tmp_path)
-    with pytest.raises(OSError, match="cannot reach trainer rank 0 at .*; is it on this host"):
-        make_inbox(link_of(sync, chunks, {0: str(tmp_path / "nowhere")}), 0, chunks)
-
-
-def test_a_file_that_is_not_whole_is_refused(tmp_path):
+def test_a_trainer_on_another_host_is_named_and_a_file_that_is_not_whole_refused(tmp_path):
     chunks = chunks_between(1, 1, [1000])
+    with pytest.raises(OSError, match="cannot reach trainer rank 0 at .*; is it on this host"):
+        make_inbox(link_of(settings("shared_memory", tmp_path), chunks, {0: str(tmp_path / "nowhere")}), 0, chunks)
     outboxes, inboxes = open_all(settings("disk", tmp_path), chunks)
     send_all(outboxes[0], 0, chunks, 0)
     (data,) = tmp_path.glob("*.bin")

@@ -166,15 +166,6 @@ def test_latent_attention_that_absorbs_a_projection_shows_it():
     assert describe_differences(graph(False, HIGH), graph(True, X)) == [line]
 
 
-def test_an_empty_rollout_is_no_subgraph():
-    assert len(compare_graphs(PrecisionGraph((), ()), TRAINING)) == len(TRAINING.select_forward().nodes)
-
-
-def test_graphs_survive_json():
-    for graph in (TRAINING, ROLLOUT):
-        assert PrecisionGraph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
-
-
 def test_layers_that_are_alike_are_folded():
     assert [numbers for numbers, _ in fold_layers(split_by_layer(TRAINING))] == [(), (0, 1, 2)]
     other = changed(decoder_graph(decoder(layers=5)), "layers.3.mlp.down", scale="fp32")
@@ -182,18 +173,20 @@ def test_layers_that_are_alike_are_folded():
     assert format_layers([7]) == "layer 7" and format_layers([1, 2, 3, 5, 7, 8]) == "layers 1..3, 5, 7..8"
 
 
-def test_every_edge_joins_two_nodes():
-    for graph in (TRAINING, ROLLOUT, decoder_graph(decoder(trained=True, experts=4))):
+def test_graphs_are_whole_and_survive_json():
+    """Every edge joins two nodes, every weight is learned, an edge is identified without its precision, an empty rollout is no subgraph."""
+    experts = decoder_graph(decoder(trained=True, experts=4))
+    for graph in (TRAINING, ROLLOUT, experts):
         names = {node.name for node in graph.nodes}
         assert len(names) == len(graph.nodes)
         assert {name for edge in graph.edges for name in (edge.source, edge.target)} == names
-
-
-def test_every_weight_is_learned():
-    graph = decoder_graph(decoder(trained=True, experts=4))
-    weights = {node.name for node in graph.nodes if node.op == "weight"}
-    assert {edge.target for edge in graph.edges if edge.phase == "update"} == weights
-    assert {edge.target.removesuffix(".master") for edge in graph.edges if edge.tensor == "grad"} == weights
+        assert PrecisionGraph.from_json(json.loads(json.dumps(graph.to_json()))) == graph
+    weights = {node.name for node in experts.nodes if node.op == "weight"}
+    assert {edge.target for edge in experts.edges if edge.phase == "update"} == weights
+    assert {edge.target.removesuffix(".master") for edge in experts.edges if edge.tensor == "grad"} == weights
+    edge = Edge("a", "b", "x", HIGH)
+    assert edge.key == replace(edge, format=X).key != replace(edge, tensor="weight").key
+    assert len(compare_graphs(PrecisionGraph((), ()), TRAINING)) == len(TRAINING.select_forward().nodes)
 
 
 def test_pipeline_stages_make_the_whole_graph():
@@ -213,21 +206,17 @@ def test_ranks_that_disagree_are_refused():
 
 
 @pytest.mark.parametrize(
-    "data, scale, expected",
+    "expected, shapes",
     [
-        ((256, 512), (2, 4), "128x128"),
-        ((300, 200), (3, 2), "128x128"),  # blocks at the edges are partial
-        ((128, 64), (1, 1), "128x128"),
-        ((256, 512), (4, 8), "64x64"),
-        ((256, 512), (256, 4), "1x128"),
-        ((256, 512), (256, 1), "1x512"),
-        ((8, 256, 512), (8, 2, 4), "128x128"),  # experts, stacked
-        ((256, 512), (), "tensor"),
-        ((256, 512), (3,), "tensor"),
+        ("128x128", [((256, 512), (2, 4)), ((300, 200), (3, 2)), ((128, 64), (1, 1)), ((8, 256, 512), (8, 2, 4))]),  # edges, experts
+        ("64x64", [((256, 512), (4, 8))]),
+        ("1x128", [((256, 512), (256, 4))]),
+        ("1x512", [((256, 512), (256, 1))]),
+        ("tensor", [((256, 512), ()), ((256, 512), (3,))]),
     ],
 )
-def test_the_block_of_one_scale_is_read_from_the_shapes(data, scale, expected):
-    assert scale_granularity(data, scale) == expected
+def test_the_block_of_one_scale_is_read_from_the_shapes(expected, shapes):
+    assert {scale_granularity(data, scale) for data, scale in shapes} == {expected}
 
 
 @pytest.mark.parametrize("wanted", ["pow2", "fp32"])
@@ -255,30 +244,24 @@ def test_int8_has_a_scale_per_channel_and_per_token():
 
 def test_formats_in_words():
     assert str(group_format(128, "pow2")) == "e4m3 1x128 pow2" and str(group_format(None, "fp32")) == "e4m3 tensor fp32"
-    assert (
-        str(unquantized_format(torch.empty(1, dtype=torch.bfloat16))) == "bf16"
-        and unquantized_format(torch.empty(1, dtype=torch.int8)).dtype == "int8"
-    )
+    assert [str(unquantized_format(torch.empty(1, dtype=dtype))) for dtype in (torch.bfloat16, torch.int8)] == ["bf16", "int8"]
     assert common_format([X, X]) == X and common_format([X, HIGH]) not in (X, HIGH)
 
 
-@pytest.mark.parametrize("rollout, wrong", [(ROLLOUT, 0), (PLANTED["an extra quantised layer"][0], 2), (PLANTED["scale format"][0], 1)])
-def test_the_drawing_is_well_formed_and_red_only_where_the_sides_differ(rollout, wrong):
-    drawing = draw_svg(TRAINING, rollout)
-    texts = [element for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")]
-    words = {element.text for element in texts}
-    assert {"attention.qkv", "mlp.down", "lm_head", "layers 0..2", "e4m3 1x128 pow2", "DGrad", "WGrad"} <= words
-    red = [element.text for element in texts if "#d11a2a" in element.get("style", "")]
-    assert bool(red) == bool(wrong)
-    if wrong:
-        assert ("1 difference" if wrong == 1 else f"{wrong} differences") in red
+def drawn_texts(training: PrecisionGraph, rollout: PrecisionGraph) -> dict[str, bool]:
+    """The words of the drawing, and whether they are red."""
+    elements = ElementTree.fromstring(draw_svg(training, rollout)).iter()
+    return {str(element.text): "#d11a2a" in element.get("style", "") for element in elements if element.tag.endswith("text")}
 
 
-def test_experts_are_drawn_with_their_number():
-    drawing = draw_svg(*(decoder_graph(decoder(trained=trained, experts=8)) for trained in (True, False)))
-    assert {"mlp.experts.gate_up x8", "mlp.router", "mlp.shared_experts.down"} <= {
-        element.text for element in ElementTree.fromstring(drawing).iter() if element.tag.endswith("text")
-    }
+def test_the_drawing_is_well_formed_and_red_only_where_the_sides_differ():
+    counts = {"1 difference": PLANTED["scale format"][0], "2 differences": PLANTED["an extra quantised layer"][0], "": ROLLOUT}
+    for count, rollout in counts.items():
+        texts = drawn_texts(TRAINING, rollout)
+        assert {"attention.qkv", "mlp.down", "lm_head", "layers 0..2", "e4m3 1x128 pow2", "DGrad", "WGrad"} <= texts.keys()
+        assert texts[count] if count else not any(texts.values())
+    experts = drawn_texts(*(decoder_graph(decoder(trained=trained, experts=8)) for trained in (True, False)))
+    assert {"mlp.experts.gate_up x8", "mlp.router", "mlp.shared_experts.down"} <= experts.keys()
 
 
 def test_the_tables_tell_every_forward_edge_once():
@@ -290,8 +273,3 @@ def test_the_tables_tell_every_forward_edge_once():
     assert row.split() == ["norm", "->", "lm_head", "(x)", "bf16", "e4m3", "1x128", "pow2"]
     (row,) = [line for line in text.splitlines() if line.startswith("mlp.down.wgrad")]
     assert "x e4m3 128x1 pow2" in row and "dy e4m3 1x128 pow2" in row
-
-
-def test_an_edge_is_identified_without_its_precision():
-    edge = Edge("a", "b", "x", HIGH)
-    assert edge.key == replace(edge, format=X).key != replace(edge, tensor="weight").key

@@ -21,11 +21,9 @@ from megatron_rl.precision.fp8 import quantize_1x128
 from rollout_sglang.hooks import gpu_activation_quant, registry
 
 SGLANG = Path(find_spec("sglang").origin).parent
-LINEARS, EXPERTS, KERNELS = (
-    "srt/layers/quantization/fp8_utils.py",
-    "kernels/ops/moe/fused_moe_triton_kernels.py",
-    "kernels/ops/quantization/",
-)
+LINEARS, EXPERTS = "srt/layers/quantization/fp8_utils.py", "kernels/ops/moe/fused_moe_triton_kernels.py"
+KERNELS = "kernels/ops/quantization/"
+RUN_GROUPS, GROUPS = "_run_per_token_group_quant_8bit_kernel", "sglang_per_token_group_quant_fp8"
 
 
 @pytest.fixture(params=["pow2", "fp32"])
@@ -71,30 +69,19 @@ def test_what_is_replaced_takes_the_same_arguments(target, function, kind):
 @pytest.mark.parametrize(
     "file, name, quantisers",
     [
-        (LINEARS, "triton_w8a8_block_fp8_linear", {"sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"}),
-        (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {"sglang_per_token_group_quant_fp8"}),
-        (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {"sglang_per_token_group_quant_fp8_row_padded"}),
-        (
-            KERNELS + "fp8_kernel.py",
-            "sglang_per_token_group_quant_fp8",
-            {"_run_per_token_group_quant_8bit_kernel", "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"},
-        ),
-        (
-            KERNELS + "fp8_kernel.py",
-            "sglang_per_token_group_quant_fp8_row_padded",
-            {"_run_per_token_group_quant_8bit_kernel", "sglang_per_token_group_quant_fp8"},
-        ),
+        (LINEARS, "triton_w8a8_block_fp8_linear", {GROUPS, "per_token_group_quant_fp8"}),
+        (LINEARS, "deepgemm_w8a8_block_fp8_linear_with_fallback", {GROUPS}),
+        (LINEARS, "cutlass_w8a8_block_fp8_linear_with_fallback", {GROUPS + "_row_padded"}),
+        (KERNELS + "fp8_kernel.py", GROUPS, {RUN_GROUPS, "sglang_per_token_quant_fp8", "_per_token_group_quant_8bit_raw"}),
+        (KERNELS + "fp8_kernel.py", GROUPS + "_row_padded", {RUN_GROUPS, GROUPS}),
         ("srt/layers/moe/moe_runner/triton_utils/fused_moe.py", "_fused_moe_kernel_sequence", {"per_token_group_quant"}),
     ],
 )
 def test_a_release_that_quantises_elsewhere_is_noticed(file, name, quantisers):
     """`_per_token_group_quant_8bit_raw` is called for other dtypes than E4M3 alone, and where SGLang sees no CUDA."""
     assert quantisers_called_by(file, name) == quantisers
-
-
-def test_experts_are_quantised_by_block_in_one_place():
-    wanted = {"sglang_per_token_group_quant_fp8", "per_token_group_quant_fp8"}
-    assert {name for name in quantisers_called_by(EXPERTS, "invoke_fused_moe_kernel") if "group_quant_fp8" in name} == wanted
+    experts = quantisers_called_by(EXPERTS, "invoke_fused_moe_kernel")
+    assert {name for name in experts if "group_quant_fp8" in name} == {GROUPS, "per_token_group_quant_fp8"}
     assert "per_token_group_quant_fp8 = sglang_per_token_group_quant_fp8" in (SGLANG / KERNELS / "fp8_kernel.py").read_text()
 
 
@@ -114,9 +101,8 @@ def test_every_layout_holds_the_references_bytes(scale_format):
     for tokens, width in ((5, 384), (130, 128)):
         x = uneven(tokens, width, torch.bfloat16)
         for data, scale in engine_layouts(x):
-            gpu_activation_quant.run_group_quantizer(
-                x, data, scale, 128, 1e-10, -448.0, 448.0, scale_ue8m0=False, fuse_silu_and_mul=False, masked_m=None
-            )
+            options = {"scale_ue8m0": False, "fuse_silu_and_mul": False, "masked_m": None}
+            gpu_activation_quant.run_group_quantizer(x, data, scale, 128, 1e-10, -448.0, 448.0, **options)
             assert_quantised(data, scale, x, scale_format)
         assert_quantised(*gpu_activation_quant.quantize_groups(x), x, scale_format)
         data, scale = gpu_activation_quant.quantize_groups(x, column_major_scales=True)
@@ -154,7 +140,7 @@ def linear_method(name: str, module: str = "sglang.srt.layers.quantization.fp8_u
     return SimpleNamespace(w8a8_block_fp8_linear=functools.partial(function, act_scale_ue8m0=True), **settings)
 
 
-def held(dtype: torch.dtype = torch.float32, again: bool = False) -> torch.Tensor:
+def layer_scale(dtype: torch.dtype = torch.float32, again: bool = False) -> torch.Tensor:
     """Scales as a layer holds them."""
     scale = torch.ones(1, 1, dtype=dtype)
     scale.format_ue8m0 = again
@@ -167,12 +153,12 @@ TRITON = "triton_w8a8_block_fp8_linear"
 @pytest.mark.parametrize(
     "method, scale, words",
     [
-        (linear_method("fp8_blockscale_gemm_sm90"), held(), "fp8_blockscale_gemm_sm90's"),
-        (linear_method(TRITON, module="elsewhere"), held(), "triton_w8a8_block_fp8_linear's"),
-        (linear_method(TRITON, use_marlin=True), held(), "Marlin's or MXFP8's"),
-        (linear_method(TRITON, block_fp8_as_mxfp8=True), held(), "Marlin's or MXFP8's"),
-        (linear_method(TRITON), held(torch.int32), "packed ue8m0"),
-        (linear_method(TRITON), held(again=True), "packed ue8m0"),
+        (linear_method("fp8_blockscale_gemm_sm90"), layer_scale(), "fp8_blockscale_gemm_sm90's"),
+        (linear_method(TRITON, module="elsewhere"), layer_scale(), "triton_w8a8_block_fp8_linear's"),
+        (linear_method(TRITON, use_marlin=True), layer_scale(), "Marlin's or MXFP8's"),
+        (linear_method(TRITON, block_fp8_as_mxfp8=True), layer_scale(), "Marlin's or MXFP8's"),
+        (linear_method(TRITON), layer_scale(torch.int32), "packed ue8m0"),
+        (linear_method(TRITON), layer_scale(again=True), "packed ue8m0"),
     ],
 )
 def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, method, scale, words):
@@ -183,26 +169,25 @@ def test_a_live_layer_with_another_quantiser_says_so(monkeypatch, scale_format, 
 
 def test_a_live_layer_with_the_contracts_quantiser_says_its_format(monkeypatch, scale_format):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    layer = SimpleNamespace(weight_scale_inv=layer_scale())
     for name in gpu_activation_quant.DENSE_FUNCTIONS:
-        assert gpu_activation_quant.read_linear_scale_format(linear_method(name), SimpleNamespace(weight_scale_inv=held())) == scale_format
+        assert gpu_activation_quant.read_linear_scale_format(linear_method(name), layer) == scale_format
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert gpu_activation_quant.read_linear_scale_format(linear_method(TRITON), SimpleNamespace(weight_scale_inv=held())) == "an AMD GPU's"
+    assert gpu_activation_quant.read_linear_scale_format(linear_method(TRITON), layer) == "an AMD GPU's"
 
 
 @pytest.mark.parametrize(
-    "runner, words", [("triton", None), ("deep_gemm", "the expert runner deep_gemm's"), (None, "the expert runner None's")]
+    "runner, words", [("triton", ""), ("deep_gemm", "the expert runner deep_gemm's"), (None, "the expert runner None's")]
 )
 def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backend = None if runner is None else SimpleNamespace(value=runner, is_triton=lambda: runner == "triton")
-    layer = SimpleNamespace(w13_weight_scale_inv=held(), w2_weight_scale_inv=held())
-    assert gpu_activation_quant.read_expert_scale_format(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
-        words or scale_format
-    )
-    layer.w2_weight_scale_inv = held(torch.int32)
-    assert gpu_activation_quant.read_expert_scale_format(SimpleNamespace(get_moe_runner_backend=lambda _: backend), layer) == (
-        words or "packed ue8m0 (its weights were quantised again)"
-    )
+    method = SimpleNamespace(get_moe_runner_backend=lambda _: backend)
+    layer = SimpleNamespace(w13_weight_scale_inv=layer_scale(), w2_weight_scale_inv=layer_scale())
+    assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or scale_format)
+    layer.w2_weight_scale_inv = layer_scale(torch.int32)
+    packed = "packed ue8m0 (its weights were quantised again)"
+    assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or packed)
 
 
 @pytest.mark.slow
