@@ -8,7 +8,7 @@ import pytest
 from support.models import write_model
 from support.processes import Command
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
 DENSE = ("input_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.rope.q", "attention.rope.k", "attention.core")
 DENSE += ("attention.output", "post_attention_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down", "mlp")

@@ -11,8 +11,6 @@ from support.processes import family, until
 
 from megatron_rl.errors import RunError
 
-pytestmark = pytest.mark.slow
-
 PROMPTS = [sample.prompt_ids for sample in random_sequences(4, seed=1)]
 
 

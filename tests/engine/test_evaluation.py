@@ -14,7 +14,7 @@ from megatron_rl.config import load_config
 from megatron_rl.data import arithmetic
 from megatron_rl.reporting.report import write_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(4000)]
+pytestmark = pytest.mark.timeout(4000)
 
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"

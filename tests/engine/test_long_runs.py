@@ -12,7 +12,7 @@ from support.models import read_weights
 from support.processes import ROOT, Command, Done
 from support.train_command import TORCHRUN, finish, latest, read_json, read_rows, train
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(6000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 
 LEARNING = {
     "model.warm_start.batch_size": 16,

@@ -9,8 +9,6 @@ from support import engine_routing, trainer_engine
 from support.models import make_checkpoint, random_sequences
 from support.processes import alive_after, command_lines, family
 
-pytestmark = pytest.mark.slow
-
 WIDTHS = {"num_hidden_layers": 2, "initializer_range": 0.05}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 PRECISION = {"mode": "fp8_rollout", "high": "fp32"}

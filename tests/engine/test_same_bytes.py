@@ -12,8 +12,6 @@ from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
 
-pytestmark = pytest.mark.slow
-
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
 

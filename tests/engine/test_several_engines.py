@@ -10,7 +10,7 @@ from support import trainer_engine
 from support.models import FP8, TENSORS, random_sequences
 from support.processes import alive_after, but_trackers, family
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(6000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 
 PROMPTS = [sample.prompt_ids for sample in random_sequences(16, seed=41)]
 HEALTH = 60.0

@@ -9,8 +9,6 @@ from support.models import TENSORS, random_sequences
 
 from megatron_rl.errors import RunError
 
-pytestmark = pytest.mark.slow
-
 BATCH = random_sequences(8, seed=21)
 PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=22)]
 TOKENS, STEPS = 48, 5

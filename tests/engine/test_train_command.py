@@ -16,7 +16,7 @@ from support.models import TENSORS, read_weights
 from support.processes import ROOT, Command, Done
 from support.train_command import finish, read_json, read_rows
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(6000)]
+pytestmark = pytest.mark.timeout(6000)
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 

@@ -73,7 +73,6 @@ def test_speed_of_decoding(decoders, figures, subtests):
         figures.add(f"8B decoding {size} at once, {name}", **target, tokens_per_second=rate, of_bf16=ratio)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_speed_of_rl_steps(device, figures, tmp_path):
     if device == "cuda":

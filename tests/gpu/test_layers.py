@@ -12,7 +12,6 @@ from megatron_rl.precision.backends import requirements
 FURTHEST = 0.1
 """Sums in another order make single activations round to the neighboring E4M3 value, 2^-4 of themselves away, so results differ a little.
 More than FP8 itself costs, and less than the 1 and more of a wrong scale or layout."""
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ def make_options(name: str, folder: Path, backend: str) -> list[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
     """The quickstart takes the first back end that a run accepts here."""

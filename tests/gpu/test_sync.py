@@ -7,10 +7,8 @@ import json
 import subprocess
 import sys
 
-import pytest
 from support.processes import ROOT, one_thread_environment
 
-pytestmark = pytest.mark.slow
 ON_GPU = ["--model=8b", "--device=cuda", "--transports=cuda_ipc", "--bucket-mb=256,64,16", "--repeat=3"]
 """A chunk is half a bucket: the smallest one's chunks stay in the GPU's cache between writer and reader, and are many."""
 ON_CPU = ["--model=tiny", "--transports=shared_memory", "--bucket-mb=8,4", "--repeat=1"]

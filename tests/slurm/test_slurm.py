@@ -17,7 +17,7 @@ from support.slurm import Cluster, NoSlurmError, unpack_slurm
 from support.train_command import TINY, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(4000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(4000)]
 
 COLOCATED, DISAGGREGATED = (ROOT / "launch" / "slurm" / f"{kind}.sbatch" for kind in ("colocated", "disaggregated"))
 EACH_NODE = ("--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=60", "--oversubscribe")

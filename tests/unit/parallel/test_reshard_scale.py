@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-import pytest
 from support.geometries import published_model
 from support.golden.slow_cut import ROLES
 
@@ -15,7 +14,6 @@ from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 
 
-@pytest.mark.slow
 def test_planning_qwen3_235b_from_128_to_64_ranks_takes_seconds():
     model, train = published_model("Qwen3-235B-A22B"), Layout(tp=4, pp=2, ep=16, etp=1, dp=16)
     assert train.world_size == 128

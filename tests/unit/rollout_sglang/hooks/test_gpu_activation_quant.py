@@ -190,7 +190,6 @@ def test_live_experts_are_read_by_their_runner(monkeypatch, scale_format, runner
     assert gpu_activation_quant.read_expert_scale_format(method, layer) == (words or packed)
 
 
-@pytest.mark.slow
 def test_sglangs_own_gpu_code_comes_to_the_contracts_quantiser():
     """Its dense layers and experts, up to their products, with the hooks applied as an engine applies them."""
     environment = {**one_thread_environment(), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
