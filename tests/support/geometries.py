@@ -38,18 +38,12 @@ def plan_case(case: Case, roles: frozenset[str] = ROLES) -> list[Transfer]:
     return add_scale_transfers(reshard(source_shards(case), target_shards(case), roles))
 
 
-def dense_config(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, **more: object) -> dict[str, Any]:
-    """The fields of a dense model's config.json that give its shapes."""
-    return {
-        "model_type": kind,
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": ffn,
-        "vocab_size": vocab,
-        **more,
-    }
+_WIDTHS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+
+
+def dense_config(kind: str, *widths: int, **more: object) -> dict[str, Any]:
+    """The fields of a dense model's config.json that give its shapes; `widths` are those of _WIDTHS."""
+    return {"model_type": kind, **dict(zip(_WIDTHS, widths, strict=True)), **more}
 
 
 def _qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> dict[str, Any]:

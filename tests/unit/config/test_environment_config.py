@@ -17,14 +17,13 @@ def example(tmp_path: Path, *overrides: str) -> Config:
     return load_config(EXAMPLE, [f"--model.path={tmp_path / 'model'}", *overrides])
 
 
-def test_the_example_is_sound(tmp_path):
+def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
     config = example(tmp_path)
     preflight(config)
     assert config.environment is not None and config.environment.name == "calculator"
-
-
-def test_an_environment_is_absent_by_default():
     assert Config.model_validate({"model": {"path": "m"}}, strict=False).environment is None
+    with pytest.raises(UserError, match=r"model.warm_start.tool_share = 0.3: shows calls of the calculator"):
+        preflight(config.model_copy(update={"environment": None}))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +31,6 @@ def test_an_environment_is_absent_by_default():
     [
         ("--environment.name=calculater", "environment.name = 'calculater': is not known; use one of calculator, or module:attribute"),
         ("--environment.name=json:loads", "environment.name = 'json:loads': has no method step[(]text[)]"),
-        ("--environment.max_turns=1", "environment.max_turns = 1: must be greater than or equal to 2"),
         ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
         (
             "--environment.max_tokens=169",
@@ -40,12 +38,6 @@ def test_an_environment_is_absent_by_default():
         ),
     ],
 )
-def test_a_mistake_is_told_in_one_line(tmp_path, override, line):
+def test_a_mistake_is_one_line(tmp_path, override, line):
     with pytest.raises(UserError, match=line):
         preflight(example(tmp_path, override))
-
-
-def test_worked_examples_need_the_environment_that_they_show(tmp_path):
-    config = example(tmp_path).model_copy(update={"environment": None})
-    with pytest.raises(UserError, match=r"model.warm_start.tool_share = 0.3: shows calls of the calculator"):
-        preflight(config)

@@ -38,9 +38,12 @@ def test_no_prompt_is_on_both_sides_whatever_the_seeds(levels, one_seed, other_s
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-def test_the_seed_alone_decides(split):
+def test_the_seed_alone_decides_and_bad_levels_are_refused(split):
     assert generate(20, (1, 3), 7, split) == generate(20, (1, 3), 7, split)
     assert generate(20, (1, 3), 7, split) != generate(20, (1, 3), 8, split)
+    for levels in ([], [0], [2, -1]):
+        with pytest.raises(UserError, match="data.levels"):
+            generate(1, levels, 0, split)
 
 
 def test_level_one_can_be_held_out_to_its_last_question_and_no_further():
@@ -54,13 +57,6 @@ def test_level_one_can_be_held_out_to_its_last_question_and_no_further():
         generate(len(held_out) + 1, [1], 0, "eval")
 
 
-@pytest.mark.parametrize("levels", [[], [0], [2, -1]])
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_bad_levels_are_refused(levels, split):
-    with pytest.raises(UserError, match="data.levels"):
-        generate(1, levels, 0, split)
-
-
 def test_the_two_kinds_of_worked_example():
     problem = Problem("arithmetic:5+3-6", "Compute 1+1= or rather 5+3-6=", "2", 2, "arithmetic")
     assert write_demonstration(problem, random.Random(0), 1.0) == "8,2#2"
@@ -68,6 +64,8 @@ def test_the_two_kinds_of_worked_example():
     rng = random.Random(0)
     step_by_step = sum("," in write_demonstration(problem, rng, 0.25) for _ in range(2000))
     assert step_by_step == pytest.approx(500, abs=100)
+    with pytest.raises(UserError, match="model.warm_start.steps"):  # a problem from a file has none
+        write_demonstration(Problem("gsm8k/train:1", "How many?", "3"), random.Random(0), 1.0)
 
 
 @given(level_lists, seeds, st.sampled_from([0.0, 0.5, 1.0]))
@@ -75,8 +73,3 @@ def test_every_worked_example_earns_the_reward(levels, seed, share):
     rng = random.Random(seed)
     for problem in generate(8, levels, seed, "train"):
         assert reward(write_demonstration(problem, rng, share), problem).correct
-
-
-def test_a_problem_from_a_file_has_no_worked_example():
-    with pytest.raises(UserError, match="model.warm_start.steps"):
-        write_demonstration(Problem("gsm8k/train:1", "How many?", "3"), random.Random(0), 1.0)

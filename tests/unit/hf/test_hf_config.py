@@ -12,13 +12,12 @@ DEEPSEEK = QWEN3 | {"model_type": "deepseek_v3", "rope_scaling": YARN, "num_expe
 MOE = QWEN3 | {"model_type": "qwen3_moe", "num_experts_per_tok": 8, "norm_topk_prob": True}
 
 
-def test_plain_rotary_positions_in_both_places():
-    assert parse_forward_config(QWEN3).rope.theta == 1e6 and parse_forward_config(QWEN3).routing is None
+def test_rotary_positions_in_both_places_plain_and_stretched():
+    assert parse_forward_config(QWEN3).rope.theta == rope_theta(QWEN3) == 1e6 and parse_forward_config(QWEN3).routing is None
     new = parse_forward_config(QWEN3 | {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}})
     assert new.rope.theta == 1e5 and new.rope.yarn is new.rope.llama3_factor is None
-
-
-def test_stretched_rotary_positions():
+    with pytest.raises(UserError, match="rope_theta"):
+        rope_theta({})
     assert parse_forward_config(QWEN3 | {"model_type": "llama", "rope_scaling": LLAMA3}).rope.llama3_factor == 32.0
     assert parse_forward_config(DEEPSEEK).rope.yarn == YarnConfig(40.0, 4096, 32.0, 1.0, 1.0, 1.0)
 
@@ -55,10 +54,3 @@ def test_routing():
 def test_what_would_be_computed_wrongly_is_refused(config, changes, named):
     with pytest.raises(UserError, match=named):
         parse_forward_config(config | changes)
-
-
-def test_the_rotary_base_is_found_in_both_places():
-    assert rope_theta(QWEN3) == 1e6
-    assert rope_theta({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 5e5}}) == 5e5
-    with pytest.raises(UserError, match="rope_theta"):
-        rope_theta({})

@@ -20,22 +20,18 @@ def own_handler():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_run_of_one_process_unwinds_at_once(number):
+def test_a_run_of_one_process_unwinds_at_once_and_ranks_stop_where_the_loop_asks(number):
     signals.install_signal_handlers(alone=True)
-    with pytest.raises(SystemExit) as raised:
+    with pytest.raises(SystemExit) as unwound:
         signal.raise_signal(number)
-    assert raised.value.code == 143
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_ranks_stop_where_the_loop_asks_and_at_once_when_told_twice(number):
+    assert unwound.value.code == 143
     signals.install_signal_handlers(alone=False)
     signals.check_stop()
     signal.raise_signal(number)
     with pytest.raises(signals.StopError, match=f"stopped by {number.name}") as raised:
         signals.check_stop()
     assert raised.value.exit_code == 143
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):  # a second signal ends a rank at once
         signal.raise_signal(number)
 
 

@@ -41,12 +41,11 @@ def cut(shards: list[Shard], source: Arrays) -> Arrays:
         scales = np.zeros((shard.rows, 1), np.float32)
         for region in shard.regions:
             row, col, rows, cols = region.tensor_rect
-            there = slice(region.shard_row, region.shard_row + rows)
-            arrays[shard.name][there, region.shard_col : region.shard_col + cols] = source[region.tensor.name][
-                row : row + rows, col : col + cols
-            ]
+            shard_rows = slice(region.shard_row, region.shard_row + rows)
+            values = source[region.tensor.name][row : row + rows, col : col + cols]
+            arrays[shard.name][shard_rows, region.shard_col : region.shard_col + cols] = values
             if shard.role in ROLES:
-                scales[there] = source[scale_name(region.tensor.name, "int8")][row : row + rows]
+                scales[shard_rows] = source[scale_name(region.tensor.name, "int8")][row : row + rows]
         if shard.role in ROLES:
             arrays[scale_name(shard.name, "int8")] = scales
     return arrays
@@ -58,7 +57,8 @@ def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) ->
 
 def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
     expected = {rank: cut(shards, source) for rank, shards in targets.items()}
-    filled, written = slow_cut.carry_out(planned(sources, targets), {rank: cut(held, source) for rank, held in sources.items()}, expected)
+    given = {rank: cut(shards, source) for rank, shards in sources.items()}
+    filled, written = slow_cut.carry_out(planned(sources, targets), given, expected)
     slow_cut.assert_same(filled, expected)
     for rank, arrays in written.items():
         assert all((times <= 1).all() for times in arrays.values())  # padding is never written
@@ -104,15 +104,12 @@ def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_chan
     prefix = "model.layers.0.mlp.experts."
     shapes = {shard.name: (shard.shape, shard.scale_shape("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
     assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
-    written = [
-        (m.source, m.target.removeprefix(prefix), m.target_rect) for m in plan.transfers if m.target_rank == 1 and prefix in m.target
-    ]
+    moves = [transfer for transfer in plan.transfers if transfer.target_rank == 1 and prefix in transfer.target]
     fc1, fc2 = (f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))  # expert 3 is its second
-    assert {place for source, target, place in written if (source, target) == (fc1 + "_scale", "w13_weight_scale")} == {
-        Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)
-    }
-    assert {place for source, target, place in written if (source, target) == (fc2, "w2_weight")} == {
-        Rect(256, 0, 256, 64),
-        Rect(256, 64, 256, 64),
-    }
-    assert [place for source, target, place in written if (source, target) == (fc2 + "_scale", "w2_weight_scale")] == [Rect(256, 0, 256, 1)]
+
+    def rects(source: str, target: str) -> set[Rect]:
+        return {move.target_rect for move in moves if (move.source, move.target) == (source, prefix + target)}
+
+    assert rects(fc1 + "_scale", "w13_weight_scale") == {Rect(first, 0, 64, 1) for first in (256, 320, 384, 448)}
+    assert rects(fc2, "w2_weight") == {Rect(256, 0, 256, 64), Rect(256, 64, 256, 64)}
+    assert rects(fc2 + "_scale", "w2_weight_scale") == {Rect(256, 0, 256, 1)}

@@ -21,28 +21,26 @@ def test_a_silent_engine_is_given_up_once():
     assert len(asked) == 1
 
 
-def test_an_engine_is_asked_only_while_it_works():
+def test_an_engine_is_asked_only_while_it_works_and_does_not_rest():
     asked = threading.Semaphore(0)
     watch = HealthMonitor(lambda: asked.release(), lambda: None, 0.01)
+
+    def is_left_alone() -> bool:
+        while asked.acquire(timeout=0.2):
+            pass
+        return not asked.acquire(timeout=0.1)
+
     for _ in range(2):
         with watch.working():
             assert asked.acquire(timeout=10) and asked.acquire(timeout=10)
-    while asked.acquire(timeout=0.2):
-        pass
-    assert not asked.acquire(timeout=0.1)
-
-
-def test_an_engine_that_rests_is_not_asked_though_somebody_waits():
-    asked = threading.Semaphore(0)
-    watch = HealthMonitor(lambda: asked.release(), lambda: None, 0.01)
-    watch.suspend()
+    assert is_left_alone()
+    watch.suspend()  # it rests, though somebody waits
     with watch.working():
-        assert not asked.acquire(timeout=0.1)
+        assert is_left_alone()
         watch.resume()
         assert asked.acquire(timeout=10)
         watch.suspend()
-        while asked.acquire(timeout=0.2):
-            pass
+        assert is_left_alone()
         watch.resume()
         watch.resume()
         assert asked.acquire(timeout=10)

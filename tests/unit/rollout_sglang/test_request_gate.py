@@ -65,34 +65,20 @@ def test_who_runs_is_hurried_until_he_is_gone():
     assert len(hurried) >= 3
 
 
-def test_no_wait_is_endless():
+def test_no_wait_is_endless_and_a_request_that_fails_leaves():
     gate, release = RequestGate(0.2), threading.Event()
     running = hold(gate, release)
     with pytest.raises(RunError, match="requests were still running after 0.2 s"):
         gate.drain()
-    with gate.passing():  # it opened again
-        pass
-    release.set()
-    running.join(5)
-    gate.drain()
-    with pytest.raises(RunError, match="the engine's weights were being changed for 0.2 s"), gate.passing():
-        pass
-
-
-def test_a_request_that_fails_leaves():
-    gate = RequestGate(1)
-    with pytest.raises(KeyError), gate.passing():
+    with pytest.raises(KeyError), gate.passing():  # it opened again
         raise KeyError
-    gate.drain()
-
-
-def test_a_gate_may_be_shut_behind_those_who_are_inside():
-    gate, release = RequestGate(0.2), threading.Event()
-    running = hold(gate, release)
-    gate.close()
+    gate.close()  # a gate may be shut behind those who are inside
     with pytest.raises(RunError, match="weights were being changed"), gate.passing():
         pass
     gate.open()
     with gate.passing():
         release.set()
     running.join(5)
+    gate.drain()
+    with pytest.raises(RunError, match="the engine's weights were being changed for 0.2 s"), gate.passing():
+        pass

@@ -18,7 +18,7 @@ T, N, K = 160, 256, 384
 _PADDED = 256  # T in whole blocks
 
 
-def kept(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
+def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     """Tensors saved for the backward pass but the weight."""
     backend, weight = make_backend(name, "pow2"), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
@@ -30,21 +30,17 @@ def kept(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name, tokens", [("deep_gemm", _PADDED), ("transformer_engine", T)])
-def test_the_quantised_columns_alone(name, tokens):
-    data, scale = kept(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=True)
+def test_the_quantised_columns_alone_and_nothing_where_the_weight_does_not_learn(name, tokens):
+    data, scale = find_saved(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=True)
     assert data.element_size() == 1 and data.numel() == K * tokens
     assert scale.dtype == torch.float32 and scale.numel() == K * _PADDED // 128
+    assert find_saved(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=False) == []
 
 
 def test_the_reference_keeps_the_input_itself():
     x = torch.randn(T, K).bfloat16().requires_grad_()
-    (saved,) = kept("emulated", x, learns=True)
+    (saved,) = find_saved("emulated", x, learns=True)
     assert saved.data_ptr() == x.data_ptr()
-
-
-@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
-def test_nothing_where_the_weight_does_not_learn(name):
-    assert kept(name, torch.randn(T, K).bfloat16().requires_grad_(), learns=False) == []
 
 
 def test_padding_copies_only_where_zeros_are_missing():

@@ -29,8 +29,8 @@ def alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
 
 def assert_same_gradients(output: torch.Tensor, wanted: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     gradient = random(*wanted.shape, seed=9)
-    for ours, theirs in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for first, second in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -53,27 +53,16 @@ def test_company_changes_no_bit_of_a_gradient(shape):
         ends = [0, *cuts, len(LENGTHS)]
         rows = [LENGTHS[first:last] for first, last in itertools.pairwise(ends)]
         parts = zip(*(x.split([sum(lengths) for lengths in rows]) for x in inputs), rows, strict=True)
-        output = torch.cat(
-            [packed_attention.grouped_attention(*part, packed_attention.group_by_length(lengths)) for *part, lengths in parts]
-        )
-        return torch.autograd.grad(output, inputs, gradient)
+        outputs = [packed_attention.grouped_attention(*part, packed_attention.group_by_length(lengths)) for *part, lengths in parts]
+        return torch.autograd.grad(torch.cat(outputs), inputs, gradient)
 
     together = gradients()
     for cuts in ((3, 8), tuple(range(1, len(LENGTHS)))):
-        for one, other in zip(together, gradients(*cuts), strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, together, gradients(*cuts)))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_one_by_one_gives_the_same_numbers(shape):
-    inputs = row(*shape)
-    output, wanted = packed_attention.sdpa_per_sequence(*inputs, LENGTHS, None), alone(*inputs)
-    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
-    assert_same_gradients(output, wanted, inputs)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_flash_is_asked_for_the_same(shape, monkeypatch):
+def test_one_by_one_gives_the_same_numbers_and_flash_is_asked_for_them(shape, monkeypatch):
     """FlashAttention runs on a GPU only: a stand-in holds the call to its rules and computes from what it was given."""
 
     def stand_in(query, key, value, starts_q, starts_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
@@ -83,16 +72,17 @@ def test_flash_is_asked_for_the_same(shape, monkeypatch):
         return packed_attention.sdpa_per_sequence(query, key, value, starts_q.diff().tolist(), scale)
 
     inputs = row(*shape)
+    output, wanted = packed_attention.sdpa_per_sequence(*inputs, LENGTHS, None), alone(*inputs)
+    torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
+    assert_same_gradients(output, wanted, inputs)
     monkeypatch.setattr(packed_attention, "varlen_attn", stand_in)
     starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    output = packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None)
-    torch.testing.assert_close(output, alone(*inputs), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed_attention.flash_attention(*inputs, starts, max(LENGTHS), None), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_flash_fits_the_installed_operator():
     """torch's own operator accepts the call; on the meta device it gives shapes alone."""
-    query, key, value = (
-        torch.empty(20, count, width, dtype=torch.bfloat16, device="meta") for count, width in ((4, 192), (2, 192), (2, 128))
-    )
+    shapes = ((20, 4, 192), (20, 2, 192), (20, 2, 128))
+    query, key, value = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
     output = packed_attention.flash_attention(query, key, value, torch.empty(3, dtype=torch.int32, device="meta"), 15, 0.1)
     assert output.shape == (20, 4, 128) and output.dtype is torch.bfloat16

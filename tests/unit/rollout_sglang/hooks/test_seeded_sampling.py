@@ -20,9 +20,8 @@ def test_a_draw_does_not_depend_on_its_company():
     assert tokens.dtype == torch.int32 and tokens.shape == (64,)
     for row in range(64):
         assert sample_tokens(probs[row : row + 1], seeds[row : row + 1], positions[row : row + 1])[0] == tokens[row]
-    assert not torch.equal(sample_tokens(probs, seeds, positions + 1), tokens) and not torch.equal(
-        sample_tokens(probs, seeds + 1, positions), tokens
-    )
+    for other in (sample_tokens(probs, seeds, positions + 1), sample_tokens(probs, seeds + 1, positions)):
+        assert not torch.equal(other, tokens)
 
 
 def test_frequencies_are_the_probabilities():
@@ -48,8 +47,7 @@ def test_the_hash_is_splitmix64():
 
 
 def test_seeds_differ_by_run_version_purpose_and_completion():
-    seeds = {
-        derive_seed(*what) for what in ((0, 1, "eval", 0), (1, 1, "eval", 0), (0, 2, "eval", 0), (0, 1, "train/0", 0), (0, 1, "eval", 1))
-    }
+    draws = [(0, 1, "eval", 0), (1, 1, "eval", 0), (0, 2, "eval", 0), (0, 1, "train/0", 0), (0, 1, "eval", 1)]
+    seeds = {derive_seed(*draw) for draw in draws}
     assert len(seeds) == 5 and all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(0, 1, "eval", 0) == derive_seed(0, 1, "eval", 0)

@@ -1,0 +1,124 @@
+"""launch/setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything, and say what is there; the lock of
+the GPU tier, requirements-gpu.txt, holds what requirements-gpu.in asks for."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PIN = re.compile(r"^([A-Za-z0-9_.-]+)==(\S+)$", re.MULTILINE)
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """The files that both scripts look at, in a folder whose name holds a space."""
+    folder = tmp_path / "a clone"
+    shutil.copytree(ROOT / "launch", folder / "launch")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run_script(script: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = ["/bin/bash", str(script), *arguments]
+    return subprocess.run(command, cwd="/", env={**os.environ, **env}, capture_output=True, text=True, timeout=60)
+
+
+def setup(clone: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_script(clone / "launch" / "setup.sh", **env)
+
+
+def install(clone: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return run_script(clone / "launch" / "install_gpu.sh", *arguments, **env)
+
+
+def finish(clone: Path, written_in: Path) -> None:
+    """Make `clone` look installed, with the stamp that an installation in `written_in` would have written."""
+    (clone / ".venv" / "bin").mkdir(parents=True)
+    (clone / ".venv" / "bin" / "python").symlink_to(sys.executable)
+    pins = ("launch/requirements-torch.txt", "launch/requirements-common.txt", "launch/requirements.txt")
+    files = (*pins, "launch/setup.sh", "launch/common.sh", "pyproject.toml")
+    hashes = subprocess.run(["sha256sum", *files], cwd=clone, capture_output=True, text=True, check=True).stdout
+    (clone / ".venv" / ".megatron-rl-installed").write_text(f"{hashes}{written_in}\n")
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], reason: str) -> None:
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert reason in done.stderr
+
+
+def test_too_small_a_disk(clone):
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation asks for 999999999 MB")
+    assert not (clone / ".venv").exists()
+
+
+def test_no_fit_python(clone, tmp_path):
+    tools = tmp_path / "tools"  # a PATH without any Python
+    tools.mkdir()
+    for tool in ("dirname", "sha256sum", "cat", "flock"):
+        (tools / tool).symlink_to(str(shutil.which(tool)))
+    (tools / "python3").write_text("#!/bin/sh\nexit 1\n")  # one that is there but unfit
+    (tools / "python3").chmod(0o755)
+    assert_refused(setup(clone, PATH=str(tools), PYTHON=""), "no Python 3.11 or 3.12 with the venv module on PATH")
+    assert_refused(setup(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false': is not Python 3.11 or 3.12")
+    assert not (clone / ".venv").exists()
+
+
+def test_a_finished_installation_is_left_alone(clone):
+    finish(clone, written_in=clone)
+    done = setup(clone, MEGATRON_RL_MIN_DISK_MB="999999999")  # would be refused if it were to install
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("change", ["moved", "new pins", "half done"])
+def test_an_installation_that_does_not_fit_is_taken_up_again(clone, tmp_path, change):
+    finish(clone, written_in=tmp_path if change == "moved" else clone)
+    if change == "new pins":
+        (clone / "launch" / "requirements.txt").write_text("rich==1.0\n")
+    if change == "half done":
+        (clone / ".venv" / ".megatron-rl-installed").unlink()
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="999999999"), "an installation asks for")
+
+
+def read_pins(*names: str) -> dict[str, str]:
+    return {pin: version for name in names for pin, version in PIN.findall((ROOT / "launch" / f"requirements-{name}").read_text())}
+
+
+def test_check_says_what_would_be_installed_and_changes_nothing(clone, tmp_path):
+    toolkit = tmp_path / "cuda"
+    (toolkit / "bin").mkdir(parents=True)
+    (toolkit / "bin" / "nvcc").write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    (toolkit / "bin" / "nvcc").chmod(0o755)
+    done = install(clone, "--check", PYTHON=sys.executable, CUDA_HOME=str(toolkit))
+    assert done.returncode == 0, done.stderr
+    pins = read_pins("common.txt", "gpu.txt")
+    assert f"would make {clone}/.venv-gpu with {len(pins)} pinned packages" in done.stdout
+    for name in ("torch", "sglang-kernel", "sgl-deep-gemm", "transformer-engine"):
+        assert re.search(rf"^  {name} +{re.escape(pins[name])} +not installed$", done.stdout, re.MULTILINE)
+    assert f"nvcc: {toolkit}/bin/nvcc, CUDA 13.0" in done.stdout and "state: not installed" in done.stdout
+    assert not (clone / ".venv-gpu").exists()
+
+
+def test_what_is_refused_before_anything_is_installed(clone):
+    assert_refused(install(clone, "--dry-run"), "--dry-run: is no option; there is --check")
+    assert_refused(install(clone, PYTHON="/bin/false"), "PYTHON = '/bin/false': is not Python 3.11 or 3.12")
+    assert_refused(install(clone, PYTHON=sys.executable, CXX="no-such-compiler"), "no C++ compiler")
+    assert not (clone / ".venv-gpu").exists()
+
+
+def test_the_lock_holds_what_is_asked_for_and_one_cuda():
+    """Toolkit, torch and the container's image: a compiler of another minor version than the libraries' is asking for trouble."""
+    asked, locked = read_pins("gpu.in"), read_pins("gpu.txt")
+    assert asked and {name: locked[name] for name in asked} == asked
+    assert not read_pins("common.txt").keys() & locked.keys(), "a version stands in one place"
+    locked |= read_pins("common.txt")
+    toolkit = r"nvidia-(cuda-(nvcc|nvrtc|runtime|crt|cccl|cupti)|nvjitlink|nvvm)|cuda-bindings"
+    of_toolkit = [name for name in locked if re.fullmatch(toolkit, name)]
+    assert len(of_toolkit) >= 8 and all(locked[name].startswith("13.0.") for name in of_toolkit)
+    assert "FROM nvidia/cuda:13.0." in (ROOT / "docker" / "Dockerfile").read_text()
