@@ -79,11 +79,6 @@ class Shard:
     """Above 0 the live tensor is [experts, rows / experts, cols]; here its experts' matrices lie one below the other."""
 
     @property
-    def filled_rows(self) -> int:
-        """Rows that hold regions; what lies below is padding."""
-        return max(region.shard_row + region.tensor_rect.rows for region in self.regions)
-
-    @property
     def role(self) -> str:
         return self.regions[0].tensor.role
 

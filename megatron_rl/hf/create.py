@@ -12,20 +12,15 @@ if TYPE_CHECKING:
     import torch
 
 
+_EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+
+
 def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: str) -> dict[str, Any]:
     """Return the config.json of a Qwen3 model with the given widths, or of a Qwen3-MoE one where it has experts."""
     return {
         "architectures": ["Qwen3MoeForCausalLM" if architecture.num_experts else "Qwen3ForCausalLM"],
         "model_type": "qwen3_moe" if architecture.num_experts else "qwen3",
-        "vocab_size": architecture.vocab_size,
-        "hidden_size": architecture.hidden_size,
-        "intermediate_size": architecture.intermediate_size,
-        "num_hidden_layers": architecture.num_hidden_layers,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_key_value_heads": architecture.num_key_value_heads,
-        "head_dim": architecture.head_dim,
-        "max_position_embeddings": architecture.max_position_embeddings,
-        "rope_theta": architecture.rope_theta,
+        **architecture.model_dump(exclude={*_EXPERT_FIELDS, "tie_word_embeddings", "initializer_range"}),
         "rope_scaling": None,
         "tie_word_embeddings": architecture.tie_word_embeddings,
         "initializer_range": architecture.initializer_range,
@@ -48,9 +43,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
 def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
     """Return the fields of the experts: every layer has them, and the chosen ones' weights add up to one, as in Qwen3-30B-A3B."""
     return {
-        "num_experts": architecture.num_experts,
-        "num_experts_per_tok": architecture.num_experts_per_tok,
-        "moe_intermediate_size": architecture.moe_intermediate_size,
+        **architecture.model_dump(include=_EXPERT_FIELDS),
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],

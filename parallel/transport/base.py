@@ -1,10 +1,4 @@
-"""Transports: how chunks get from trainer ranks to engine ranks. One short file each, both halves side by side.
-
-    shared_memory   one host: a ring of buffers in anonymous shared memory
-    process_group   any hosts: torch's point-to-point sends, NCCL on GPUs and gloo on CPUs
-    gloo            any hosts: the same through the host's memory, also between processes that share a GPU
-    cuda_ipc        one host, CUDA: a ring of buffers in the sender's device memory, opened by the receiver
-    disk            any hosts that share a folder
+"""The interface of a transport. Every other module is one of them, both halves side by side; docs/reference/sync.md says which to use.
 
 A trainer rank holds an `Outbox`, an engine rank an `Inbox`. Neither knows tensors; they hand out flat buffers of bytes, never more
 than `CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.

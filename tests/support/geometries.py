@@ -70,6 +70,11 @@ PUBLISHED = {  # widths of the models' own config.json files
 }
 
 
+def filled_rows(shard: Shard) -> int:
+    """Rows that hold regions; what lies below is padding."""
+    return max(region.shard_row + region.tensor_rect.rows for region in shard.regions)
+
+
 @cache
 def published_model(name: str) -> ModelGeometry:
     return ModelGeometry.from_hf_config(PUBLISHED[name])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.geometries import HIDDEN, KV_HEADS, SMALL_MOE, VOCAB, small_model
+from support.geometries import HIDDEN, KV_HEADS, SMALL_MOE, VOCAB, filled_rows, small_model
 from support.golden import slow_cut
 
 from megatron_rl.config import ArchitectureConfig
@@ -154,7 +154,7 @@ def test_what_cannot_be_cut_is_refused_with_names_numbers_and_a_fix(refused, wor
 def test_megatron_pads_the_vocabulary_no_more_than_tensor_parallelism_needs(tp, per_rank, filled):
     shards = [shards[0] for shards in trainer(small_model(vocab=301), Layout(tp=tp))]
     assert [shard.rows for shard in shards] == [per_rank] * tp
-    assert [shard.filled_rows for shard in shards] == filled
+    assert [filled_rows(shard) for shard in shards] == filled
 
 
 @pytest.mark.parametrize("tp", [8, 16])

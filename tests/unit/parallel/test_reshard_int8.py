@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given
-from support.geometries import small_model
+from support.geometries import filled_rows, small_model
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, cases
 
@@ -64,7 +64,7 @@ def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shar
         assert all((times <= 1).all() for times in arrays.values())  # padding is never written
         assert arrays.keys() == list_stored_tensors(targets[rank], NONE, ROLES).keys()
         for shard in targets[rank]:
-            assert (arrays[shard.name][: shard.filled_rows] == 1).all(), shard.name
+            assert (arrays[shard.name][: filled_rows(shard)] == 1).all(), shard.name
             assert shard.role not in ROLES or (arrays[scale_name(shard.name, "int8")] == 1).all(), shard.name
 
 
