@@ -75,18 +75,15 @@ def test_products_are_within_the_tensor_cores_rounding(device, backends, scale_f
     for (name, products), (other, other_products) in itertools.combinations(computed.items(), 2):
         for product in products.keys() & other_products.keys():
             count = int((products[product] != other_products[product]).sum())
-            told = f"{count} of {products[product].numel()} values differ"
-            record_property(f"{name} {product} against {other}, {scale_format}, T={tokens} N={n} K={k}", told)
+            message = f"{count} of {products[product].numel()} values differ"
+            record_property(f"{name} {product} against {other}, {scale_format}, T={tokens} N={n} K={k}", message)
 
 
 def test_a_swapped_scale_is_outside_the_bound(monkeypatch):
     """The check itself, on a CPU: scales of `dy` and `x` in another order spoil two of three products."""
     emulated = make_backend("emulated", "pow2")
-    x, dy, weight = (
-        uneven(64, 128, torch.bfloat16),
-        uneven(64, 256, torch.bfloat16),
-        quantize_weight(uneven(256, 128, torch.float32), "pow2"),
-    )
+    x, dy = uneven(64, 128, torch.bfloat16), uneven(64, 256, torch.bfloat16)
+    weight = quantize_weight(uneven(256, 128, torch.float32), "pow2")
     computed = {"emulated": compute_products(emulated, weight, x, dy), "swapped": compute_products(emulated, weight, x.flip(0), dy.flip(0))}
     errors = measure_errors(computed, weight, x, dy, "pow2")
     assert {case for case, share in errors.items() if share > 1} == {("swapped", "fprop"), ("swapped", "dgrad")}

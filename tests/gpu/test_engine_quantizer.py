@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import fp8_reference as library_scales
-from support.fp8_reference import engine_layouts, uneven
+from support.fp8_reference import engine_layouts, same_bits, uneven
 
 from megatron_rl.precision.fp8 import quantize_1x128
 from rollout_sglang.hooks import gpu_activation_quant
@@ -24,10 +24,6 @@ def scale_format(request, monkeypatch):
     gpu_activation_quant.get_scale_format.cache_clear()
 
 
-def same(got: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
-    return torch.equal(got[0].view(torch.uint8), wanted[0].view(torch.uint8)) and torch.equal(got[1], wanted[1])
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 def test_every_layout_holds_the_references_bytes(scale_format, compiled):
     quantize = torch.compile(gpu_activation_quant.quantize, dynamic=True) if compiled else gpu_activation_quant.quantize
@@ -35,7 +31,7 @@ def test_every_layout_holds_the_references_bytes(scale_format, compiled):
         x = uneven(tokens, width, torch.bfloat16, "cuda")
         for data, scale in engine_layouts(x):
             quantize(x, data, scale)
-            assert same((data, scale), quantize_1x128(x, scale_format))
+            assert same_bits((data, scale), quantize_1x128(x, scale_format))
 
 
 def test_a_captured_graph_quantises_anew(scale_format):
@@ -48,7 +44,7 @@ def test_a_captured_graph_quantises_anew(scale_format):
         gpu_activation_quant.quantize(x, data, scale)
     x.mul_(-3)
     graph.replay()
-    assert same((data, scale), quantize_1x128(x, scale_format))
+    assert same_bits((data, scale), quantize_1x128(x, scale_format))
 
 
 def test_sglangs_own_kernel_has_the_named_formula():
@@ -60,4 +56,4 @@ def test_sglangs_own_kernel_has_the_named_formula():
     amax = x.float().abs().unflatten(1, (-1, 128)).amax(2).cpu().numpy()
     _, scale = sglang.sglang_per_token_group_quant_fp8(x, 128)
     assert torch.equal(scale.cpu(), torch.from_numpy(library_scales.sglang_cuda_fp32(amax)[0]))
-    assert same(sglang.sglang_per_token_group_quant_fp8(x, 128, scale_ue8m0=True), quantize_1x128(x, "pow2"))
+    assert same_bits(sglang.sglang_per_token_group_quant_fp8(x, 128, scale_ue8m0=True), quantize_1x128(x, "pow2"))

@@ -40,9 +40,8 @@ def test_speed_of_a_layer(device, child_backends, figures, size):
     seconds = figures.measure(run_in_child, (time_policies, stack_layers(layer, 1), child_backends, tokens, 5 if device == "cuda" else 1))
     assert len(seconds) == 2 * (1 + len(child_backends))
     for phase in ("forward", "step"):
-        figures.add_seconds(
-            f"{size} layer {phase}", {case: value for (part, case), value in seconds.items() if part == phase}, tokens=tokens
-        )
+        of_phase = {case: value for (part, case), value in seconds.items() if part == phase}
+        figures.add_seconds(f"{size} layer {phase}", of_phase, tokens=tokens)
 
 
 def test_speed_of_a_stack_of_layers(device, child_backends, figures):

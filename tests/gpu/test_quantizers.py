@@ -18,11 +18,8 @@ from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_w
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 """E4M3 or uint8 data and float32 scales, in the reference's shapes."""
-REFERENCES: dict[str, Callable[[torch.Tensor, str], Quantized]] = {
-    "1x128": quantize_1x128,
-    "128x1": quantize_128x1,
-    "128x128": quantize_weight,
-}
+REFERENCES: dict[str, Callable[[torch.Tensor, str], Quantized]]
+REFERENCES = {"1x128": quantize_1x128, "128x1": quantize_128x1, "128x128": quantize_weight}
 
 
 def ordinary(tokens: int, width: int) -> torch.Tensor:
@@ -119,10 +116,10 @@ def test_bytes_and_scales_are_the_references(device, backends, scale_format, val
             expected_data, expected_scale = REFERENCES[granularity](x, scale_format)
             different_bytes = count_differences(data.view(torch.uint8), expected_data.view(torch.uint8))
             different_scales = count_differences(scale, expected_scale)
-            told = f"{different_bytes} bytes and {different_scales} scales of {x.numel()} values differ"
-            record_property(f"{library} {granularity}, {scale_format}, {values} values", told)
+            message = f"{different_bytes} bytes and {different_scales} scales of {x.numel()} values differ"
+            record_property(f"{library} {granularity}, {scale_format}, {values} values", message)
             if must_agree(library, scale_format, values):
-                assert different_bytes == different_scales == 0, told
+                assert different_bytes == different_scales == 0, message
 
 
 def count_differences(values: torch.Tensor, expected: torch.Tensor) -> int:

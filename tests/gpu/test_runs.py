@@ -58,8 +58,8 @@ def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 1 + RUNS[name]["train.steps"]
     for row in rows:
-        told = ("sync/proved", "sync/bytes", "time/sync", "time/proof", "time/step", "mismatch/abs_mean", "mismatch/abs_max")
-        record_property(f"{name}, {backend}, step {row['step']}", {metric: row[metric] for metric in told if metric in row})
+        reported = ("sync/proved", "sync/bytes", "time/sync", "time/proof", "time/step", "mismatch/abs_mean", "mismatch/abs_max")
+        record_property(f"{name}, {backend}, step {row['step']}", {metric: row[metric] for metric in reported if metric in row})
         assert 0 < row["sync/proved"] == row["sync/tensors"]
 
 

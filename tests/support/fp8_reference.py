@@ -41,9 +41,9 @@ def check_kernel(x: torch.Tensor, scale_format: str, groups: Sequence[int] | Non
     for index, part in enumerate(torch.split(x, list(groups)) if groups else [x]):
         check_columns(_part(columns, x, groups, index), part, scale_format)
     alone, nothing = quantize_activation(x, scale_format, rows=True, columns=False, groups=groups)
-    assert nothing is None and _same(alone, rows)
+    assert nothing is None and same_bits(alone, rows)
     nothing, alone = quantize_activation(x, scale_format, rows=False, columns=True, groups=groups)
-    assert nothing is None and _same(alone, columns)
+    assert nothing is None and same_bits(alone, columns)
 
 
 def check_into(x: torch.Tensor, scale_format: str) -> None:
@@ -52,7 +52,7 @@ def check_into(x: torch.Tensor, scale_format: str) -> None:
 
     for data, scale in engine_layouts(x):
         quantize_into(x, data, scale, scale_format)
-        assert _same((data, scale), quantize_1x128(x, scale_format))
+        assert same_bits((data, scale), quantize_1x128(x, scale_format))
 
 
 def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -68,7 +68,7 @@ def engine_layouts(x: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 def check_rows(rows: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, scale_format: str) -> None:
     """Data [T, K] and scales [T, K/128] of Q_1x128(x), T contiguous and its stride a multiple of 4."""
-    assert _same(rows, quantize_1x128(x, scale_format))
+    assert same_bits(rows, quantize_1x128(x, scale_format))
     assert not len(x) or (rows[0].is_contiguous() and rows[1].stride() == (1, -(-len(x) // 4) * 4))
 
 
@@ -77,7 +77,7 @@ def check_columns(columns: tuple[torch.Tensor, torch.Tensor], x: torch.Tensor, s
     data, scale = quantize_128x1(x, scale_format)
     padding = columns[0].shape[1] - len(x)
     assert 0 <= padding < 128 and not columns[0][:, len(x) :].view(torch.uint8).any()
-    assert _same((columns[0][:, : len(x)], columns[1]), (data.t(), scale.t()))
+    assert same_bits((columns[0][:, : len(x)], columns[1]), (data.t(), scale.t()))
     assert columns[0].is_contiguous() and columns[1].stride(0) == 1
 
 
@@ -89,7 +89,7 @@ def _part(columns, x, groups, index):
     return data, columns[1][:, before // 128 : (before + length) // 128]
 
 
-def _same(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
+def same_bits(got: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
     """Equal shapes and equal bits."""
     return all(
         a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))

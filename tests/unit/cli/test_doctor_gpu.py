@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 from megatron_rl.cli import doctor_gpu
 from megatron_rl.precision.backends import requirements
 
@@ -20,33 +18,24 @@ def pins() -> dict[str, str]:
     return versions | {"transformer-engine-torch": versions["transformer-engine"]}
 
 
-@pytest.fixture
-def whole(monkeypatch):
-    """A machine as launch/install_gpu.sh leaves it."""
+def test_the_pinned_installation_and_this_machine_have_none(monkeypatch):
     for name in ("LD_BIND_NOW", doctor_gpu.SCALES_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(doctor_gpu, "list_distributions", pins)
     monkeypatch.setattr(doctor_gpu, "read_nvcc_release", lambda home: "13.0")
     monkeypatch.setattr(doctor_gpu, "check_transformer_engine_import", lambda versions: None)
-
-
-def test_the_pinned_installation_has_none(whole):
+    monkeypatch.setattr(doctor_gpu, "list_distributions", pins)
     assert doctor_gpu.find_pitfalls("13.0", "580.65.06") == []
+    monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
+    assert doctor_gpu.find_pitfalls(None, None) == []
 
 
 def test_the_pins_are_those_of_the_engine_and_of_the_back_ends(monkeypatch):
-    wanted = doctor_gpu.read_engine_pins()
-    assert set(wanted) == set(doctor_gpu.ENGINE_PINS)
-    assert {name: pins()[name] for name in wanted} == wanted
+    engine_pins = doctor_gpu.read_engine_pins()
+    assert set(engine_pins) == set(doctor_gpu.ENGINE_PINS)
+    assert {name: pins()[name] for name in engine_pins} == engine_pins
     monkeypatch.setattr(requirements, "find_version", pins().get)
     missing = [problem for backend in requirements.BACKENDS for problem, _ in requirements.find_missing(backend)]
     assert not any("is not installed" in problem or "known versions" in problem for problem in missing), missing
-
-
-def test_this_machine_has_nothing_to_fall_into_but_its_environment(monkeypatch):
-    monkeypatch.delenv(doctor_gpu.SCALES_VARIABLE, raising=False)
-    monkeypatch.setattr(doctor_gpu, "list_distributions", lambda: {"torch": "2.13.0", "sglang": "0.5.23"})
-    assert doctor_gpu.find_pitfalls(None, None) == []
 
 
 def test_the_scale_variable():

@@ -55,8 +55,8 @@ def test_tensors_are_those_of_transformers(kind):
     shapes = {name: list(value.shape) for name, value in reference.named_parameters()}
     shapes |= {name: list(value.shape) for name, value in reference.named_buffers() if name.endswith("e_score_correction_bias")}
     geometry = ModelGeometry.from_hf_config(config)
-    ours = {name: [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols] for name, tensor in geometry.tensors().items()}
-    assert stacked_experts(ours) == shapes
+    own_shapes = {name: [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols] for name, tensor in geometry.tensors().items()}
+    assert stacked_experts(own_shapes) == shapes
 
 
 def test_deepseek_v3_is_read_whole():
@@ -64,15 +64,13 @@ def test_deepseek_v3_is_read_whole():
     assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
     assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=frozenset({0, 1, 2}), correction_bias=True)
     assert geometry.head_dim == 192
-    assert sum(tensor.rows * tensor.cols for tensor in geometry.tensors().values()) == pytest.approx(671e9, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "name, parameters", [("Qwen3-235B-A22B", 235.09e9), ("Llama-3.1-8B", 8.03e9), ("Qwen2.5-7B", 7.616e9), ("Llama-3.2-1B", 1.236e9)]
-)
-def test_the_number_of_parameters_is_the_published_one(name, parameters):
-    tensors = published_model(name).tensors().values()
-    assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
+def test_the_number_of_parameters_is_the_published_one():
+    published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
+    for name, parameters in published.items():
+        tensors = published_model(name).tensors().values()
+        assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
 
 
 def test_head_dim_is_hidden_by_heads_where_the_config_leaves_it_open():

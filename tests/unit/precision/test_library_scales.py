@@ -15,7 +15,7 @@ ONE_BINADE = (np.arange(1 << 23, dtype=np.uint32) | np.uint32(0x3F800000)).view(
 """Every mantissa of FP32. Powers of two scale every formula exactly, as long as nothing is clamped."""
 
 
-def ours(amax: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
+def contract_scales(amax: np.ndarray, scale_format: str) -> tuple[np.ndarray, np.ndarray]:
     scale, multiplier = compute_scales(torch.from_numpy(amax), scale_format)
     return scale.numpy(), multiplier.numpy()
 
@@ -25,17 +25,14 @@ def ulps(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.abs(a.view(np.int32).astype(np.int64) - b.view(np.int32))
 
 
-@pytest.mark.parametrize("formula", [library.transformer_engine_pow2, library.sglang_cuda_pow2])
+@pytest.mark.parametrize(
+    "formula, scale_format",
+    [(library.transformer_engine_pow2, "pow2"), (library.sglang_cuda_pow2, "pow2"), (library.transformer_engine_fp32, "fp32")],
+)
 @pytest.mark.parametrize("amax", [ALL_BF16, ONE_BINADE], ids=["every bf16", "every mantissa"])
-def test_no_power_of_two_scale_differs(formula, amax):
-    for theirs, contract in zip(formula(amax), ours(amax, "pow2"), strict=True):
-        assert np.array_equal(theirs, contract)
-
-
-def test_the_contracts_fp32_scales_are_transformer_engines():
-    for amax in (ALL_BF16, ONE_BINADE):
-        for theirs, contract in zip(library.transformer_engine_fp32(amax), ours(amax, "fp32"), strict=True):
-            assert np.array_equal(theirs, contract)
+def test_no_power_of_two_scale_differs_and_no_fp32_scale_from_transformer_engines(formula, scale_format, amax):
+    for scales, contract in zip(formula(amax), contract_scales(amax, scale_format), strict=True):
+        assert np.array_equal(scales, contract)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +51,6 @@ def test_fp32_scales_differ_in_known_fractions(formula, differing, largest, of_m
 def test_what_is_clamped_differs_by_one_step_in_sglangs_kernel_alone():
     """A block of zeros: the stored FP32 scale, which multiplies nothing but zeros."""
     zero = np.zeros(1, np.float32)
-    theirs = library.transformer_engine_fp32(zero)[0]
-    assert ulps(library.sglang_cuda_fp32(zero)[0], theirs) == 1 and ulps(library.sglang_triton_fp32(zero)[0], theirs) == 0
+    expected = library.transformer_engine_fp32(zero)[0]
+    assert ulps(library.sglang_cuda_fp32(zero)[0], expected) == 1 and ulps(library.sglang_triton_fp32(zero)[0], expected) == 0
     assert library.transformer_engine_pow2(zero)[0] == library.sglang_cuda_pow2(zero)[0] == 2.0**-42

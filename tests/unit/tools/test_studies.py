@@ -49,23 +49,19 @@ def test_a_run_of_another_configuration_is_made_anew(tmp_path):
     algorithm_run(tmp_path, "dapo", [0.5, 0.5])
     (tmp_path / "model").mkdir()
     for change in ("--train.seed=1", "--train.learning_rate=1e-3"):
-        done = study(
-            "studies/algorithms", "--algorithms", "dapo", "--steps", 1, "--out", tmp_path, change, f"--model.path={tmp_path / 'model'}"
-        )
+        options = ("--algorithms", "dapo", "--steps", 1, "--out", tmp_path, change, f"--model.path={tmp_path / 'model'}")
+        done = study("studies/algorithms", *options)
         assert done.returncode == 2 and "holds no config.json" in done.stderr
 
 
-WRONG = (
-    ("studies/algorithms", "--algorithms", "gppo"),
-    ("studies/precision", "--modes", "fp4"),
-    ("studies/precision", "--settings", "grpo"),
-)
-
-
 def test_what_is_not_known_is_refused(tmp_path):
-    for tool, *wrong in WRONG:
-        done = study(tool, *wrong, "--out", tmp_path)
-        assert done.returncode == 2 and wrong[-1] in done.stderr and not any(tmp_path.iterdir())
+    for tool, option, value in (
+        ("algorithms", "--algorithms", "gppo"),
+        ("precision", "--modes", "fp4"),
+        ("precision", "--settings", "grpo"),
+    ):
+        done = study(f"studies/{tool}", option, value, "--out", tmp_path)
+        assert done.returncode == 2 and value in done.stderr and not any(tmp_path.iterdir())
     done = study("studies/algorithms", "--config", "absent.toml", "--out", tmp_path)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "absent.toml" in done.stderr
 
@@ -73,22 +69,14 @@ def test_what_is_not_known_is_refused(tmp_path):
 def test_the_precision_study_shows_modes_side_by_side(tmp_path):
     """Two seeds each: means of accuracies, their spread, the deepest fall, and the falls of the reward."""
     scores = {"bf16": ([0.25, 0.5, 0.75], [0.25, 0.75, 0.5]), "fp8_rollout+tis": ([0.25, 0.5, 0.5], [0.25, 0.25, 0.25])}
-    for mode, tis, name in (
-        ("bf16", False, "bf16"), ("bf16", True, "bf16"), ("fp8_rollout", False, "fp8_rollout+tis"), ("fp8_rollout", True, "fp8_rollout+tis")
-    ):  # fmt: skip
-        for seed, values in enumerate(scores[name]):
-            overrides = {
-                "model.path": tmp_path / "model",
-                "precision.mode": mode,
-                "algorithm.correction": "tis" if tis else "none",
-                "train.seed": seed,
-                "train.steps": 2,
-                "log.attribute_every": 10,
-                "algorithm.updates_per_step": 8,
-            }
-            folder = tmp_path / "many_updates" / f"{mode}{'+tis' * tis}" / f"seed{seed}"
-            causes = {"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125}
-            run_folder(folder, values, *(f"--{key}={value}" for key, value in overrides.items()), **causes)
+    causes = {"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125}
+    fixed = ("--train.steps=2", "--log.attribute_every=10", "--algorithm.updates_per_step=8", f"--model.path={tmp_path / 'model'}")
+    for mode, name in (("bf16", "bf16"), ("fp8_rollout", "fp8_rollout+tis")):
+        for correction, suffix in (("none", ""), ("tis", "+tis")):
+            for seed, values in enumerate(scores[name]):
+                folder = tmp_path / "many_updates" / f"{mode}{suffix}" / f"seed{seed}"
+                overrides = (f"--precision.mode={mode}", f"--algorithm.correction={correction}", f"--train.seed={seed}", *fixed)
+                run_folder(folder, values, *overrides, **causes)
     arguments = ("--modes", "bf16,fp8_rollout", "--settings", "many_updates", "--seeds", 2, "--steps", 2, "--tis", "--out", tmp_path)
     done = study("studies/precision", *arguments)
     assert done.returncode == 0, done.stderr

@@ -22,11 +22,7 @@ def test_logits_are_products_of_fp32_values():
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-5)
     assert not torch.equal(logits.topk(8).indices, (x @ weight.t()).topk(8).indices)  # what SGLang does itself chooses other experts
-
-
-def test_one_token_has_the_logits_it_has_among_others():
-    x, weight = torch.randn(20, 256).bfloat16(), torch.randn(8, 256).bfloat16()
-    assert torch.equal(fp32_router.compute_router_logits(x[:1], weight), fp32_router.compute_router_logits(x, weight)[:1])
+    assert torch.equal(fp32_router.compute_router_logits(x[:1], weight), logits[:1]), "a token alone"
 
 
 @pytest.mark.parametrize("method", [UnquantizedLinearMethod, Fp8LinearMethod])
