@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch.distributed as dist
@@ -46,6 +47,17 @@ def raise_on_all_ranks(error: MegatronRLError | None) -> None:
     for rank_error in gather_from_ranks(error):
         if rank_error is not None:
             raise rank_error
+
+
+@contextmanager
+def errors_on_all_ranks() -> Iterator[None]:
+    """Run the block on every rank; raise the first rank's expected error on all of them. Collective."""
+    caught = None
+    try:
+        yield
+    except MegatronRLError as error:
+        caught = error
+    raise_on_all_ranks(caught)
 
 
 def to_lost_rank_error(error: BaseException) -> RunError | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.distributed import raise_on_all_ranks
+from megatron_rl.distributed import errors_on_all_ranks
 from megatron_rl.errors import UserError, geometry_as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
@@ -44,15 +44,11 @@ def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard]) -> No
 
     Raises UserError on every rank for what `HFCheckpoint` refuses.
     """
-    failure = None
-    try:
+    with errors_on_all_ranks():
         hf_config = read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config)
         checkpoint.check(ModelGeometry.from_hf_config(hf_config))
         _load(model, checkpoint, shards)
-    except UserError as error:
-        failure = error
-    raise_on_all_ranks(failure)
 
 
 @torch.no_grad()

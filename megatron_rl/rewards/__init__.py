@@ -35,8 +35,7 @@ def load_function(name: str, settings: Mapping[str, str] | None = None) -> Rewar
     _check_signature(function, name)
     if name in FUNCTIONS:
         getattr(module, "prepare", lambda: None)()
-    loaded: RewardFunction = function
-    return loaded
+    return function
 
 
 def _check_signature(function: object, name: str) -> None:

@@ -105,8 +105,6 @@ class EnginePool:
         """Completions requested from each engine and not yet returned."""
         return tuple(replica.outstanding for replica in self._replicas)
 
-    # --- completions
-
     def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
@@ -151,8 +149,6 @@ class EnginePool:
             replica = min(serving, key=lambda replica: replica.outstanding)
             replica.outstanding += count
             return replica, replica.engine
-
-    # --- losses
 
     def _mark_lost(self, replica: _Replica, engine: Engine, error: EngineLostError) -> None:
         """Record a loss, once, and start a successor if a restart is left."""
@@ -203,8 +199,6 @@ class EnginePool:
         if graph is not None and graph != self._graphs[replica.number]:
             raise RunError(f"engine {replica.number} has another precision graph than the one whose place it took ({reason})")
         replica.lost = None
-
-    # --- the rest of the protocol
 
     def wait_until_ready(self) -> None:
         """Return at once: `__init__` has waited."""

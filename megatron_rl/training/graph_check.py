@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from megatron_rl.distributed import is_rank0, raise_on_all_ranks, run_on_rank0
+from megatron_rl.distributed import errors_on_all_ranks, is_rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.precision_graph import read_rank_graph
 from megatron_rl.precision.contract import PrecisionContract
@@ -52,22 +52,17 @@ class GraphComparison:
 def read_training_graph(model: Any) -> PrecisionGraph | None:
     """Return the graph of the whole trainer on rank 0, None on other ranks. Collective; raises RunError on every rank if a rank cannot read
     its graph, or two ranks have different edges for one part."""
-    rank_graph, merged, failure = None, None, None
-    try:
+    with errors_on_all_ranks():
         rank_graph = read_rank_graph(model)
-    except RunError as error:
-        failure = error
-    raise_on_all_ranks(failure)
     rank_graphs: list[Any] = [rank_graph]
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank_graphs = [None] * dist.get_world_size()
         dist.gather_object(rank_graph, rank_graphs if is_rank0() else None)
-    if is_rank0():
+    with errors_on_all_ranks():
         try:
-            merged = merge_graphs(rank_graphs)
+            merged = merge_graphs(rank_graphs) if is_rank0() else None
         except ValueError as error:
-            failure = RunError(f"the trainer's precision graph: {error}")
-    raise_on_all_ranks(failure)
+            raise RunError(f"the trainer's precision graph: {error}") from None
     return merged
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.distributed import raise_on_all_ranks
+from megatron_rl.distributed import errors_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.mla import ReplicatedLinear
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
@@ -218,14 +218,10 @@ def find_fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
 def quantize_model(model: ModelChunks) -> None:
     """Quantize every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: raise RunError that
     names a weight with inf or NaN on every rank."""
-    failure = None
-    try:
+    with errors_on_all_ranks():
         for chunk in get_model_chunks(model):
             for name, layer in find_fp8_layers(chunk).items():
                 layer.quantize(global_name(chunk, f"{name}.weight"))
-    except RunError as error:
-        failure = error
-    raise_on_all_ranks(failure)
 
 
 @contextmanager
