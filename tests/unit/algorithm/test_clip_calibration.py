@@ -54,25 +54,18 @@ def test_the_bounds_clip_in_fp8_what_the_configured_ones_clip_without(noise):
     assert high > REFERENCE[1] and min(errors, key=errors.__getitem__) == high
 
 
-def test_without_noise_nothing_moves():
+def test_without_noise_or_with_one_sign_alone_nothing_moves_and_moves_are_damped():
     assert find_target_bounds(noisy(0.0), REFERENCE) == REFERENCE
     assert find_target_bounds(noisy(0.0), (0.77, 1.25)) == (0.77, 1.25), "bounds that are not on the grid"
-
-
-def test_one_sign_alone_says_nothing():
+    moves = {(0.8, 1.2): (0.8, 1.2), (0.76, 1.24): (0.78, 1.22), (0.5, 2.0): (0.75, 1.3), (0.9, 1.2): (0.85, 1.2)}
+    for target, result in moves.items():
+        assert move_bounds(REFERENCE, target) == pytest.approx(result)
     tokens = noisy(0.1)
     for sign in (1.0, -1.0, 0.0):
         alone = CalibrationTokens(tokens.quantized, tokens.exact, torch.full_like(tokens.advantages, sign), tokens.weights)
         assert find_target_bounds(alone, REFERENCE) == REFERENCE
     outside = CalibrationTokens(*(torch.tensor(values) for values in ([0.3, 1.0], [0.3, 1.0], [-1.0, 1.0], [1.0, 1.0])))
     assert find_target_bounds(outside, REFERENCE) == REFERENCE, "nothing negative within the bounds"
-
-
-@pytest.mark.parametrize(
-    "target, result", [((0.8, 1.2), (0.8, 1.2)), ((0.76, 1.24), (0.78, 1.22)), ((0.5, 2.0), (0.75, 1.3)), ((0.9, 1.2), (0.85, 1.2))]
-)
-def test_moves_are_damped(target, result):
-    assert move_bounds(REFERENCE, target) == pytest.approx(result)
 
 
 def test_a_step_is_measured_on_its_last_update_with_corrections_and_engine_probabilities():

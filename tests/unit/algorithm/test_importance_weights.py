@@ -66,7 +66,7 @@ def test_weights_and_their_statistics_by_sign_of_the_advantage(kind, sequences):
     assert (metrics["correction/touched_positive"], metrics["correction/touched_negative"]) == pytest.approx(touched)
 
 
-def test_equal_log_probs_need_no_correction(sequences):
+def test_equal_log_probs_need_no_correction_and_hopeless_ones_are_finite(sequences):
     """What unified precision aims at: all weights are 1, none is touched."""
     for sequence in sequences:
         sequence.old_logprobs = sequence.rollout_logprobs.clone()
@@ -75,11 +75,7 @@ def test_equal_log_probs_need_no_correction(sequences):
         weights = {name: value for name, value in metrics.items() if "mean" in name or "max" in name}
         assert len(weights) == 4 and set(weights.values()) == {1.0}
         assert metrics["correction/touched_positive"] == metrics["correction/touched_negative"] == 0
-
-
-def test_a_hopeless_ratio_is_finite(sequences):
-    """exp() of it overflows; a capped or masked weight does not."""
-    sequences[0].old_logprobs = sequences[0].rollout_logprobs + 1000.0
+    sequences[0].old_logprobs = sequences[0].rollout_logprobs + 1000.0  # exp() overflows; a capped or masked weight does not
     for kind, weight in zip(KINDS, (2.0, 2.0, 0.0, 0.0), strict=True):
         assign_corrections(sequences, AlgorithmConfig(correction=kind))
         assert sequences[0].importance_weights.tolist() == [weight] * 3

@@ -97,11 +97,6 @@ def test_context_ranks_get_equal_parts_of_every_sequence(samples, most, multiple
         assert {len(part) for part in parts} == {width // context}
 
 
-def test_a_context_rank_has_a_chunk_from_the_front_and_one_from_the_back():
-    assert context_parallel_positions([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
-    assert context_parallel_positions([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
-
-
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 400), st.integers(1, 8))
 def test_bins_hold_every_sequence_once_keep_the_bound_and_are_alike(lengths, bound, replicas):
     bins = pack(lengths, bound, replicas)
@@ -128,6 +123,9 @@ def test_thousands_of_sequences_that_fit_badly_are_packed_at_once():
 
 
 def test_one_micro_batch_by_hand_and_none():
+    """A context rank has a chunk from the front and one from the back."""
+    assert context_parallel_positions([8, 4], 0, 2) == [0, 1, 6, 7, 8, 11]
+    assert context_parallel_positions([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
     (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4])], 64)
     assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any(), "unknown ones are zeros"
     assert make_micro_batches([], 64, 0, 1) == make_micro_batches([], 64, 0, 2) == []

@@ -82,13 +82,10 @@ def test_a_set_of_problems_is_one_text_or_a_list_of_tables(load):
     assert (only.source, only.weight) == ("c", 2.0)
 
 
-def test_sets_have_names(load):
+def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
     labels = {"data/gsm8k/test.jsonl": "gsm8k/test", "arithmetic": "arithmetic", "hf:openai/gsm8k:main:test": "gsm8k/main/test"}
     for source, label in (labels | {"hf:/clones/MATH-500:test": "MATH-500/test"}).items():
         assert load(MODEL, f"--data.eval={source}").data.eval[0].label == label
-
-
-def test_overrides_leave_the_given_table_alone():
     table = {"train": {"steps": 7}}
     assert apply_overrides(table, ["--train.seed=1"]) == {"train": {"steps": 7, "seed": 1}}
     assert table == {"train": {"steps": 7}}

@@ -163,10 +163,7 @@ def test_the_page_shows_the_figures_and_obeys_nothing(tmp_path):
     assert page.count("<svg") == 1 and page.count("<article") == 12
     assert "pass@4" in page and "maj@4" in page and "maj@2" not in page and "arithmetic, level 1" in page
     assert "<script" not in page and "&lt;script&gt;" in page and "src=" not in page and "default-src 'none'" in page
-
-
-def test_words(tmp_path):
-    alone = results(tmp_path / "e", with_baseline=False)
+    alone = results(tmp_path / "alone", with_baseline=False)
     assert summarize(alone) == "mean@4 is 75.0 % on 6 problems."
     assert [title for title, _, _ in list_columns(alone)] == ["mean@4", "pass@2", "pass@4", "maj@4"]
     assert format_points({"value": -0.081, "low": -0.1, "high": 0.02}) == "-8.1 (-10.0…+2.0)"

@@ -75,6 +75,8 @@ def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
     check(split(folder, 3))
     edit_config(folder, {"tie_word_embeddings": True})
     check(folder)
+    assert not is_fp8_checkpoint({}) and not is_fp8_checkpoint({"quantization_config": None})
+    assert is_fp8_checkpoint({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
 
 
 @pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
@@ -135,12 +137,6 @@ def test_other_quantisations(folder, settings, line):
     with pytest.raises(UserError) as caught:
         check(folder)
     assert str(caught.value).startswith(f"config.json quantization_config.{line}") and "\n" not in str(caught.value)
-
-
-def test_the_settings_that_are_read():
-    assert not is_fp8_checkpoint({}) and not is_fp8_checkpoint({"quantization_config": None})
-    assert is_fp8_checkpoint({"quantization_config": SETTINGS})
-    assert is_fp8_checkpoint({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
 
 
 @high

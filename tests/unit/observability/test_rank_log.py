@@ -16,7 +16,7 @@ def text(folder) -> str:
     return (folder / "ranks" / "rank_00003.log").read_text()
 
 
-def test_warnings_of_all_kinds_are_in_it_and_nothing_less(tmp_path):
+def test_warnings_of_all_kinds_are_in_it_and_nothing_less(tmp_path, monkeypatch, capsys):
     before = list(logging.getLogger().handlers)
     with rank_log(tmp_path, 3, 8):
         logging.getLogger("a.library").warning("careful: %d", 5)
@@ -29,6 +29,10 @@ def test_warnings_of_all_kinds_are_in_it_and_nothing_less(tmp_path):
     assert any("WARNING py.warnings: " in line and "DeprecationWarning: old" in line for line in rest)
     assert "chatter" not in text(tmp_path) and "after" not in text(tmp_path)
     assert logging.getLogger().handlers == before
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # without handlers they still go to the console
+    with rank_log(tmp_path, 3, 8):
+        logging.getLogger("a.library").warning("unhandled")
+    assert "unhandled" in capsys.readouterr().err and "unhandled" in text(tmp_path)
 
 
 def test_how_a_rank_ended(tmp_path):
@@ -38,10 +42,3 @@ def test_how_a_rank_ended(tmp_path):
     assert "ended: RunError: the engine is gone\n" in text(tmp_path)
     assert "Traceback" in text(tmp_path) and "ZeroDivisionError: a bug\n" in text(tmp_path)
     assert text(tmp_path).count("rank 3 of 8") == 2, "a run that goes on writes on"
-
-
-def test_without_handlers_warnings_still_go_to_the_console(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    with rank_log(tmp_path, 3, 8):
-        logging.getLogger("a.library").warning("careful")
-    assert "careful" in capsys.readouterr().err and "careful" in text(tmp_path)

@@ -115,26 +115,20 @@ def without_a_problem(text): ...
 def with_defaults(text, problem, extra=1): ...
 
 
-def test_functions_are_found_by_name():
+def test_functions_are_found_by_name_and_what_is_none_is_refused():
     assert load_function("arithmetic") is arithmetic.reward
-    assert load_function("math") is math_reward.reward
-    assert load_function("megatron_rl.rewards.math:reward") is math_reward.reward
+    assert load_function("math") is load_function("megatron_rl.rewards.math:reward") is math_reward.reward
     assert load_function("format", {"pattern": "a+"})("aa", _problem("")).correct
     assert load_function(f"{__name__}:with_defaults") is with_defaults
-
-
-@pytest.mark.parametrize(
-    "name, wrong",
-    [
-        ("absent", "has no attribute 'absent'"),
-        ("DATA", "is a PosixPath, not a function"),
-        ("asynchronous", "must be a plain function, not an async one"),
-        ("without_a_problem", r"must take \(text, problem\): too many positional arguments"),
-    ],
-)
-def test_what_is_no_reward_function_is_refused(name, wrong):
-    with pytest.raises((TypeError, AttributeError), match=wrong):
-        load_function(f"{__name__}:{name}")
+    wrong = {
+        "absent": "has no attribute 'absent'",
+        "DATA": "is a PosixPath, not a function",
+        "asynchronous": "must be a plain function, not an async one",
+        "without_a_problem": r"must take \(text, problem\): too many positional arguments",
+    }
+    for name, rule in wrong.items():
+        with pytest.raises((TypeError, AttributeError), match=rule):
+            load_function(f"{__name__}:{name}")
 
 
 needs_gsm8k = pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")

@@ -86,10 +86,7 @@ def test_the_sum_is_weighted_and_keeps_its_parts():
         Reward(0.25, False, parts={"format": 1.0, "math": 0.0, "length": 0.0}),
         Reward(1.25, True, parts={"format": 1.0, "math": 1.0, "length": 0.0}),
     ]
-
-
-def test_a_single_function_has_no_parts():
-    with Scorer(RewardConfig(function="exact", workers=1), print) as scorer:
+    with Scorer(RewardConfig(function="exact", workers=1), print) as scorer:  # a single function has no parts
         assert scorer.score(["5", "6"], problems("5", "5"), [1, 1]) == [Reward(1.0, True), Reward(0.0, False)]
 
 

@@ -125,10 +125,7 @@ def test_answers_come_in_order_and_the_work_is_shared(fleet):
         for engine in three.started:
             engine.hold.set()
         assert [answer.output_ids_T for answer in answers.result(60)] == [[number + 1] for number in range(50)]
-
-
-def test_one_engine_gets_everything_in_one_request(fleet):
-    single = fleet(engines=1, max_running_requests=4)
+    single = fleet(engines=1, max_running_requests=4)  # one engine gets everything in one request
     assert len(single.engines.generate(prompts(50), GREEDY)) == 50
     assert single.started[0].asked == [50]
     assert single.engines.generate([], GREEDY) == []
@@ -203,21 +200,18 @@ def test_restarts_are_counted_between_policy_versions(fleet):
         never.engines.wait_for_successors(never.lose(0))
 
 
-def test_a_successor_that_does_not_start_is_tried_again(fleet):
+def test_a_successor_that_does_not_start_is_tried_again_and_one_of_another_precision_graph_refused(fleet):
     two = fleet(engines=2, broken=(2, 3))
     assert two.engines.wait_for_successors(two.lose(0)) == 1
     assert [engine.number for engine in two.started] == [0, 1, 0, 0, 0]
     assert [bool(engine.stopped) for engine in two.started] == [True, False, True, True, False]
     with pytest.raises(RunError, match="did not start"):  # at the beginning it takes the others with it
         Fleet(engines=2, broken=(1,))
-
-
-def test_a_successor_with_another_precision_graph_is_refused(fleet):
-    single = fleet()
-    single.started[0].graphs = ["another"]
-    single.engines.read_graph()
-    with pytest.raises(RunError, match="engine 0 has another precision graph"):
-        single.engines.wait_for_successors(single.lose(0))
+    two.started[1].graphs = ["another"]
+    two.engines.read_graph()
+    two.engines.end_sync(1)  # restarts are counted anew
+    with pytest.raises(RunError, match="engine 1 has another precision graph"):
+        two.engines.wait_for_successors(two.lose(1))
 
 
 def test_ranks_are_numbered_through(fleet):

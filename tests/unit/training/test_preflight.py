@@ -110,19 +110,12 @@ def test_experts_that_are_to_be_created(workplace, monkeypatch):
     assert preflight(load_config(workplace / "run.toml", [*EXPERTS, *layout])) == Layout(dp=2, ep=2)
 
 
-@pytest.mark.parametrize(
-    "ranks, sizes, layout",
-    [
-        ("2", ["tp=2"], Layout(tp=2)),
-        ("2", ["pp=2"], Layout(pp=2)),
-        ("2", ["dp=2"], Layout(dp=2)),
-        ("2", ["cp=2"], Layout(cp=2)),
-        ("8", ["tp=2", "pp=2", "dp=2", "sequence_parallel=false"], Layout(tp=2, pp=2, dp=2)),
-    ],
-)
-def test_layouts_that_pass(workplace, monkeypatch, ranks, sizes, layout):
-    monkeypatch.setenv("WORLD_SIZE", ranks)
-    assert preflight(load_config(workplace / "run.toml", [f"--train.layout.{size}" for size in sizes])) == layout
+def test_layouts_that_pass(workplace, monkeypatch):
+    sharded = {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": "false"}
+    for sizes, layout in (*(({size: 2}, Layout(**{size: 2})) for size in ("tp", "pp", "dp", "cp")), (sharded, Layout(tp=2, pp=2, dp=2))):
+        monkeypatch.setenv("WORLD_SIZE", str(layout.world_size))
+        options = [f"--train.layout.{name}={size}" for name, size in sizes.items()]
+        assert preflight(load_config(workplace / "run.toml", options)) == layout
 
 
 @pytest.mark.parametrize(

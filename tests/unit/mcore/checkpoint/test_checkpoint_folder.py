@@ -36,11 +36,11 @@ TORN = {
 }
 
 
-@pytest.mark.parametrize("how", TORN)
-def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path, how):
+@pytest.mark.parametrize("damage", TORN)
+def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path, damage):
     whole, torn = make(tmp_path, 4), make(tmp_path, 5)
     assert checkpoints.find_newest_whole(tmp_path) == (torn, {})
-    tear, reason = TORN[how]
+    tear, reason = TORN[damage]
     tear(torn)
     assert checkpoints.find_newest_whole(tmp_path) == (whole, {torn: reason})
     tear(whole)

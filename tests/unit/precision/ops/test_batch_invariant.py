@@ -69,13 +69,10 @@ def test_attention_is_that_of_torch_and_so_is_its_gradient(shape, monkeypatch):
     output = batch_invariant.causal_attention(*inputs)
     torch.testing.assert_close(output, wanted, rtol=1e-5, atol=1e-5)
     gradient = random(*wanted.shape, seed=9)
-    for ours, theirs in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for first, second in zip(torch.autograd.grad(output, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
     monkeypatch.setattr(batch_invariant, "MAX_SCORES", 3 * shape[0] * 160 * 7)  # seven queries at a time
     assert torch.equal(batch_invariant.causal_attention(*inputs), output)
-
-
-def test_bf16_is_computed_in_fp32_and_rounded_once():
-    query, key, value = (x.bfloat16() for x in attention_inputs(2, 2, 128, 128))
-    wide = batch_invariant.causal_attention(query.float(), key.float(), value.float())
-    assert torch.equal(batch_invariant.causal_attention(query, key, value), wide.bfloat16())
+    narrow = [x.detach().bfloat16() for x in inputs]  # computed in FP32 and rounded once
+    wide = batch_invariant.causal_attention(*(x.float() for x in narrow))
+    assert torch.equal(batch_invariant.causal_attention(*narrow), wide.bfloat16())

@@ -17,24 +17,18 @@ from megatron_rl.types import Problem
 PROBLEM = Problem("arithmetic:5+3-6", "5+3-6      =", "2", 2, "arithmetic")
 
 
-@pytest.mark.parametrize(
-    "expression, value",
-    [("5+3-6", 2), ("12*3", 36), (" 2 * (3 - 7) ", -8), ("-(-4)", 4), ("48/2", 24), ("-7//2", -4), ("+3", 3), ("0", 0), ("1+2*3", 7)],
-)
-def test_values(expression, value):
-    assert evaluate_expression(expression) == value
+REFUSED = [
+    "", " ", "1+", "()", "1 2", "2**9", "9**9**9", "1/0", "1//0", "7/2", "1.5", "1e3", "0x10", "1_0", "True", "x", "print(1)", "1,2",
+    "3(4)", "05", "1<2", "\x00", "9" * 16, "999999999*999999999", "(" * 64, "-" * 64, "1" + "+1" * 40, "１+１",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "", " ", "1+", "()", "1 2", "2**9", "9**9**9", "1/0", "1//0", "7/2", "1.5", "1e3", "0x10", "1_0", "True", "x", "print(1)", "1,2",
-        "3(4)", "05", "1<2", "\x00", "9" * 16, "999999999*999999999", "(" * 64, "-" * 64, "1" + "+1" * 40, "１+１",
-    ],
-)  # fmt: skip
-def test_refusals(expression):
-    with pytest.raises(ValueError):
-        evaluate_expression(expression)
+def test_values_and_refusals():
+    values = {"5+3-6": 2, "12*3": 36, " 2 * (3 - 7) ": -8, "-(-4)": 4, "48/2": 24, "-7//2": -4, "+3": 3, "0": 0, "1+2*3": 7}
+    assert {expression: evaluate_expression(expression) for expression in values} == values
+    for expression in REFUSED:
+        with pytest.raises(ValueError):
+            evaluate_expression(expression)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +54,9 @@ def test_a_turn_that_ends_with_a_call_is_answered(text, reply):
 def test_worked_examples_call_the_calculator_and_are_right():
     assert write_demonstration(PROBLEM) == ["<<5+3-6>>", "2", "#2"]
     for problem in generate(40, [2, 3, 4, 5], 0, "train"):
-        call, said, answer = write_demonstration(problem)
-        assert Calculator(problem).step(call) == Message(said)
-        assert reward(call + said + answer, problem).correct
+        call, result, answer = write_demonstration(problem)
+        assert Calculator(problem).step(call) == Message(result)
+        assert reward(call + result + answer, problem).correct
 
 
 class Letters:
