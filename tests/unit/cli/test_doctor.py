@@ -20,14 +20,11 @@ def pins(*names: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9-]+)==([^+\s]+)", text, re.MULTILINE))
 
 
-def test_tested_versions_are_the_installed_ones():
+def test_tested_versions_are_the_installed_ones_and_pythons_the_packagings():
     cpu, gpu = pins("-torch", "-common", ""), pins("-common", "-gpu")
     assert {name: cpu[name] for name in doctor.TESTED} == doctor.TESTED
     assert {name: gpu[name] for name in doctor.TESTED} == doctor.TESTED | doctor.GPU_PINNED
     assert set(doctor.NEEDED_PACKAGES) <= set(cpu) & set(gpu)
-
-
-def test_pythons_agree_with_the_packaging():
     (low, high) = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()).groups()
     assert [(3, minor) for minor in range(int(low), int(high))] == list(doctor.PYTHONS)
 

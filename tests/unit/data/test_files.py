@@ -85,17 +85,13 @@ def test_a_malformed_line_is_named(tmp_path, line, wrong):
     assert message.startswith(f"data.train = '{path}:3': ") and wrong in message and "\n" not in message
 
 
-def test_a_malformed_row_of_an_array_is_counted_from_one(tmp_path):
-    path = write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json")
-    with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):
-        read(path)
-
-
 def test_a_format_is_asked_for_by_what_fits(tmp_path):
     with pytest.raises(UserError, match=r'needs a format; its fields are question, answer, note; set format = "gsm8k"$'):
         read(write(tmp_path, GOOD), None)
     with pytest.raises(UserError, match=r"its fields are x; set format to one of gsm8k, arithmetic, math, deepmath, aime, and name"):
         read(write(tmp_path, b'{"x": 1}'), None)
+    with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):  # rows of an array are counted from one
+        read(write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json"))
 
 
 def test_files_that_are_none_or_hold_nothing_are_named(tmp_path):

@@ -77,6 +77,9 @@ def test_two_runs_in_one_second_and_latest(tmp_path: Path, capsys: pytest.Captur
         log.finish("finished")
     assert not (tmp_path / "latest").is_symlink()
     assert "no link" in capsys.readouterr().out
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"log\.dir"):
+        RunLog.create(tmp_path / "file", CONFIG, {})
 
 
 def break_run(parent: Path, error: BaseException, finished: bool = False) -> RunLog:
@@ -110,12 +113,6 @@ def test_events_are_one_line_and_never_markup(log: RunLog, capsys: pytest.Captur
     assert "a [/bold] bracket" in (text := capsys.readouterr().out)
     assert text.endswith(" | second\n")
     assert "a [/bold] bracket \\ud800 | second" in (log.dir / "run.log").read_text()
-
-
-def test_no_folder_can_be_made(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"log\.dir"):
-        RunLog.create(tmp_path / "file", CONFIG, {})
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"status": "great"}'])

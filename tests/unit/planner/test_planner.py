@@ -98,10 +98,7 @@ def test_the_engine_holds_what_the_sync_plan_writes():
     model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
     plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
     assert memory.count_engine_weights(replace(workload, model=model), 1, 1) == sum(map(plan.count_bytes, plan.transfers))
-
-
-def test_in_fp8_rollout_a_sync_makes_the_blocks():
-    rollout = job(precision={"mode": "fp8_rollout"})
+    rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
     assert memory.count_sync_quantization(rollout, Candidate(Layout()), 0) == memory.count_trainer_memory(job(), Layout(), 0).blocks
     assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
 

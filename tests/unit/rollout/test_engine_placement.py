@@ -91,34 +91,19 @@ def test_neighbours_on_another_machine_never_choose_the_same_port(launchers, mon
         assert [port % 8 for port in ports] == list(range(8)) and 20000 <= min(ports) <= max(ports) < 30000
 
 
-@pytest.mark.parametrize(
-    "lines, changes, line",
-    [
-        (
-            ("srun --nodelist=node2",),
-            {},
-            f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them; "
-            "start with launch/slurm, or give the variable a line for each node",
-        ),
-        (
-            ("srun a", "srun a"),
-            {},
-            f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; "
-            "give it a line of its own for each of rollout.hosts",
-        ),
-        (
-            ("", "srun a"),
-            {"transport": "cuda_ipc"},
-            f"sync.transport = 'cuda_ipc': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others; "
-            "use process_group, gloo, or disk with a shared folder",
-        ),
-    ],
-)
-def test_engines_that_cannot_be_where_they_should_are_refused(launchers, lines, changes, line):
-    launchers(*lines)
-    with pytest.raises(UserError) as error:
-        check_engine_placement(config(**changes))
-    assert str(error.value) == line
+def test_engines_that_cannot_be_where_they_should_are_refused(launchers):
+    def refusal(*lines: str, **changes: str) -> str:
+        launchers(*lines)
+        with pytest.raises(UserError) as error:
+            check_engine_placement(config(**changes))
+        return str(error.value)
+
+    hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them"
+    assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or give the variable a line for each node"
+    twice = f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices"
+    assert refusal("srun a", "srun a") == f"{twice}; give it a line of its own for each of rollout.hosts"
+    apart = f"sync.transport = 'cuda_ipc': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
+    assert refusal("", "srun a", transport="cuda_ipc") == f"{apart}; use process_group, gloo, or disk with a shared folder"
 
 
 def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(monkeypatch):
