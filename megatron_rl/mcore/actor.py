@@ -150,16 +150,16 @@ class Actor(Policy):
             self._forward_chunks,
             use_gloo_process_groups=False,
         )
-        self._offload = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
+        self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
         """Free device memory that only `update` needs; does nothing on a CPU. See `mcore.offload`."""
         if self._device.type != "cpu":
-            self._offload.offload()
+            self.offloader.offload()
 
     def reload_optimizer(self) -> None:
         """Undo `offload_optimizer`."""
-        self._offload.reload()
+        self.offloader.reload()
 
     def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Take one optimizer step on all samples. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of micro-batch positions

@@ -22,7 +22,7 @@ class OptimizerOffloader:
 
     def __init__(self, wrapped_chunks: list[Any], optimizer: Any, device: torch.device) -> None:
         """`wrapped_chunks`: Megatron's DistributedDataParallel of each of the model's chunks, which own the gradients."""
-        self._buffers = [buffer for chunk in wrapped_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        self.gradient_buffers = [buffer for chunk in wrapped_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         self._optimizers, self._device = flatten_chained(optimizer), device
         self._host: dict[tuple[int, str], torch.Tensor] = {}
         self._offloaded = False
@@ -32,7 +32,7 @@ class OptimizerOffloader:
         if self._offloaded:
             return
         self._move(self._host_copy)
-        for buffer in self._buffers:
+        for buffer in self.gradient_buffers:
             buffer.offload_to_cpu(move_params=False, move_grads=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the copies must be complete before their sources are freed
@@ -44,7 +44,7 @@ class OptimizerOffloader:
         if not self._offloaded:
             return
         self._move(lambda _, tensor: tensor.to(self._device, non_blocking=True, copy=True))
-        for buffer in self._buffers:
+        for buffer in self.gradient_buffers:
             buffer.reload_from_cpu(move_params=False, move_grads=True)
         self._offloaded = False
 

@@ -39,10 +39,10 @@ from parallel.formats import BLOCK
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
     """Return the graph of this rank's part: one model, or the chunks of a pipeline stage. Raise RunError for an unknown module."""
     chunks = model if isinstance(model, Sequence) else [model]
-    return merge_graphs(decoder_graph(_Reader(chunk).read_decoder()) for chunk in chunks)
+    return merge_graphs(decoder_graph(_MegatronReader(chunk).read_decoder()) for chunk in chunks)
 
 
-class _Reader:
+class _MegatronReader:
     def __init__(self, model: GPTModel) -> None:
         self.model = model
         self.seen: set[int] = set()

@@ -71,7 +71,7 @@ def transformer_engine_columns(x: torch.Tensor, scale_format: str) -> Quantized:
 
 def transformer_engine_weight(x: torch.Tensor, scale_format: str) -> Quantized:
     backend: Any = make_backend("transformer_engine", scale_format)
-    metadata = backend._weights(x).get_metadata()  # the project itself quantizes weights by the reference only
+    metadata = backend.weight_quantizer(x).get_metadata()  # the project itself quantizes weights by the reference only
     return metadata["rowwise_data"], metadata["rowwise_scale_inv"][:, : -(-x.shape[1] // 128)]
 
 

@@ -82,7 +82,7 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
         "different": [name for name in expected.keys() & tensors.keys() if not _same_bytes(tensors[name], expected[name])],
         "scales": sum(name.endswith("_scale_inv") for name in expected),
         "fp8_layers": sum(len(find_fp8_layers(chunk)) for chunk in chunks),
-        "computed": sum(layer._operand is not None for chunk in chunks for layer in find_fp8_layers(chunk).values()),
+        "computed": sum(layer.cached_operand is not None for chunk in chunks for layer in find_fp8_layers(chunk).values()),
     }
 
 

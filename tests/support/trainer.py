@@ -294,7 +294,7 @@ def train_with_offload(
     """Steps with the optimizer state offloaded between them, where `offload`, and log-probs and a checkpoint in between. Return bytes of
     gradients, log-probs, addresses of the state before and after, and the bytes of the weights."""
     trainer = Trainer(folder, precision, {"learning_rate": 3e-3}, layout=Layout(dp=dp))
-    actor, offloader = trainer.actor, trainer.actor._offload
+    actor, offloader = trainer.actor, trainer.actor.offloader
     gradients, logprobs, addresses = [], [], []
     for number, batch in enumerate(batches):
         offloader.reload()
@@ -305,7 +305,7 @@ def train_with_offload(
             offloader.offload()
             offloader.offload()
         addresses.append(_addresses(actor.optimizer))
-        gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader._buffers))
+        gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader.gradient_buffers))
         logprobs.append(torch.cat(actor.compute_logprobs(batch)[0]))
         state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
         CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()

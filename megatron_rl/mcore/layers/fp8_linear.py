@@ -98,7 +98,7 @@ class _FP8Linear:
     blocks: Fp8Weight
     config: TransformerConfig
     scale_format: str
-    _operand: Any = None
+    cached_operand: Any = None
     quantizes_input: bool = True
     fp8_enabled: bool = True
     """False within `disable_fp8`: the forward pass multiplies with the master."""
@@ -131,7 +131,7 @@ class _FP8Linear:
                 self.blocks = quantize_weight(ordered, self.scale_format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
-        self._operand = None
+        self.cached_operand = None
 
     @property
     def backend(self) -> Fp8Backend:
@@ -141,9 +141,9 @@ class _FP8Linear:
     @property
     def operand(self) -> Any:
         """The blocks in the form of the backend, made on first use: a model that only feeds an engine needs none."""
-        if self._operand is None:
-            self._operand = self.backend.prepare(self.blocks, self.row_order)
-        return self._operand
+        if self.cached_operand is None:
+            self.cached_operand = self.backend.prepare(self.blocks, self.row_order)
+        return self.cached_operand
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         sequence_parallel, group = options["sequence_parallel"], options["tp_group"]

@@ -31,7 +31,7 @@ class TransformerEngineBackend(GpuBackend):
     def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
         self.check_weight(blocks, row_order)
         data, scale = blocks.data.view(torch.uint8), blocks.scale
-        return self._tensor(self._weights, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
+        return self._tensor(self.weight_quantizer, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         self.check_input(x)
@@ -86,7 +86,7 @@ class TransformerEngineBackend(GpuBackend):
         return self._quantizer(1)
 
     @cached_property
-    def _weights(self) -> Any:
+    def weight_quantizer(self) -> Any:
         return self._quantizer(2)
 
     def _quantizer(self, dimensions: int) -> Any:
