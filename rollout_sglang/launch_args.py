@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -102,12 +103,16 @@ def _environment(tp: int, contract: PrecisionContract, placement: EnginePlacemen
 
 
 def _free_port(placement: EnginePlacement) -> int:
-    if placement.launcher:  # on another machine: the start fails if the port is taken; engines of one node never choose the same
-        return 20000 + secrets.randbelow(10000 // placement.engines_on_node) * placement.engines_on_node + placement.index
-    try:
-        with socket.socket() as probe:
-            probe.bind((placement.host, 0))
-            return probe.getsockname()[1]
-    except OSError as error:
-        fix = "use 127.0.0.1 or an address of this machine"
-        raise UserError("rollout.hosts", placement.host, f"cannot be bound ({error})", fix) from None
+    """Return a port below those that Linux hands out by itself: an engine binds it seconds later, and until then nobody is given it."""
+    while True:
+        port = 20000 + secrets.randbelow(10000 // placement.engines_on_node) * placement.engines_on_node + placement.index
+        try:
+            if (
+                not placement.launcher
+            ):  # on another machine: the start fails if the port is taken; engines of one node never choose the same
+                socket.create_server((placement.host, port)).close()
+            return port
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                fix = "use 127.0.0.1 or an address of this machine"
+                raise UserError("rollout.hosts", placement.host, f"cannot be bound ({error})", fix) from None
