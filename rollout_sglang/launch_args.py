@@ -107,9 +107,7 @@ def _free_port(placement: EnginePlacement) -> int:
     while True:
         port = 20000 + secrets.randbelow(10000 // placement.engines_on_node) * placement.engines_on_node + placement.index
         try:
-            if (
-                not placement.launcher
-            ):  # on another machine: the start fails if the port is taken; engines of one node never choose the same
+            if not placement.launcher:  # elsewhere a taken port fails the start; engines of one node never choose the same
                 socket.create_server((placement.host, port)).close()
             return port
         except OSError as error:

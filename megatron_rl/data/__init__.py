@@ -25,7 +25,6 @@ from megatron_rl.types import Problem
 if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
-
 _log = logging.getLogger(__name__)
 
 

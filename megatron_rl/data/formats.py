@@ -166,7 +166,6 @@ _READERS: dict[FormatName, _Reader] = {
     ),
 }
 
-
 KNOWN_COLUMNS = frozenset(column for reader in _READERS.values() for column in reader.columns)
 """Every column that some format reads."""
 

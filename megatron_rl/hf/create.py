@@ -11,7 +11,6 @@ from parallel.formats import dtype_name
 if TYPE_CHECKING:
     import torch
 
-
 _EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
 
 
