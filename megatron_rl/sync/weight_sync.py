@@ -24,7 +24,7 @@ from megatron_rl.distributed import gather_from_ranks, run_on_rank0
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.transport_check import check_hosts
+from megatron_rl.sync.transport_check import check_hosts, check_transport
 from parallel.digest import as_byte_matrix, digest, digest_all
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
@@ -85,6 +85,7 @@ class WeightSync:
         self.plan, self._read_named_tensors, self._settings = plan, read_named_tensors, settings or SyncConfig()
         self._engine = cast(Engine, engine)  # used inside run_on_rank0 only
         self._rank = dist.get_rank()
+        check_transport(self._settings)
         check_hosts(self._settings, gather_from_ranks(_BOOT_ID.read_text()))
         self._counts = {
             "bytes": sum(map(plan.count_bytes, plan.transfers)),
