@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from parallel.shards import GeometryError
+from parallel.plug import InputError
 
 
 class MegatronRLError(Exception):
@@ -51,9 +51,9 @@ class EngineLostError(RunError):
 
 
 @contextmanager
-def geometry_as_user_error(section: str = "") -> Iterator[None]:
-    """Turn a GeometryError of `parallel` into a UserError, its field preceded by `section`, such as "train."."""
+def as_user_error(section: str = "") -> Iterator[None]:
+    """Turn an InputError of `parallel` into a UserError, its field preceded by `section`, such as "train."."""
     try:
         yield
-    except GeometryError as error:
+    except InputError as error:
         raise UserError(section + error.field, error.value, error.rule, error.fix) from None

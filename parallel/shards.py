@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from parallel.formats import BLOCK, SCHEMES
+from parallel.plug import InputError
 
 FP32_ROLES = frozenset({"router_bias"})
 """Roles that are FP32 everywhere, in checkpoint, trainer and engine: a rounded correction bias would change the routing."""
 
 
-class GeometryError(ValueError):
-    """A model that cannot be sharded as asked. `field`, `value`, `rule` and `fix` are those of `megatron_rl.errors.UserError`."""
-
-    def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
-        self.field, self.value, self.rule, self.fix = field, value, rule, fix
-        super().__init__(f"{field} = {value}: {rule}" + (f"; {fix}" if fix else ""))
+class GeometryError(InputError):
+    """A model that cannot be sharded as asked."""
 
 
 class Rect(NamedTuple):

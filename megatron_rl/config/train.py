@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_rl.config.base import ConfigSection
-from megatron_rl.errors import geometry_as_user_error
+from megatron_rl.errors import as_user_error
 from parallel.layout import Layout
 
 
@@ -33,7 +33,7 @@ class LayoutConfig(ConfigSection):
 
     def to_layout(self) -> Layout:
         """Return the sizes as a `Layout`. Raise UserError where they are none."""
-        with geometry_as_user_error("train."):
+        with as_user_error("train."):
             return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp or 0, dp=self.dp, cp=self.cp)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths
-from megatron_rl.errors import UserError, geometry_as_user_error
+from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.config import parse_forward_config
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
@@ -72,7 +72,7 @@ def check_checkpoint(folder: Path, option: str, config: Config) -> EvalCheckpoin
     weights that the config's precision would quantize again.
     """
     try:
-        with geometry_as_user_error():
+        with as_user_error():
             return _check(folder, option, config)
     except UserError as error:
         if error.field not in ("--checkpoint", "model.path"):

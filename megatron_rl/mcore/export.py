@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.errors import UserError, geometry_as_user_error
+from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import atomic_folder, write_checkpoint
@@ -127,7 +127,7 @@ def convert(folder: Path, output: Path, precision_fields: dict[str, Any]) -> Non
     source = HFCheckpoint(folder, hf_config, "--checkpoint")
     if source.fp8 and precision_fields["mode"] != "bf16":
         raise UserError("--precision", None, f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")
-    with geometry_as_user_error():
+    with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)
     source.check(model)
     source.check_scales(model.tensors().values(), None)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_rl.distributed import errors_on_all_ranks
-from megatron_rl.errors import UserError, geometry_as_user_error
+from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
@@ -30,7 +30,7 @@ from parallel.shards import Shard, find_misaligned_region
 def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | None = None) -> list[Shard]:
     """Return the shards of a rank of `layout`, by default of this process. Raise UserError where model and layout do not fit."""
     rank = torch.distributed.get_rank() if rank is None else rank
-    with geometry_as_user_error():
+    with as_user_error():
         return build_megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
 
 

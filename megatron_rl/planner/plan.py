@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths
-from megatron_rl.errors import UserError, geometry_as_user_error
+from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.hf.files import read_config
 from megatron_rl.planner import block_alignment
@@ -83,7 +83,7 @@ def _make_workload(config: Config) -> Workload:
     else:
         hf_config = make_hf_config(create, 0, config.precision.high)
     check_lengths(config, hf_config)
-    with geometry_as_user_error():
+    with as_user_error():
         return Workload.from_config(config, hf_config)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths, check_placement, check_trainer_layout
 from megatron_rl.data import check_data
-from megatron_rl.errors import UserError, geometry_as_user_error
+from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.config import parse_forward_config, rope_theta
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.hf.files import read_config
@@ -101,7 +101,7 @@ def _check_model(config: Config, layout: Layout) -> None:
             raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
         hf_config = make_hf_config(config.model.create, 0, config.precision.high)
     parse_forward_config(hf_config)
-    with geometry_as_user_error():
+    with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
         check_trainer_layout(geometry, layout, config.train.layout)
         _check_experts(config, geometry)

@@ -1,0 +1,75 @@
+"""Plugs: what a user may bring of their own, named in the configuration by a built-in name or as `module:attribute`. No torch.
+
+A plug's field is checked twice: its form when the configuration is read, without any import (`Plug.check_name`), and the object itself
+before anything starts (`Plug.load`). docs/extending.md has a recipe for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_OWN = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
+class InputError(ValueError):
+    """Something of the user's that cannot be used. The fields are those of `megatron_rl.errors.UserError`, which it becomes."""
+
+    def __init__(self, field: str, value: object, rule: str, fix: str = "") -> None:
+        self.field, self.value, self.rule, self.fix = field, value, rule, fix
+        super().__init__(f"{field} = {value}: {rule}" + (f"; {fix}" if fix else ""))
+
+
+@dataclass(frozen=True)
+class Plug:
+    """One kind of plug."""
+
+    field: str
+    """The configuration's field that names it."""
+    builtin: Mapping[str, str]
+    """Built-in names, and the `module:attribute` of each."""
+    takes: tuple[str, ...] = ()
+    """What it is called with, by position; empty where its user checks the object further."""
+
+    def check_name(self, name: str) -> str:
+        """Return the name. Raise ValueError where it is neither built in nor of the form `module:attribute`."""
+        if name not in self.builtin and not _OWN.fullmatch(name):
+            raise ValueError(f"must be one of {', '.join(self.builtin)}, or your own as module:attribute")
+        return name
+
+    def load(self, name: str) -> Any:
+        """Import what a name stands for. Raise InputError where there is none, or where it does not take `takes`.
+
+        Modules are found on PYTHONPATH or in the working directory.
+        """
+        fix = f"use one of {', '.join(self.builtin)}, or module:attribute of what Python finds (PYTHONPATH, or the working directory)"
+        module, _, attributes = self.builtin.get(name, name).partition(":")
+        if not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
+        try:
+            self.check_name(name)
+            loaded = importlib.import_module(module)
+            for attribute in attributes.split("."):
+                loaded = getattr(loaded, attribute)
+        except Exception as error:  # whatever the module raises on import
+            raise InputError(self.field, name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
+        if self.takes:
+            self._check_call(name, loaded)
+        return loaded
+
+    def _check_call(self, name: str, loaded: object) -> None:
+        takes = f"must be a plain function of ({', '.join(self.takes)})"
+        if not callable(loaded) or inspect.iscoroutinefunction(loaded):
+            raise InputError(self.field, name, takes, "see docs/extending.md")
+        try:
+            inspect.signature(loaded).bind(*self.takes)
+        except TypeError as error:
+            raise InputError(self.field, name, f"{takes}: {error}", "see docs/extending.md") from None
+        except ValueError:  # some functions written in C tell no signature
+            return
