@@ -35,12 +35,16 @@ class Plug:
     builtin: Mapping[str, str]
     """Built-in names, and the `module:attribute` of each."""
     takes: tuple[str, ...] = ()
-    """What it is called with, by position; empty where its user checks the object further."""
+    """What it is called with, by position; empty where its user checks the object further. Built-in objects may differ."""
+
+    @property
+    def _choices(self) -> str:
+        return f"one of {', '.join(self.builtin)}, or " * bool(self.builtin) + "your own as module:attribute"
 
     def check_name(self, name: str) -> str:
         """Return the name. Raise ValueError where it is neither built in nor of the form `module:attribute`."""
         if name not in self.builtin and not _OWN.fullmatch(name):
-            raise ValueError(f"must be one of {', '.join(self.builtin)}, or your own as module:attribute")
+            raise ValueError(f"must be {self._choices}")
         return name
 
     def load(self, name: str) -> Any:
@@ -48,7 +52,7 @@ class Plug:
 
         Modules are found on PYTHONPATH or in the working directory.
         """
-        fix = f"use one of {', '.join(self.builtin)}, or module:attribute of what Python finds (PYTHONPATH, or the working directory)"
+        fix = f"use {self._choices}, where Python finds it (PYTHONPATH, or the working directory)"
         module, _, attributes = self.builtin.get(name, name).partition(":")
         if not {"", os.getcwd()} & set(sys.path):
             sys.path.append(os.getcwd())
@@ -59,7 +63,7 @@ class Plug:
                 loaded = getattr(loaded, attribute)
         except Exception as error:  # whatever the module raises on import
             raise InputError(self.field, name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
-        if self.takes:
+        if self.takes and name not in self.builtin:
             self._check_call(name, loaded)
         return loaded
 

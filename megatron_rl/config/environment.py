@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.plugs import ENVIRONMENTS
 
 
 class EnvironmentConfig(ConfigSection):
@@ -22,3 +23,8 @@ class EnvironmentConfig(ConfigSection):
     """Seconds for one message; then the worker is replaced, and the answer ends and gets what `reward.on_error` says."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        return ENVIRONMENTS.check_name(name)

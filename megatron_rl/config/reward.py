@@ -10,18 +10,16 @@ from urllib.parse import urlsplit
 from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.plugs import REWARDS
 
 _SETTINGS: dict[str, tuple[str, ...]] = {
-    "arithmetic": (),
-    "math": (),
     "exact": ("pattern",),
     "format": ("pattern",),
     "length": ("full_tokens", "zero_tokens"),
     "http": ("url", "token_env", "batch_size", "timeout", "retries"),
 }
-"""The built-in functions, and which settings each of them takes."""
+"""Which settings a function takes; none where it is not here."""
 _REQUIRED = {"format": ("pattern",), "length": ("full_tokens", "zero_tokens"), "http": ("url",)}
-_OWN_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class RewardFunctionConfig(ConfigSection):
@@ -52,7 +50,7 @@ class RewardFunctionConfig(ConfigSection):
     @field_validator("name")
     @classmethod
     def _known(cls, name: str) -> str:
-        return _checked_name(name)
+        return REWARDS.check_name(name)
 
     @model_validator(mode="after")
     def _settings(self) -> RewardFunctionConfig:
@@ -75,7 +73,7 @@ class RewardFunctionConfig(ConfigSection):
     @property
     def is_custom(self) -> bool:
         """Whether this is the user's own function."""
-        return self.name not in _SETTINGS
+        return self.name not in REWARDS.builtin
 
 
 class RewardConfig(ConfigSection):
@@ -101,7 +99,7 @@ class RewardConfig(ConfigSection):
     @classmethod
     def _known(cls, function: str | None) -> str | None:
         if function is not None:
-            _check_settings(_checked_name(function), set())
+            _check_settings(REWARDS.check_name(function), set())
         return function
 
     @model_validator(mode="after")
@@ -127,12 +125,6 @@ class RewardConfig(ConfigSection):
         """The label of the function that decides what is correct; `format` only where nothing else does."""
         labels = sorted(self.parts, key=lambda label: {"format": 1, "length": 2}.get(self.parts[label].name, 0))  # stable
         return labels[0]
-
-
-def _checked_name(name: str) -> str:
-    if name not in _SETTINGS and not _OWN_FUNCTION.fullmatch(name):
-        raise ValueError(f"must be one of {', '.join(_SETTINGS)}, or your own function as module:attribute")
-    return name
 
 
 def _check_settings(name: str, given: set[str]) -> None:

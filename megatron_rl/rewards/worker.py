@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_rl.rewards import load_function
 from megatron_rl.types import Problem, Reward, RewardFunction
+from parallel.plug import InputError
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,7 +39,7 @@ def serve(load: Callable[[str], SampleHandler]) -> None:
     try:
         handle = load(argument)
     except BaseException as error:
-        channel.send(("failed", describe_error(error)))
+        channel.send(("failed", error.rule if isinstance(error, InputError) else describe_error(error)))
         return
     channel.send(("ready", ""))
     with contextlib.suppress(EOFError, ConnectionError):

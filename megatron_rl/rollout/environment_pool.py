@@ -8,19 +8,19 @@ from collections.abc import Sequence
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.rewards.worker_pool import WorkerPool
-from megatron_rl.rollout.environments.base import Episode, StepResult, load_environment, stop_strings
+from megatron_rl.rollout.environments.base import Episode, StepResult, load_environment
 
 _log = logging.getLogger(__name__)
 
 
 class EnvironmentPool(WorkerPool[StepResult]):
-    """The environments of all answers that are being sampled, in worker processes. Raise UserError for an unknown name."""
+    """The environments of all answers that are being sampled, in worker processes. Raise InputError for an unknown name."""
 
     section, module = "environment", "megatron_rl.rollout.environments.worker"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         self.config = config
-        self.stop = stop_strings(config.name, load_environment(config.name))
+        self.stop = getattr(load_environment(config.name), "stop", ())
         self._lock = threading.Lock()
         super().__init__(config.name, config.workers, config.timeout, config.memory_mb)
 

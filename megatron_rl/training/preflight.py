@@ -138,7 +138,8 @@ def check_environment(config: Config) -> None:
     """Check that the environment can be imported, and that the warm start's worked examples fit it."""
     environment = config.environment
     if environment is not None:
-        load_environment(environment.name)
+        with as_user_error():
+            load_environment(environment.name)
     if config.model.warm_start.tool_share and (environment is None or environment.name != "calculator"):
         rule = "shows calls of the calculator, which the run does not have"
         raise UserError(

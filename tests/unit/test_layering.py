@@ -23,7 +23,7 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
 }
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
-    *("errors", "types", "versions", "config", "precision", "batch", "hf", "rewards", "data", "algorithm", "distributed"),
+    *("errors", "types", "versions", "plugs", "config", "precision", "batch", "hf", "rewards", "data", "algorithm", "distributed"),
     *("observability", "rollout", "sync", "mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
 ]
 ROOT_MODULES = 8

@@ -17,15 +17,12 @@ costs only its own completion. This file imports nothing heavy, because every wo
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.errors import UserError
+from megatron_rl.plugs import ENVIRONMENTS
 from megatron_rl.types import Problem
-
-ENVIRONMENTS = {"calculator": "megatron_rl.rollout.environments.calculator:Calculator"}
-"""Values of `environment.name` besides `module:attribute`, and where each is defined."""
+from parallel.plug import InputError
 
 
 @dataclass(frozen=True)
@@ -75,24 +72,11 @@ class StepResult:
 
 
 def load_environment(name: str) -> EnvironmentClass:
-    """Return the class that `environment.name` names. Raise UserError if there is none."""
-    module, colon, attribute = ENVIRONMENTS.get(name, name).partition(":")
-    fix = f"use one of {', '.join(ENVIRONMENTS)}, or module:attribute of a class that Python finds (PYTHONPATH)"
-    if not colon:
-        raise UserError("environment.name", name, "is not known", fix)
-    try:
-        environment = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the module raises on import
-        raise UserError("environment.name", name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
+    """Return the class that `environment.name` names. Raise InputError if there is none."""
+    environment: EnvironmentClass = ENVIRONMENTS.load(name)
     if not callable(getattr(environment, "step", None)):
-        raise UserError("environment.name", name, "has no method step(text)", "see docs/guides/environments.md")
-    stop_strings(name, environment)
-    return environment
-
-
-def stop_strings(name: str, environment: EnvironmentClass) -> tuple[str, ...]:
-    """Return the strings at which the engine ends a turn. Raise UserError if `stop` is anything else."""
+        raise InputError("environment.name", name, "has no method step(text)", "see docs/guides/environments.md")
     stop = getattr(environment, "stop", ())
     if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
-        raise UserError("environment.name", name, f"its stop ({stop!r}) must be a tuple of texts", 'write e.g. stop = (">>",)')
-    return stop
+        raise InputError("environment.name", name, f"its stop ({stop!r}) must be a tuple of texts", 'write e.g. stop = (">>",)')
+    return environment

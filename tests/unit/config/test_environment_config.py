@@ -29,7 +29,7 @@ def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
 @pytest.mark.parametrize(
     "override, line",
     [
-        ("--environment.name=calculater", "environment.name = 'calculater': is not known; use one of calculator, or module:attribute"),
+        ("--environment.name=calculater", "environment.name = 'calculater': must be one of calculator, or your own as module:attribute"),
         ("--environment.name=json:loads", "environment.name = 'json:loads': has no method step[(]text[)]"),
         ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
         (

@@ -140,7 +140,9 @@ def _gone_within(pid: int, seconds: float) -> bool:
 
 
 def test_workers_that_cannot_load_their_function_or_start_break_the_run(tmp_path, monkeypatch):
-    with pytest.raises(RunError, match="2048 MiB could not load its functions: ModuleNotFoundError: No module named 'absent'"):
+    with pytest.raises(
+        RunError, match="2048 MiB could not load its functions: cannot be imported .ModuleNotFoundError: No module named 'absent'"
+    ):
         with pool_of("absent:reward", 1, 5) as pool:
             judged(pool, ["#1"], _problems(1))
     (tmp_path / "suicidal_reward.py").write_text("import os; os._exit(9)")

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from megatron_rl.config.environment import EnvironmentConfig
-from megatron_rl.errors import RunError, UserError
+from megatron_rl.errors import RunError
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics
 from megatron_rl.training.loop import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from parallel.plug import InputError
 
 VERSION = 5
 PROBLEM = [Problem("0", "A", "")]
@@ -179,12 +180,12 @@ def test_a_broken_environment_costs_its_own_answer_only(caplog):
 
 def test_a_bad_name_is_refused_before_anything_starts():
     wrong = {
-        "calculater": "is not known; use one of calculator",
+        "calculater": "must be one of calculator, or your own as module:attribute",
         "no_such_module:Tool": "cannot be imported [(]ModuleNotFoundError",
         "support.hostile:Missing": "cannot be imported [(]AttributeError",
         "support.hostile:Speechless": "has no method step",
         "support.hostile:Unstoppable": "must be a tuple of texts",
     }
     for name, rule in wrong.items():
-        with pytest.raises(UserError, match=rule):
+        with pytest.raises(InputError, match=rule):
             load_environment(name)

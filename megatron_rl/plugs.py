@@ -1,0 +1,22 @@
+"""What a user may bring of their own, and the field that names it (docs/extending.md). Every worker imports this: nothing heavy here."""
+
+from __future__ import annotations
+
+from parallel.plug import Plug
+
+REWARDS = Plug(
+    "reward.function",
+    {
+        "arithmetic": "megatron_rl.rewards.arithmetic:reward",
+        "math": "megatron_rl.rewards.math:reward",
+        "exact": "megatron_rl.rewards.match:match_answer",
+        "format": "megatron_rl.rewards.match:match_format",
+        "length": "megatron_rl.rewards.scorer:compute_length_reward",
+        "http": "megatron_rl.rewards.http:HttpRewardClient",
+    },
+    takes=("text", "problem"),
+)
+"""Reward functions, `megatron_rl.types.RewardFunction`; `length` and `http` are called by `rewards.scorer` in their own way."""
+
+ENVIRONMENTS = Plug("environment.name", {"calculator": "megatron_rl.rollout.environments.calculator:Calculator"}, takes=("problem",))
+"""Environments, `megatron_rl.rollout.environments.base.EnvironmentClass`."""
