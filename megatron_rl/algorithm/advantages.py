@@ -5,36 +5,52 @@
     leave_one_out   r_i - mean of the others' r                     RLOO, arXiv 2402.14740
     batch_std      (r_i - mean(r)) / (std over the batch + 1e-6)    REINFORCE++ with baseline, arXiv 2501.03262; std of r_i - mean(r)
 
-With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times the KL estimate summed over its tokens.
+A completion left alone in its group gets 0. With `kl_in = "reward"`, r_i is the completion's reward minus kl_coef times the KL estimate
+summed over its tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm import ADVANTAGES, AlgorithmConfig
 
 _EPSILON = 1e-6
 
 
-def compute_advantages(rewards: list[float], group_size: int, kind: str = "group_std", excluded: list[bool] | None = None) -> list[float]:
-    """Return one advantage per completion, for rewards ordered in groups of `group_size`. Equal rewards in a group give zeros.
+class AdvantageFunction(Protocol):
+    """What `algorithm.advantage` names."""
 
-    An `excluded` completion gets 0 and does not count in its group; a completion left alone in its group gets 0.
-    """
-    r = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
-    counted = torch.ones_like(r) if excluded is None else 1 - torch.tensor(excluded, dtype=r.dtype).view_as(r)
-    members = counted.sum(1, keepdim=True).clamp(min=1)
-    centered = counted * (r - (counted * r).sum(1, keepdim=True) / members)
-    if kind == "group_std":
-        centered = centered / ((centered.square().sum(1, keepdim=True) / members).sqrt() + _EPSILON)
-    elif kind == "leave_one_out":
-        centered = centered * members / (members - 1).clamp(min=1)  # r - mean of the others' = (r - mean) n / (n - 1)
-    elif kind == "batch_std":
-        centered = centered / ((centered.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
-    return centered.flatten().tolist()
+    def __call__(self, rewards: torch.Tensor, counted: torch.Tensor, /) -> torch.Tensor:
+        """Return float64 [P, G]: of rewards float64 [P, G], and bool [P, G]: False for an excluded completion, which gets 0 and does not
+        count in its group."""
+
+
+def group_mean(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    return counted * (rewards - (counted * rewards).sum(1, keepdim=True) / _members(counted))
+
+
+def group_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    centered = group_mean(rewards, counted)
+    return centered / ((centered.square().sum(1, keepdim=True) / _members(counted)).sqrt() + _EPSILON)
+
+
+def leave_one_out(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    members = _members(counted)
+    return group_mean(rewards, counted) * members / (members - 1).clamp(min=1)  # r - mean of the others' = (r - mean) n / (n - 1)
+
+
+def batch_std(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    centered = group_mean(rewards, counted)
+    return centered / ((centered.square().sum() / counted.sum().clamp(min=1)).sqrt() + _EPSILON)
+
+
+def _members(counted: torch.Tensor) -> torch.Tensor:
+    return counted.sum(1, keepdim=True).clamp(min=1)
 
 
 def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, group_size: int) -> dict[str, float]:
@@ -46,8 +62,10 @@ def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, gr
         kl = [_summed_kl(sample, config.kl_estimator) for sample in samples]
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
         metrics["reward/kl"] = sum(kl) / max(sum(sample.sampled_count for sample in samples), 1)
-    excluded = [sample.excluded for sample in samples]
-    for sample, advantage in zip(samples, compute_advantages(rewards, group_size, config.advantage, excluded), strict=True):
+    counted = torch.tensor([not sample.excluded for sample in samples]).view(-1, group_size)
+    compute_advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
+    advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted)
+    for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
         sample.advantage = advantage
     return metrics
 

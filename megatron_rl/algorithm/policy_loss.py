@@ -8,18 +8,24 @@ that into any other mean. It is set before the step is cut into micro-batches, s
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
-from megatron_rl.algorithm.losses import cispo, gspo, ppo
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm import LOSSES, AlgorithmConfig
 
-TokenLossFunction = Callable[[torch.Tensor, MicroBatch, AlgorithmConfig], tuple[torch.Tensor, torch.Tensor]]
-_TOKEN_LOSSES: dict[str, TokenLossFunction] = {"ppo": ppo.token_losses, "gspo": gspo.token_losses, "cispo": cispo.token_losses}
+
+class TokenLossFunction(Protocol):
+    """What `algorithm.loss` names."""
+
+    def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig, /, **settings: Any) -> tuple[torch.Tensor, ...]:
+        """Return (losses, floating point [1, t] with gradient; clipped, bool [1, t], of which the run log counts the answer tokens).
+
+        `logprobs`: of the current policy, float32 [1, t] with gradient, 0 where `batch.mask` is 0; `settings`: `algorithm.loss_settings`.
+        """
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,8 @@ class PolicyLoss:
         """Return (sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], aligned with `batch.targets`."""
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
-        losses, clipped = _TOKEN_LOSSES[config.loss](logprobs, batch, config)
+        token_losses: TokenLossFunction = LOSSES.load(config.loss)
+        losses, clipped = token_losses(logprobs, batch, config, **config.loss_settings)
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
         sums = {"loss/policy": loss.detach(), **_clip_counts(clipped, batch)}
         if config.kl_coef and config.kl_in == "loss":

@@ -7,11 +7,18 @@ Imports without torch.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
+from parallel.plug import Plug
+
+LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo")})
+ADVANTAGES = Plug(
+    "algorithm.advantage",
+    {name: f"megatron_rl.algorithm.advantages:{name}" for name in ("group_std", "group_mean", "leave_one_out", "batch_std")},
+)
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -36,10 +43,14 @@ class AlgorithmConfig(ConfigSection):
     updates_per_step: int = Field(1, ge=1)
     """Optimizer steps per rollout; the batch is cut into that many parts."""
 
-    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std"] = "group_std"
-    """Reward less the group's mean: over the group's std, as it is, against the others' mean (RLOO), or over the batch's std."""
-    loss: Literal["ppo", "gspo", "cispo"] = "ppo"
-    """PPO's clipped ratio per token, GSPO's clipped ratio per sequence, or CISPO's clipped weight that keeps every gradient."""
+    advantage: Annotated[str, AfterValidator(ADVANTAGES.check_name)] = "group_std"
+    """Reward less the group's mean, over the group's std (`group_std`), as it is (`group_mean`), against the others' mean
+    (`leave_one_out`) or over the batch's std (`batch_std`); or your own as module:attribute."""
+    loss: Annotated[str, AfterValidator(LOSSES.check_name)] = "ppo"
+    """`ppo`: clipped ratio per token. `gspo`: clipped ratio per sequence. `cispo`: clipped weight that keeps every gradient. Or your own as
+    module:attribute."""
+    loss_settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the loss, for one of your own."""
     clip_low: float = Field(0.2, gt=0, le=1)
     """The ratio's lower bound is 1 - clip_low; 1 leaves it open."""
     clip_high: float = Field(0.2, gt=0)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.trial import try_algorithm
 from megatron_rl.config import Config
 from megatron_rl.config.cross_checks import check_lengths, check_placement, check_trainer_layout
 from megatron_rl.data import check_data
@@ -47,6 +48,7 @@ def preflight(config: Config, data: bool = True) -> Layout:
     requirements.check_machine(config.precision)
     layout = _check_layout(config)
     _check_algorithm(config)
+    try_algorithm(config.algorithm)
     check_placement(config)
     check_transport(config.sync, shared=config.placement.kind == "colocated")
     check_engine_placement(config)

@@ -12,14 +12,14 @@ import random
 import pytest
 import torch
 
-from megatron_rl.algorithm.advantages import assign_advantages, compute_advantages
+from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.config.algorithm import ADVANTAGES, AlgorithmConfig
 
 LONGEST = 12
 FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")
@@ -265,13 +265,17 @@ def by_hand(kind: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
 def test_advantages_and_excluded_members_leave_the_others_as_if_they_were_alone(kind):
-    assert compute_advantages([r for group in GROUPS for r in group], 4, kind) == pytest.approx(by_hand(kind), abs=1e-12)
-    rewards, excluded = [1.0, 99.0, 0.0, 0.5, 0.25, -99.0, 0.75, 1.0], [False, True, False, False] * 2
-    result = compute_advantages(rewards, 4, kind, excluded)
-    alone = compute_advantages([reward for reward, out in zip(rewards, excluded, strict=True) if not out], 3, kind)
-    assert [value for value, out in zip(result, excluded, strict=True) if not out] == pytest.approx(alone, abs=1e-12)
+    compute = ADVANTAGES.load(kind)
+
+    def advantages(rewards: list[list[float]], counted: list[list[bool]]) -> list[float]:
+        return compute(torch.tensor(rewards, dtype=torch.float64), torch.tensor(counted)).flatten().tolist()
+
+    assert advantages(GROUPS, [[True] * 4] * 3) == pytest.approx(by_hand(kind), abs=1e-12)
+    result = advantages([[1.0, 99.0, 0.0, 0.5], [0.25, -99.0, 0.75, 1.0]], [[True, False, True, True]] * 2)
+    alone = advantages([[1.0, 0.0, 0.5], [0.25, 0.75, 1.0]], [[True] * 3] * 2)
+    assert result[:1] + result[2:5] + result[6:] == pytest.approx(alone, abs=1e-12)
     assert result[1] == result[5] == 0.0
-    assert compute_advantages([1.0, 2.0, 3.0, 4.0], 2, kind, [True, False, True, True]) == [0.0] * 4, "nothing to compare with"
+    assert advantages([[1.0, 2.0], [3.0, 4.0]], [[False, True], [False, False]]) == [0.0] * 4, "nothing to compare with"
 
 
 @pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])

@@ -79,6 +79,11 @@ def test_a_good_configuration_passes(workplace):
             ["--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3"],
             "algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (8); change one of them",
         ),
+        (
+            ["--algorithm.loss_settings.tau=2.0"],
+            "algorithm.loss = 'ppo': failed on a toy batch (TypeError: token_losses() got an unexpected keyword argument 'tau'); "
+            "see docs/extending.md",
+        ),
         (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),
