@@ -54,6 +54,35 @@ def route_tokens(
     return scores.softmax(-1), experts
 
 
+def route_tokens_with_bias(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    gating_output: torch.Tensor,
+    correction_bias: torch.Tensor,
+    topk: int,
+    renormalize: bool,
+    *groups: int,
+    apply_routed_scaling_factor_on_output: bool = False,
+    **named: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wrap `biased_grouped_topk_impl`, sigmoid routing; return as `route_tokens` does. Like Megatron, add up the chosen scores in the order
+    of the choice, best first; SGLang leaves that order open, and with it the last bit of the weights."""
+    weights, experts = original(hidden_states, gating_output, correction_bias, topk, False, *groups, **named)
+    order = (weights + correction_bias[experts.long()]).argsort(-1, descending=True)
+    weights, experts = weights.gather(1, order), experts.gather(1, order)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * named["routed_scaling_factor"] if apply_routed_scaling_factor_on_output else weights, experts
+
+
+def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap `Glm4MoeSparseMoeBlock.__init__`: multiply a token's weights with `routed_scaling_factor`, as Megatron does. Off CUDA, SGLang
+    multiplies the rounded sum of the experts' outputs instead."""
+    original(moe_layer, *args, **kwargs)
+    moe_layer.topk.topk_config.apply_routed_scaling_factor_on_output = True
+    moe_layer.routed_scaling_factor = 1.0
+
+
 def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace `Fp8MoEMethod.apply`."""
     if not self.block_quant or self.weight_block_size != [BLOCK, BLOCK]:

@@ -1,6 +1,6 @@
 """The router of a mixture of experts in FP32, as Megatron computes it (`moe_router_dtype = "fp32"`): logits are products of FP32 values and
 stay FP32. SGLang rounds those of Qwen3-MoE to the model's dtype, and on a CPU those of DeepSeek-V3 as well; on a GPU its kernels for
-DeepSeek-V3 give FP32. Two logits that BF16 rounds to the same number may choose another expert."""
+DeepSeek-V3 give FP32. GLM-4-MoE's logits are FP32 everywhere. Two logits that BF16 rounds to the same number may choose another expert."""
 
 from __future__ import annotations
 
@@ -27,8 +27,14 @@ def use_fp32_gate(original: Callable[..., Any], moe_layer: Any, *args: Any, **kw
     moe_layer.gate.quant_method = _make_router_method()()
 
 
+def use_model_dtype(original: Callable[..., Any], gate: Any, *args: Any, **kwargs: Any) -> None:
+    """Wrap `Glm4MoeGate.__init__`: keep the weight in the model's dtype, that of checkpoint and trainer. SGLang widens it to FP32."""
+    original(gate, *args, **kwargs)
+    gate.weight = torch.nn.Parameter(gate.weight.to(torch.get_default_dtype()))
+
+
 def compute_gate_logits(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Replace DeepSeek-V3's `MoEGate.forward`."""
+    """Replace DeepSeek-V3's `MoEGate.forward` and `Glm4MoeGate.forward`."""
     return compute_router_logits(hidden_states, self.weight)
 
 

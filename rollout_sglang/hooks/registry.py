@@ -36,6 +36,8 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.utils.weight_checker.WeightChecker.handle", rank_handler.handle, "AROUND"),
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", precision_graph.check_weights, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
+        ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
+        ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", llama_block_scales.load_block_scales, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
     ]
@@ -70,6 +72,8 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seeded_sampling.attach_seeds, "AROUND"),
         ("sglang.srt.layers.sampler.sampling_from_probs_torch", seeded_sampling.sample_tokens, "REPLACE"),
         ("sglang.srt.layers.moe.topk.fused_topk_native", cpu_moe.route_tokens, "AROUND"),
+        ("sglang.srt.layers.moe.topk.biased_grouped_topk_impl", cpu_moe.route_tokens_with_bias, "AROUND"),
+        ("sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.MoEGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),

@@ -105,6 +105,40 @@ def test_int8_experts_quantise_tokens_before_each_of_their_two_products(run):
     torch.testing.assert_close(y, slow_mixture(lambda x, e: x @ w13[e].t(), lambda x, e: x @ w2[e].t()), rtol=1e-4, atol=1e-2)
 
 
+def unordered_choice(_, logits, bias, topk, renormalize, groups, used, *, routed_scaling_factor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What SGLang's own function gives without renormalization: sigmoids of the chosen experts, in any order."""
+    assert (renormalize, groups, used, routed_scaling_factor) == (False, 1, 1, 2.5)
+    scores = logits.sigmoid()
+    experts = (scores + bias).topk(topk).indices.flip(-1)
+    return scores.gather(1, experts), experts.int()
+
+
+def test_weights_of_biased_routing_are_summed_best_first_and_scaled():
+    """To the bit, also for a token alone: the order of a sum of eight decides its last bit."""
+    logits, bias = random(64, 16, seed=8), random(16, seed=9)
+    scores = logits.sigmoid()
+    chosen = (scores + bias).topk(8).indices
+    raw = scores.gather(1, chosen)
+    expected = raw / (raw.sum(-1, keepdim=True) + 1e-20)
+
+    def route(logits: torch.Tensor, renormalize: bool, scaled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        named = {"routed_scaling_factor": 2.5, "apply_routed_scaling_factor_on_output": scaled}
+        return cpu_moe.route_tokens_with_bias(unordered_choice, logits, logits, bias, 8, renormalize, 1, 1, **named)
+
+    weights, experts = route(logits, True, True)
+    assert torch.equal(experts, chosen.int()) and torch.equal(weights, expected * 2.5)
+    assert torch.equal(route(logits[:1], True, True)[0], weights[:1])
+    assert torch.equal(route(logits, True, False)[0], expected) and torch.equal(route(logits, False, False)[0], raw)
+    backwards = raw / (raw.flip(-1).sum(-1, keepdim=True) + 1e-20)
+    assert not torch.equal(backwards, expected)
+
+
+def test_the_scaling_factor_moves_from_the_sum_of_experts_to_their_weights():
+    layer = SimpleNamespace(topk=SimpleNamespace(topk_config=SimpleNamespace(apply_routed_scaling_factor_on_output=False)))
+    cpu_moe.scale_routing_weights(lambda block, factor: setattr(block, "routed_scaling_factor", factor), layer, 2.5)
+    assert layer.routed_scaling_factor == 1.0 and layer.topk.topk_config.apply_routed_scaling_factor_on_output
+
+
 def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
     """Changed bytes are seen only after `clear_cache`, unless they did not fit."""
     first, second = (quantize_weight(random(128, 128, seed=seed), "pow2") for seed in (5, 6))

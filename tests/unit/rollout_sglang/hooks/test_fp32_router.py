@@ -40,3 +40,15 @@ def test_the_gate_of_a_block_gets_the_method_unless_it_is_quantised(monkeypatch,
     else:
         fp32_router.use_fp32_gate(build, block, 7)
         assert isinstance(block.gate.quant_method, Fp32) and block.gate.hidden == 7
+
+
+def test_a_gate_that_sglang_widens_keeps_the_models_dtype_and_gives_the_same_fp32_logits():
+    gate, x = SimpleNamespace(), torch.randn(40, 256).bfloat16()
+    weight = torch.randn(8, 256)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        fp32_router.use_model_dtype(lambda gate, weight: setattr(gate, "weight", torch.nn.Parameter(weight)), gate, weight)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert gate.weight.dtype == torch.bfloat16
+    assert torch.equal(fp32_router.compute_gate_logits(gate, x), fp32_router.compute_router_logits(x, weight.bfloat16().float()))
