@@ -64,7 +64,7 @@ class Scripted:
     stop = (">",)
 
     def __init__(self, replies: list[list[StepResult | None]], **limits: int) -> None:
-        self.config = EnvironmentConfig(name="scripted", **limits)
+        self.config = EnvironmentConfig(name="tests:scripted", **limits)
         self._replies, self.calls = [list(script) for script in replies], []
 
     def step(self, texts, episodes):
