@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError, RunError
 
 T = TypeVar("T")
+ObjectT = TypeVar("ObjectT", covariant=True)
 
 
 def is_rank0() -> bool:
@@ -31,6 +32,29 @@ def run_on_rank0(call: Callable[[], T]) -> T:
     if isinstance(outcome[1], MegatronRLError):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+class Rank0(Generic[ObjectT]):
+    """An object that exists on rank 0 only, such as the engines or the run's log; every rank holds the `Rank0`."""
+
+    def __init__(self, make: Callable[[], ObjectT]) -> None:
+        """Make the object on rank 0; an expected error of `make` is raised on every rank. Collective."""
+        self._objects: list[ObjectT] = []
+        run_on_rank0(lambda: self._objects.append(make()))
+
+    @property
+    def value(self) -> ObjectT:
+        """The object, for code that only rank 0 runs. Raises LookupError on other ranks."""
+        return self._objects[0]
+
+    def run(self, call: Callable[[ObjectT], T]) -> T:
+        """Return the (picklable) result of `call(object)` on every rank; an expected error is raised on every rank. Collective."""
+        return run_on_rank0(lambda: call(self.value))
+
+    def tell(self, call: Callable[[ObjectT], object]) -> None:
+        """Do `call(object)` on rank 0, which no other rank waits for; an error is raised there alone."""
+        for held in self._objects:
+            call(held)
 
 
 def gather_from_ranks(value: T) -> list[T]:

@@ -7,10 +7,9 @@ import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import cast
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import is_rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, is_rank0, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
@@ -19,7 +18,6 @@ from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tens
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
 from megatron_rl.rollout.engine import find_engine_launcher
@@ -40,11 +38,11 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     layout = preflight(config, data=False)
     with ExitStack() as resources:
         comparison = _read(config, layout, resources)
-    return run_on_rank0(lambda: _report(cast(GraphComparison, comparison), svg, json_file))
+    return comparison.run(lambda comparison: _report(comparison, svg, json_file))
 
 
-def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparison | None:
-    """Return both live graphs on rank 0, None on other ranks."""
+def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphComparison]:
+    """Return both live graphs."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
@@ -60,16 +58,15 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> GraphComparis
     training = read_training_graph(model)
     save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)
 
-    def read_rollout_graphs() -> list[PrecisionGraph]:
+    def compare() -> GraphComparison:
         engine = find_engine_launcher(config.rollout.engine)(config, folder / "engine", folder)
         try:
             engine.wait_until_ready()
-            return engine.read_graph()
+            return GraphComparison(training.value, tuple(engine.read_graph()))
         finally:
             engine.stop()
 
-    rollout = run_on_rank0(read_rollout_graphs)
-    return None if training is None else GraphComparison(training, tuple(rollout))
+    return Rank0(compare)
 
 
 def _with_checkpoint(config: Config, layout: Layout, folder: Path) -> Config:

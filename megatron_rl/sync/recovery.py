@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
-from megatron_rl.distributed import run_on_rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import EngineLostError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
@@ -24,10 +24,10 @@ T = TypeVar("T")
 
 
 class RecoveringWeightSync:
-    """A `WeightSync` that is repeated. Every trainer rank constructs one, only rank 0 has the engines; all methods are collective."""
+    """A `WeightSync` that is repeated. Every trainer rank constructs one; all methods are collective."""
 
-    def __init__(self, sync: WeightSync, engines: EnginePool | None, notify: Callable[[str], None]) -> None:
-        self._sync, self._engines, self._notify = sync, cast(EnginePool, engines), notify  # the engines are used inside run_on_rank0 only
+    def __init__(self, sync: WeightSync, engines: Rank0[EnginePool], notify: Callable[[str], None]) -> None:
+        self._sync, self._engines, self._notify = sync, engines, notify
         self._restarts, self._recovery_seconds = 0, 0.0
         self._lost_at: float | None = None
 
@@ -66,5 +66,5 @@ class RecoveringWeightSync:
         hang_watchdog.enter_phase("restarting engines")
         self._lost_at = self._lost_at or time.perf_counter()
         self._sync.close()
-        self._restarts += run_on_rank0(lambda: self._engines.wait_for_successors(loss))
-        run_on_rank0(lambda: check_live_engine(self._sync.plan, self._engines))
+        self._restarts += self._engines.run(lambda engines: engines.wait_for_successors(loss))
+        self._engines.run(lambda engines: check_live_engine(self._sync.plan, engines))

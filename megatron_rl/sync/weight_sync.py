@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import gather_from_ranks, run_on_rank0
+from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
@@ -71,19 +71,18 @@ class SyncReport:
 
 
 class WeightSync:
-    """Runs syncs over a plan. Every trainer rank constructs one; only rank 0 has the engine. All methods are collective."""
+    """Runs syncs over a plan. Every trainer rank constructs one; all methods are collective."""
 
     def __init__(
         self,
         plan: SyncPlan,
-        engine: Engine | None,
+        engine: Rank0[Engine],
         read_named_tensors: Callable[[], dict[str, torch.Tensor]],
         settings: SyncConfig | None = None,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
         `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
-        self.plan, self._read_named_tensors, self._settings = plan, read_named_tensors, settings or SyncConfig()
-        self._engine = cast(Engine, engine)  # used inside run_on_rank0 only
+        self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings or SyncConfig()
         self._rank = dist.get_rank()
         check_transport(self._settings)
         check_hosts(self._settings, gather_from_ranks(_BOOT_ID.read_text()))
@@ -100,9 +99,8 @@ class WeightSync:
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
-            if self._rank == 0:
-                with contextlib.suppress(RunError):  # an engine that is gone holds nothing
-                    self._engine.disconnect()
+            with contextlib.suppress(RunError):  # an engine that is gone holds nothing
+                self._engine.tell(lambda engine: engine.disconnect())
 
     def run(self, version: int, hashing: bool = True) -> SyncReport:
         """Move the trainer's weights into the engine as policy version `version`, and prove it before the engine serves them.
@@ -114,9 +112,9 @@ class WeightSync:
         start = time.perf_counter()
         named_tensors = self._read_named_tensors()
         outbox = self._outbox or self._connect()
-        run_on_rank0(lambda: self._begin(hashing))
+        self._engine.run(lambda engine: self._begin(engine, hashing))
         sent, hash_seconds = self._send(outbox, named_tensors, hashing)
-        arrived = run_on_rank0(lambda: self._finish(version, hashing))
+        arrived = self._engine.run(lambda engine: self._finish(engine, version, hashing))
         proof_start = time.perf_counter()
         if hashing:
             self._compare_digests(named_tensors, sent, arrived)
@@ -124,7 +122,7 @@ class WeightSync:
                 self.prove(named_tensors)
                 self._reread_done = True
         proof_seconds = time.perf_counter() - proof_start + hash_seconds
-        run_on_rank0(lambda: self._engine.resume())
+        self._engine.run(lambda engine: engine.resume())
         proved = self._counts["tensors"] if hashing else 0
         return SyncReport(**self._counts, proved=proved, seconds=time.perf_counter() - start, proof_seconds=proof_seconds)
 
@@ -141,26 +139,26 @@ class WeightSync:
             max(chunk.nbytes for chunk in chunks),
             self._settings.timeout,
         )
-        run_on_rank0(lambda: self._engine.connect(link, chunks, self._settings.staged))
+        self._engine.run(lambda engine: engine.connect(link, chunks, self._settings.staged))
         self._run_on_all_ranks(lambda: outbox.open(addresses))
         return outbox
 
-    def _stop_serving(self) -> None:
-        self._engine.pause(self._settings.running)
-        self._engine.begin_sync()
+    def _stop_serving(self, engine: Engine) -> None:
+        engine.pause(self._settings.running)
+        engine.begin_sync()
 
-    def _begin(self, hashing: bool) -> None:
-        """On rank 0: let the engine begin to receive."""
+    def _begin(self, engine: Engine, hashing: bool) -> None:
+        """Let the engine begin to receive."""
         if not self._settings.staged:
-            self._stop_serving()
-        self._engine.start_receiving(hashing)
+            self._stop_serving(engine)
+        engine.start_receiving(hashing)
 
-    def _finish(self, version: int, hashing: bool) -> dict[int, list[str]]:
-        """On rank 0: wait until the engine's live tensors hold version `version`; return their digests by engine rank."""
+    def _finish(self, engine: Engine, version: int, hashing: bool) -> dict[int, list[str]]:
+        """Wait until the engine's live tensors hold version `version`; return their digests by engine rank."""
         if self._settings.staged:
-            self._stop_serving()
-        arrived = self._engine.finish_receiving(hashing)
-        self._engine.end_sync(version)
+            self._stop_serving(engine)
+        arrived = engine.finish_receiving(hashing)
+        engine.end_sync(version)
         return arrived
 
     def _send(self, outbox: Outbox, named_tensors: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
@@ -192,18 +190,10 @@ class WeightSync:
         outcomes = gather_from_ranks((result, failure, lost))
         failures = [failure for _, failure, _ in outcomes if failure]
         if failures:
-            reason, engine_lost = run_on_rank0(self._read_engine_failure)
+            reason, engine_lost = self._engine.run(_read_failure)
             error_class = EngineLostError if engine_lost or any(lost for *_, lost in outcomes) else RunError
             raise error_class(f"the sync broke: {failures[0]}" + (f"; {reason}" if reason else ""))
         return [cast(T, result) for result, *_ in outcomes]
-
-    def _read_engine_failure(self) -> tuple[str, bool]:
-        """Return what the engine's ranks say of a sync that broke, and whether an engine is lost."""
-        try:
-            self._engine.finish_receiving(False)
-        except RunError as error:
-            return str(error), isinstance(error, EngineLostError)
-        return "", False
 
     def _compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
         """Raise RunError where a chunk's digests differ."""
@@ -221,12 +211,12 @@ class WeightSync:
         named_tensors = named_tensors or self._read_named_tensors()
         transfers = self.plan.transfers
         with ThreadPoolExecutor(1) as pool:
-            on_engine = pool.submit(_digest_on_engine, self._engine, transfers) if self._rank == 0 else None
+            on_engine = Rank0(lambda: pool.submit(_digest_on_engine, self._engine.value, transfers))
             indices = [index for index, transfer in enumerate(transfers) if transfer.source_rank == self._rank]
             digests = digest_all(named_tensors, [(transfers[index].source, transfers[index].source_rect) for index in indices])
             by_index = gather_from_ranks(dict(zip(indices, digests, strict=True)))
             sent = {index: value for rank_digests in by_index for index, value in rank_digests.items()}
-            arrived = run_on_rank0(lambda: on_engine.result() if on_engine else [])
+            arrived = on_engine.run(lambda digests: digests.result())
         for index, transfer in enumerate(transfers):
             if sent[index] != arrived[index]:
                 self._raise_difference(named_tensors, transfer)
@@ -240,17 +230,26 @@ class WeightSync:
             expected = [[digest(named_tensors[transfer.source], _offset_rect(block, transfer.source_rect)) for block in blocks]]
         dist.broadcast_object_list(expected, src=transfer.source_rank)
 
-        def find_first_difference() -> Rect:
+        def find_first_difference(engine: Engine) -> Rect:
             named_rects = [(transfer.target, _offset_rect(block, transfer.target_rect)) for block in blocks]
-            actual = self._engine.digest_rects({transfer.target_rank: named_rects})[transfer.target_rank]
+            actual = engine.digest_rects({transfer.target_rank: named_rects})[transfer.target_rank]
             return next((block for block, a, b in zip(blocks, expected[0], actual, strict=True) if a != b), blocks[0])
 
-        block = _offset_rect(run_on_rank0(find_first_difference), transfer.target_rect)
+        block = _offset_rect(self._engine.run(find_first_difference), transfer.target_rect)
         raise RunError(
             f"the sync is not proved: {transfer.target} of engine rank {transfer.target_rank} differs from {transfer.source} "
             f"of trainer rank {transfer.source_rank}; first in rows {block.row}..{block.row + block.rows - 1}, "
             f"columns {block.col}..{block.col + block.cols - 1} ({transfer.kind})"
         )
+
+
+def _read_failure(engine: Engine) -> tuple[str, bool]:
+    """Return what the engine's ranks say of a sync that broke, and whether an engine is lost."""
+    try:
+        engine.finish_receiving(False)
+    except RunError as error:
+        return str(error), isinstance(error, EngineLostError)
+    return "", False
 
 
 def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str]:

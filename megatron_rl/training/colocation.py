@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from megatron_rl.config.placement import PlacementConfig
-from megatron_rl.distributed import gather_from_ranks, run_on_rank0
+from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.rollout.engine import Engine
 
@@ -21,16 +21,16 @@ _MIB = 1 << 20
 
 
 class ColocationManager:
-    """Switches memory between trainer and engine. `engine` exists on rank 0 only, and not at all in a run that has only a trainer."""
+    """Switches memory between trainer and engine."""
 
-    def __init__(self, settings: PlacementConfig, actor: Actor, engine: Engine | None) -> None:
+    def __init__(self, settings: PlacementConfig, actor: Actor, engine: Rank0[Engine]) -> None:
         self._colocated, self._actor, self._engine = settings.kind == "colocated", actor, engine
         self._metrics: dict[str, float] = {}
 
     def switch_to_trainer(self) -> None:
         """Release the engine's memory after generation, until the next sync, and reload the optimizer. Collective."""
         if self._colocated:
-            run_on_rank0(self._release_engine)
+            self._engine.run(lambda engine: engine.release_memory())
             self._actor.reload_optimizer()
 
     def switch_to_engine(self) -> None:
@@ -51,12 +51,7 @@ class ColocationManager:
             self._metrics[f"memory/{phase}_mb"] = torch.cuda.max_memory_allocated() / _MIB
         else:
             self._metrics[f"memory/{phase}_mb"] = psutil.Process().memory_info().rss / _MIB
-            if self._engine is not None:
-                self._metrics[f"memory/engine_{phase}_mb"] = self._engine.get_memory_mb()
-
-    def _release_engine(self) -> None:
-        if self._engine is not None:
-            self._engine.release_memory()
+            self._engine.tell(lambda engine: self._metrics.update({f"memory/engine_{phase}_mb": engine.get_memory_mb()}))
 
     def collect_memory_metrics(self) -> dict[str, float]:
         """Return the largest value of all ranks for each phase since the last call. Collective."""

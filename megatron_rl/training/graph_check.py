@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch.distributed as dist
 
-from megatron_rl.distributed import errors_on_all_ranks, is_rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.precision_graph import read_rank_graph
 from megatron_rl.precision.contract import PrecisionContract
@@ -49,36 +49,38 @@ class GraphComparison:
         return ranks_of
 
 
-def read_training_graph(model: Any) -> PrecisionGraph | None:
-    """Return the graph of the whole trainer on rank 0, None on other ranks. Collective; raises RunError on every rank if a rank cannot read
-    its graph, or two ranks have different edges for one part."""
+def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
+    """Return the graph of the whole trainer. Collective; raises RunError on every rank if a rank cannot read its graph, or two ranks have
+    different edges for one part."""
     with errors_on_all_ranks():
         rank_graph = read_rank_graph(model)
     rank_graphs: list[Any] = [rank_graph]
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank_graphs = [None] * dist.get_world_size()
         dist.gather_object(rank_graph, rank_graphs if is_rank0() else None)
-    with errors_on_all_ranks():
+
+    def merge() -> PrecisionGraph:
         try:
-            merged = merge_graphs(rank_graphs) if is_rank0() else None
+            return merge_graphs(rank_graphs)
         except ValueError as error:
             raise RunError(f"the trainer's precision graph: {error}") from None
-    return merged
+
+    return Rank0(merge)
 
 
-def check_graph(model: Any, engine: Engine | None, contract: PrecisionContract, folder: Path) -> None:
-    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized, `engine` is on rank 0.
+def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:
+    """Write `folder/graph.json` and `folder/graph.svg`. Collective; `model` must be quantized.
 
     Raises RunError with the edges that differ if the rollout is no subgraph of the training's forward pass in unified FP8.
     """
     training = read_training_graph(model)
 
-    def check() -> None:
-        comparison = GraphComparison(cast(PrecisionGraph, training), tuple(cast(Engine, engine).read_graph()))
+    def check(engine: Engine) -> None:
+        comparison = GraphComparison(training.value, tuple(engine.read_graph()))
         (folder / "graph.json").write_text(json.dumps(comparison.to_json(), indent=1))
         (folder / "graph.svg").write_text(draw_svg(comparison.training, comparison.rollout[0]))
         if contract.train_fp8 and (lines := comparison.differences):
             more = f"; and {len(lines) - _SHOWN} more, see {folder / 'graph.json'}" if len(lines) > _SHOWN else ""
             raise RunError(f"the rollout is no subgraph of the training: {'; '.join(lines[:_SHOWN])}{more}")
 
-    run_on_rank0(check)
+    engine.run(check)

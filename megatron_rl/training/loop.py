@@ -3,7 +3,7 @@
     prompts -> engine generates groups -> rewards -> actor and reference log-probs -> advantages, corrections -> policy loss
             -> optimizer steps -> blocks quantized once -> sync + proof -> next policy version
 
-Every rank runs it; what only rank 0 can do (engines, rewards, log) happens inside `sync.run_with_recovery` and after `is_rank0`.
+Every rank runs it; engines, rewards and log exist on rank 0 only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import cast
 
 import torch
 
@@ -22,8 +21,8 @@ from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import Config, PlacementConfig
-from megatron_rl.distributed import is_rank0
+from megatron_rl.config import Config
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.actor import Actor, Policy
@@ -42,8 +41,8 @@ from megatron_rl.training.train_state import TrainState
 
 
 class Loop:
-    """One training run. `worker` and `log` exist on rank 0 only; `reference` is None if algorithm.kl_coef is 0; `attribution` is needed if
-    log.attribute_every is not 0. With `resume_state` the run goes on from there; actor and worker are in that state already."""
+    """One training run. `reference` is None if algorithm.kl_coef is 0. With `resume_state` the run goes on from there; actor and worker are
+    in that state already."""
 
     def __init__(
         self,
@@ -51,19 +50,16 @@ class Loop:
         actor: Actor,
         reference: Policy | None,
         sync: RecoveringWeightSync,
-        worker: RolloutWorker | AsyncRolloutWorker | None,
-        log: RunLog | None,
+        worker: Rank0[RolloutWorker | AsyncRolloutWorker],
+        log: Rank0[RunLog],
         checkpoints: CheckpointManager,
-        attribution: MismatchAttribution | None = None,
+        attribution: MismatchAttribution,
+        colocation: ColocationManager,
         resume_state: TrainState | None = None,
-        colocation: ColocationManager | None = None,
     ) -> None:
         self.config, self.actor, self.reference, self.sync = config, actor, reference, sync
         self._checkpoints = checkpoints
-        self._worker = cast(RolloutWorker | AsyncRolloutWorker, worker)  # worker and log are used on rank 0 only
-        self._log = cast(RunLog, log)
-        self._attribution = cast(MismatchAttribution, attribution)
-        self._colocation = colocation or ColocationManager(PlacementConfig(), actor, None)
+        self._worker, self._log, self._attribution, self._colocation = worker, log, attribution, colocation
         self._clip = ClipCalibration(config.algorithm, self._current_logprobs)
         self.version = 0
         if resume_state is not None:
@@ -101,14 +97,14 @@ class Loop:
         self._checkpoints.write(self._state, last)
 
     def _snapshot_state(self, unrecorded: dict[str, float] | None) -> TrainState:
-        data = self._worker.state_dict() if is_rank0() else {}
+        data = self._worker.run(lambda worker: worker.state_dict())
         return TrainState(self.version, self.actor.steps_done, self._clip.bounds, data, unrecorded)
 
     def _step(self, step: int) -> dict[str, float]:
         """Run one step from prompts to a proved sync; return its metrics."""
         algorithm, attribute_every = self.config.algorithm, self.config.log.attribute_every
         with self._phase("generate"):
-            rollout = self.sync.run_with_recovery(self.version, lambda: self._worker.collect(self.version))
+            rollout = self.sync.run_with_recovery(self.version, lambda: self._worker.value.collect(self.version))
         self._colocation.switch_to_trainer()
         metrics = compute_rollout_metrics(rollout) | self._next_row_metrics
         engine_routing = self.actor.routing.shape if algorithm.routing_replay == "engine" else None
@@ -128,10 +124,10 @@ class Loop:
             metrics |= self._update_policy(samples)
         if attribute:
             metrics |= self._attribution.finish()
-        if is_rank0():
-            for completion, sample in zip(rollout.completions_B, samples, strict=True):
-                completion.advantage = sample.advantage
-            self._log.write_samples(step, build_sample_rows(step, rollout.completions_B, self.config.log.samples))
+        for completion, sample in zip(rollout.completions_B, samples, strict=True):
+            completion.advantage = sample.advantage
+        sample_rows = build_sample_rows(step, rollout.completions_B, self.config.log.samples)
+        self._log.tell(lambda log: log.write_samples(step, sample_rows))
         self._colocation.switch_to_engine()
         self.version += 1
         self._state = self._snapshot_state(metrics)
@@ -187,13 +183,12 @@ class Loop:
         if step % self.config.data.eval_every and step != self.config.train.steps:
             return {}
         hang_watchdog.enter_phase("eval")
-        return self.sync.run_with_recovery(self.version, lambda: self._worker.evaluate(self.version))
+        return self.sync.run_with_recovery(self.version, lambda: self._worker.value.evaluate(self.version))
 
     @contextmanager
     def _phase(self, name: str, metrics: dict[str, float] | None = None) -> Iterator[None]:
         """Show a phase on the progress bar and to the watchdog, and measure its memory; set `metrics["time/NAME"]` to its seconds."""
-        if is_rank0():
-            self._log.set_phase(name)
+        self._log.tell(lambda log: log.set_phase(name))
         hang_watchdog.enter_phase(name)
         self._colocation.begin_phase()
         start = time.perf_counter()
@@ -203,9 +198,8 @@ class Loop:
             metrics[f"time/{name}"] = time.perf_counter() - start
 
     def _log_row(self, metrics: dict[str, float]) -> None:
-        memory = self._colocation.collect_memory_metrics()
-        if is_rank0():
-            self._log.write_step({"step": self.version, "policy_version": self.version, **metrics, **memory})
+        row = {"step": self.version, "policy_version": self.version, **metrics, **self._colocation.collect_memory_metrics()}
+        self._log.tell(lambda log: log.write_step(row))
         self._state = replace(self._state, unrecorded=None)
 
 

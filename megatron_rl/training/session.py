@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.data.byte_tokenizer import load_tokenizer
-from megatron_rl.distributed import is_rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
+from megatron_rl.distributed import Rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import is_fp8_checkpoint
@@ -58,20 +58,17 @@ _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 
 
 class Session:
-    """One run, new or resumed in the folder `resumed`. `folder` is known on every rank; `log`, `engines`, `worker` are None on other ranks
-    than 0."""
+    """One run, new or resumed in the folder `resumed`."""
 
     def __init__(self, config: Config, layout: Layout, resources: ExitStack, resumed: Path | None = None) -> None:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.from_config(config.precision)
-        self.log: RunLog | None = None
-        self.engines: EnginePool | None = None
-        self.worker: RolloutWorker | AsyncRolloutWorker | None = None
         self._start_processes()
         self.resume_point: ResumePoint | None = None
         if resumed is not None:
             self.resume_point = run_on_rank0(lambda: choose_checkpoint(resumed, config.train.steps))
-        self.folder = Path(run_on_rank0(self._open_log))
+        self.log = Rank0(self._open_log)
+        self.folder = self.log.run(lambda log: log.dir)
         self._start_watchdog()
 
     def _start_processes(self) -> None:
@@ -107,31 +104,28 @@ class Session:
             if error is not raised:
                 raise error from raised
             raise
-        if is_rank0():
-            self.notify(headline(read_metrics(self.folder)))
+        self.log.tell(lambda log: log.write_event(headline(read_metrics(self.folder))))
         self._close_log("finished")
         return self.folder
 
     def notify(self, text: str) -> None:
         """Write one line to the console and run.log; nothing on other ranks than 0."""
-        if self.log is not None:
-            self.log.write_event(text)
+        self.log.tell(lambda log: log.write_event(text))
 
-    def _open_log(self) -> str:
-        """Create the run's folder, or reopen that of the resumed run; return its path. Rank 0 only."""
+    def _open_log(self) -> RunLog:
+        """Create the run's folder, or reopen that of the resumed run. Rank 0 only."""
         config = self.config.model_dump(mode="json")
         if self.resume_point is None:
-            self.log = RunLog.create(self.config.log.dir, config, collect_versions())
-            return str(self.log.dir)
+            return RunLog.create(self.config.log.dir, config, collect_versions())
         folder = self.resume_point.folder.parents[1]
-        self.log = RunLog.reopen(folder, config, collect_versions(), self.resume_point.state["step"])
+        log = RunLog.reopen(folder, config, collect_versions(), self.resume_point.state["step"])
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
-            self.notify(line)
+            log.write_event(line)
         for damaged in self.resume_point.damaged:
             set_aside(damaged)
         shutil.rmtree(folder / "engine_model", ignore_errors=True)
         hang_watchdog.clear_rank_files(folder)
-        return str(folder)
+        return log
 
     def _build_loop(self) -> Loop:
         model_path = self.config.model.path
@@ -153,14 +147,15 @@ class Session:
             return collect_named_tensors(model, shards, self.contract)
 
         save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, self.layout, self.contract, model_path)
-        run_on_rank0(lambda: self._start_rollout(state))
-        sync = self._start_sync(model, hf_config, read_named_tensors)
+        rollout = Rank0(lambda: self._start_rollout(state))
+        engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
+        sync = self._start_sync(model, hf_config, engines, read_named_tensors)
         reference = self._load_reference(hf_config)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.notify, saved)
         attribution = MismatchAttribution(actor, read_named_tensors, self.contract.activation_format)
-        colocation = ColocationManager(self.config.placement, actor, self.engines)
-        return Loop(self.config, actor, reference, sync, self.worker, self.log, checkpoints, attribution, state, colocation)
+        colocation = ColocationManager(self.config.placement, actor, engines)
+        return Loop(self.config, actor, reference, sync, worker, self.log, checkpoints, attribution, colocation, state)
 
     def _load_checkpoint(self, actor: Actor) -> TrainState | None:
         """Load the checkpoint of a resumed run; return None in a new run."""
@@ -172,7 +167,7 @@ class Session:
         actor.steps_done = state.optimizer_steps
         return state
 
-    def _start_rollout(self, state: TrainState | None) -> None:
+    def _start_rollout(self, state: TrainState | None) -> tuple[EnginePool, RolloutWorker | AsyncRolloutWorker]:
         """Load the problems, start reward workers and engines. Rank 0 only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.path)
@@ -183,27 +178,28 @@ class Session:
         environments = None if config.environment is None else self._resources.enter_context(EnvironmentPool(config.environment))
         self.notify(f"starting the engines: {config.rollout.engines}")
         hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
-        self.engines = start_engines(config, self.folder / "engine_model", self.folder, self.notify)
-        self._resources.callback(self.engines.stop)
-        worker = RolloutWorker(config, self.engines, stream, held_out, tokenizer, scorer, environments)
-        self.worker = worker
-        if config.placement.max_staleness:
-            self.worker = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, self.engines.stop)
-            self._resources.callback(self.worker.close)
+        engines = start_engines(config, self.folder / "engine_model", self.folder, self.notify)
+        self._resources.callback(engines.stop)
+        worker = RolloutWorker(config, engines, stream, held_out, tokenizer, scorer, environments)
+        if not config.placement.max_staleness:
+            return engines, worker
+        ahead = AsyncRolloutWorker(worker, config.placement.max_staleness, config.train.steps, engines.stop)
+        self._resources.callback(ahead.close)
+        return engines, ahead
 
     def _start_sync(
-        self, model: Any, hf_config: dict[str, Any], read_named_tensors: Callable[[], dict[str, torch.Tensor]]
+        self, model: Any, hf_config: dict[str, Any], engines: Rank0[EnginePool], read_named_tensors: Callable[[], dict[str, torch.Tensor]]
     ) -> RecoveringWeightSync:
         """Check that trainer and engines have the same precision graph and hold the same bytes."""
         hang_watchdog.enter_phase("the first proof")
         plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
-        sync = WeightSync(plan, self.engines, read_named_tensors, self.config.sync)
+        sync = WeightSync(plan, engines, read_named_tensors, self.config.sync)
         self._resources.callback(sync.close)
-        run_on_rank0(lambda: check_live_engine(plan, cast(EnginePool, self.engines)))
-        check_graph(model, self.engines, self.contract, self.folder)
+        engines.run(lambda engines: check_live_engine(plan, engines))
+        check_graph(model, engines, self.contract, self.folder)
         sync.prove()
         self.notify(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
-        return RecoveringWeightSync(sync, self.engines, self.notify)
+        return RecoveringWeightSync(sync, engines, self.notify)
 
     def _load_reference(self, hf_config: dict[str, Any]) -> Policy | None:
         """Return the frozen starting policy, in the same precision; None without a KL term."""
@@ -227,13 +223,15 @@ class Session:
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
         """End the log and write the report; an error in here never hides the run's own error."""
-        if self.log is None:
-            return
-        self.log.finish(status, reason)
-        try:
-            write_report(self.folder)
-        except Exception as error:
-            print(f"megatron-rl: no report: {error}", file=sys.stderr)
+
+        def close(log: RunLog) -> None:
+            log.finish(status, reason)
+            try:
+                write_report(log.dir)
+            except Exception as error:
+                print(f"megatron-rl: no report: {error}", file=sys.stderr)
+
+        self.log.tell(close)
 
 
 def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:

@@ -14,8 +14,6 @@ from megatron_rl.mcore.checkpoint.rng import capture_rng_state
 
 @dataclass(frozen=True)
 class TrainState:
-    """`data` is known on rank 0 only."""
-
     version: int
     """Policy version: RL steps done."""
     optimizer_steps: int

@@ -18,13 +18,11 @@ from megatron_rl.mcore.layers.fp8_linear import quantize_model
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
-from megatron_rl.training.colocation import ColocationManager
-from megatron_rl.training.loop import Loop
 from megatron_rl.types import Generation, Reward, SamplingParams
 from parallel.transport.pack import ChunkPacker
 from support.processes import until
 from support.trainer_engine import MIB, current, make_samples, train
-from support.training_runs import NullCheckpointManager, RecordingLog
+from support.training_runs import NullCheckpointManager, RecordingLog, loop_of
 
 TOKENS = 48
 
@@ -61,14 +59,13 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
     )
     tokenizer = load_tokenizer(served.trainer.folder)
     stream, held_out = load_problems(config, tokenizer)
-    log, actor = RecordingLog(), served.trainer.actor
+    log = RecordingLog()
     settings = config.sync.model_dump()
     with Scorer(config.reward, print) as scorer, served.recovering_sync(config.sync.chunk_bytes, settings) as sync:
         worker = RecordingWorker(config, served.engines, stream, held_out, tokenizer, scorer)
         ahead = AsyncRolloutWorker(worker, max_staleness, steps, lambda: None)
         try:
-            colocation = ColocationManager(config.placement, actor, served.engines)
-            Loop(config, actor, None, sync, ahead, log, NullCheckpointManager(), colocation=colocation).run()
+            loop_of(config, served.trainer, None, sync, ahead, log, NullCheckpointManager(), engines=served.engines).run()
         finally:
             ahead.close()
     token_versions = [(version, completion.versions_T) for version, completions in worker.batches for completion in completions]

@@ -16,6 +16,7 @@ import httpx
 import psutil
 
 from megatron_rl.config import Config
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.recovery import RecoveringWeightSync
@@ -51,15 +52,14 @@ def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringW
     return {"result": result, "left": [process.pid for process in processes if process.is_running()]}
 
 
-def sync_through(engines: EnginePool | None, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
+def sync_through(engines: Rank0[EnginePool], sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
     """A sync with faults in engines while the third chunk of rank 0 is packed; collective."""
     pack, calls = ChunkPacker.pack, []
 
     def strike_and_pack(packer: ChunkPacker, *args: Any) -> str:
         calls.append(1)
-        if len(calls) == 3 and engines is not None:
-            for number, fault in faults.items():
-                _FAULTS[fault](engines, number)
+        if len(calls) == 3:
+            engines.tell(lambda engines: [_FAULTS[fault](engines, number) for number, fault in faults.items()])
         return pack(packer, *args)
 
     with mock.patch.object(ChunkPacker, "pack", strike_and_pack):

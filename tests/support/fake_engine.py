@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.distributed import is_rank0, run_on_rank0
+from megatron_rl.distributed import Rank0
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.rollout.engine_pool import EnginePool
@@ -169,7 +169,7 @@ class LightStart:
 
 @dataclass
 class Run:
-    engines: EnginePool | None
+    engines: Rank0[EnginePool]
     recovering_sync: RecoveringWeightSync
     messages: list[str]
     named_tensors: dict[str, torch.Tensor]
@@ -190,7 +190,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     layout, messages = Layout(tp=dist.get_world_size()), list[str]()
     settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
-    pool = EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append) if is_rank0() else None
+    pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
     plan = SyncPlan.make(MODEL, layout, (1, 1), CONTRACT, settings.chunk_bytes, engines)
     shards = build_trainer_shards(MODEL, layout, quantized=True)[dist.get_rank()]
     run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
@@ -223,11 +223,10 @@ def always_lose(version: int) -> None:
 
 def answers(count: int, tokens: int, engine: int | None = None) -> Any:
     """(tokens, policy version) of so many completions, of all engines or one of them; the same on every rank."""
-    return run_on_rank0(lambda: _answers(count, tokens, engine))
+    return _current[0].engines.run(lambda engines: _answers(engines, count, tokens, engine))
 
 
-def _answers(count: int, tokens: int, engine: int | None = None) -> list[tuple[list[int], int]]:
-    engines = _current[0].engines
+def _answers(engines: EnginePool, count: int, tokens: int, engine: int | None = None) -> list[tuple[list[int], int]]:
     source = engines if engine is None else engines.engines[engine]
     generations = source.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
     return [(generation.output_ids_T, generation.policy_version) for generation in generations]
@@ -236,9 +235,10 @@ def _answers(count: int, tokens: int, engine: int | None = None) -> list[tuple[l
 def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:
     """`answers` with faults; see `support.engine_faults.strike_while`. On other ranks than 0 only the result."""
     run = _current[0]
-    if run.engines is None:
+    if dist.get_rank():
         return run.recovering_sync.run_with_recovery(version, lambda: None)
-    return strike_while(lambda: _answers(count, tokens), run.engines, run.recovering_sync, version, faults)
+    engines = run.engines.value
+    return strike_while(lambda: _answers(engines, count, tokens), engines, run.recovering_sync, version, faults)
 
 
 def take_messages() -> list[str]:

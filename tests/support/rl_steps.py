@@ -19,6 +19,7 @@ from megatron_rl.config import ArchitectureConfig, Config, PrecisionConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
+from megatron_rl.distributed import Rank0
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors
@@ -101,7 +102,7 @@ class RlRun:
         self.reference = Policy(freeze(make_model(architecture, precision)), 1.0, self.actor.micro_batch_tokens)
         shards, geometry = build_rank_shards(hf_config, Layout()), ModelGeometry.from_hf_config(hf_config)
         plan = SyncPlan.make(geometry, Layout(), (1, 1), contract, settings.chunk_bytes)
-        self.sync = WeightSync(plan, engine, lambda: collect_named_tensors(self.actor.model, shards, contract), settings)
+        self.sync = WeightSync(plan, Rank0(lambda: engine), lambda: collect_named_tensors(self.actor.model, shards, contract), settings)
 
     def update_engine(self) -> int:
         """Sync the actor's weights as the next version; return the tensors proved."""

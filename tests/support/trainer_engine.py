@@ -19,7 +19,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.data.byte_tokenizer import load_tokenizer
-from megatron_rl.distributed import is_rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
@@ -74,23 +74,16 @@ class TrainerAndEngines:
         sections = {**(sections or {})}
         sections["rollout"] = {**ROLLOUT, **sections.get("rollout", {})}
         self.config = Config.model_validate({"model": {"path": checkpoint}, "precision": precision, **sections})
-        self._engines: EnginePool | None = None
         self.start_engines(engine_model or _save(self.trainer, folder / "engine_model"))
 
     @property
     def engines(self) -> EnginePool:
-        assert self._engines is not None, "only rank 0 has the engines"
-        return self._engines
+        """Of rank 0."""
+        return self.rank0_engines.value
 
     def start_engines(self, model: Path) -> None:
-        """Start engines on a checkpoint, after ending those that run."""
-
-        def start() -> None:
-            if self._engines:
-                self._engines.stop()
-            self._engines = start_engines(self.config, model, self.folder, self.messages.append)
-
-        run_on_rank0(start)
+        """Start engines on a checkpoint."""
+        self.rank0_engines = Rank0(lambda: start_engines(self.config, model, self.folder, self.messages.append))
 
     def plan(self, bucket_bytes: int = MIB) -> SyncPlan:
         geometry, rollout = ModelGeometry.from_hf_config(self.trainer.hf_config), self.config.rollout
@@ -101,7 +94,7 @@ class TrainerAndEngines:
     def weight_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[WeightSync]:
         """A sync in buckets of at most `bucket_bytes`, with `settings` of the configuration's section."""
         config = SyncConfig.model_validate(settings or {})
-        sync = WeightSync(self.plan(bucket_bytes), self._engines, self.trainer.collect_named_tensors, config)
+        sync = WeightSync(self.plan(bucket_bytes), self.rank0_engines, self.trainer.collect_named_tensors, config)
         try:
             yield sync
         finally:
@@ -111,11 +104,11 @@ class TrainerAndEngines:
     def recovering_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[RecoveringWeightSync]:
         """`weight_sync` that replaces engines that are lost."""
         with self.weight_sync(bucket_bytes, settings) as sync:
-            yield RecoveringWeightSync(sync, self._engines, self.messages.append)
+            yield RecoveringWeightSync(sync, self.rank0_engines, self.messages.append)
 
     def sample(self, prompts: list[list[int]], tokens: int) -> list[Generation]:
         """Completions of every prompt, on all ranks."""
-        return run_on_rank0(lambda: self.engines.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens)))
+        return self.rank0_engines.run(lambda engines: engines.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens)))
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> torch.Tensor:
         """The trainer's log-probs of all sampled tokens, one sample after the other."""
@@ -172,7 +165,7 @@ def change_weights(kind: str, seed: int) -> None:
 
 def check_live() -> None:
     """Run the checks of `check_live_engine`."""
-    run_on_rank0(lambda: check_live_engine(current().plan(), current().engines))
+    current().rank0_engines.run(lambda engines: check_live_engine(current().plan(), engines))
 
 
 def prove() -> int:
@@ -225,7 +218,7 @@ def generate_with_faults(faults: Faults, version: int, prompts: list[list[int]],
 def sync_with_faults(faults: Faults, version: int) -> dict[str, Any]:
     """A sync with faults; see `support.engine_faults.sync_through`."""
     with current().recovering_sync(_SMALL_BUCKET) as weight_sync:
-        return sync_through(current().engines, weight_sync, version, faults)
+        return sync_through(current().rank0_engines, weight_sync, version, faults)
 
 
 def generate_until_it_fails(prompts: list[list[int]]) -> tuple[str, str]:
@@ -256,7 +249,7 @@ def change_engine(name: str, row: int, col: int) -> None:
     wrong = tensors[transfer.source] = tensors[transfer.source].clone()
     place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
     view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
-    weight_sync = WeightSync(plan, current().engines, lambda: tensors)
+    weight_sync = WeightSync(plan, current().rank0_engines, lambda: tensors)
     try:
         weight_sync.run(0)
     finally:
@@ -290,6 +283,7 @@ def export(checkpoint: Path, to: Path, precision: str) -> Path:
 
 def restart_engines(model: Path) -> None:
     """End the engines and start fresh ones on another checkpoint."""
+    current().rank0_engines.run(lambda engines: engines.stop())
     current().start_engines(model)
 
 
@@ -354,7 +348,7 @@ def compare_graphs(plant: str = "") -> tuple[list[str], PrecisionGraph, Precisio
     """Lines of differences, the trainer's graph, and the graph of engine rank 0."""
     trainer = current().trainer
     with plant_difference(trainer.model, plant):
-        comparison = GraphComparison(read_training_graph(trainer.model), tuple(current().engines.read_graph()))
+        comparison = GraphComparison(read_training_graph(trainer.model).value, tuple(current().engines.read_graph()))
     return comparison.differences, comparison.training, comparison.rollout[0]
 
 
@@ -362,11 +356,11 @@ def check_graphs(folder: Path, plant: str = "") -> None:
     """Compare the live graphs as a run does at its start."""
     trainer = current().trainer
     with plant_difference(trainer.model, plant):
-        check_graph(trainer.model, current().engines, trainer.contract, folder)
+        check_graph(trainer.model, current().rank0_engines, trainer.contract, folder)
 
 
-def read_trainer_graph(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> PrecisionGraph | None:
-    """The training graph of a checkpoint, on rank 0; the difference is planted on every rank, or on one."""
+def read_trainer_graph(folder: Path, precision: dict[str, Any], plant: str = "", only_on: int | None = None) -> PrecisionGraph:
+    """The training graph of a checkpoint; the difference is planted on every rank, or on one."""
     model = Trainer(folder, precision).model
     with plant_difference(model, plant if only_on in (None, dist.get_rank()) else ""):
-        return read_training_graph(model)
+        return read_training_graph(model).run(lambda graph: graph)

@@ -19,7 +19,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
-from megatron_rl.distributed import is_rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
@@ -36,6 +36,7 @@ from megatron_rl.observability.signals import install_signal_handlers, prefer_st
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager
+from megatron_rl.training.colocation import ColocationManager
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
@@ -119,6 +120,13 @@ class NullCheckpointManager:
     def wait(self) -> None: ...
 
 
+class NullEngine:
+    def get_memory_mb(self) -> float:
+        return 0.0
+
+    def release_memory(self) -> None: ...
+
+
 class RecordingLog:
     """What a RunLog is told."""
 
@@ -133,6 +141,24 @@ class RecordingLog:
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         self.samples_seen += rows
+
+
+def loop_of(
+    config: Config,
+    trainer: Trainer,
+    reference: Policy | None,
+    sync: Any,
+    worker: Any,
+    log: RecordingLog,
+    checkpoints: Any,
+    state: TrainState | None = None,
+    engines: Any = None,
+) -> Loop:
+    """A loop around a trainer; `worker`, `log` and `engines` are what rank 0 has."""
+    causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
+    colocation = ColocationManager(config.placement, trainer.actor, Rank0(lambda: engines or NullEngine()))
+    on_rank0 = Rank0(lambda: worker), Rank0(lambda: log)
+    return Loop(config, trainer.actor, reference, sync, *on_rank0, checkpoints, causes, colocation, state)
 
 
 def run_loop(
@@ -160,9 +186,8 @@ def run_loop(
         load_checkpoint(model, folder, trainer.shards)
         reference = Policy(model, 1.0, 4)
     log = RecordingLog()
-    causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
     worker = worker_class(trainer.actor, noise, environment_logprob)
-    Loop(config, trainer.actor, reference, NullSync(), worker, log, NullCheckpointManager(), causes).run()
+    loop_of(config, trainer, reference, NullSync(), worker, log, NullCheckpointManager()).run()
     return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}
 
 
@@ -234,9 +259,8 @@ def train_to(
         worker.stream.load_state_dict(state.data)
     log = RecordingLog()
     checkpoints = CheckpointManager(config, layout, run, actor, trainer.hf_config, messages.append, state.version or -1)
-    rank0_only = (worker, log) if is_rank0() else (None, None)
     sync = BrokenSync() if broken == "sync" else NullSync()
-    loop = Loop(config, actor, reference(trainer), sync, *rank0_only, checkpoints, None, state)
+    loop = loop_of(config, trainer, reference(trainer), sync, worker, log, checkpoints, state)
     if broken == "optimizer step":
         break_optimizer(actor, 4)
     try:

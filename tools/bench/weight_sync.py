@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,9 @@ from weight_sync_baselines import BenchSetup, GatherAndQuantize, PlainCopy, make
 from weight_sync_engine import PipeEngine, serve_engine_rank
 
 from megatron_rl.config.sync import SyncConfig
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout, parse_sizes
 from parallel.megatron_shards import build_trainer_shards
@@ -107,7 +107,7 @@ class BenchCases:
         for name, settings in setup.sync_configs().items():
             for fp8 in (True, False) if on_cpu else (True,):
                 case = f"{name} {'fp8' if fp8 else 'bf16'}"
-                plan, engine = setup.make_plan(fp8, settings), cast(Engine, PipeEngine(pipes, case, fp8))
+                plan, engine = setup.make_plan(fp8, settings), Rank0[Any](partial(PipeEngine, pipes, case, fp8))
                 self.syncs[case] = WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings)
                 self.bytes[case] = sum(map(plan.count_bytes, plan.transfers))
         proved = next(sync for case, sync in self.syncs.items() if case.endswith("fp8"))
@@ -118,7 +118,7 @@ class BenchCases:
         }
         if on_cpu:
             tensors = self.named_tensors[True] = self.named_tensors[True] | make_flat_tensors(setup)
-            engine = cast(Engine, PipeEngine(pipes, "flat", True))
+            engine = Rank0[Any](partial(PipeEngine, pipes, "flat", True))
             self.flat = WeightSync(make_flat_plan(setup), engine, lambda: tensors, SyncConfig(timeout=120))
             self.others["plain copy to a process"] = partial(self.flat.run, hashing=False)
         self.others["gather, convert, quantise"] = lambda turn: gathered.run()

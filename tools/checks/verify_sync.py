@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from safetensors.torch import save_file
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import Running, SyncConfig
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.config import parse_forward_config
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
@@ -38,7 +39,6 @@ from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
@@ -176,20 +176,20 @@ def sync_and_compare(rank: int, task: VerifyTask) -> Any:
     settings = SyncConfig(bucket_mb=64)
     plan = SyncPlan.make(task.model, task.train, task.rollout, task.contract, settings.chunk_bytes)
     named_tensors = build_trainer_tensors(task, rank)
-    engine = InProcessEngine(plan.targets, task.contract) if rank == 0 else None
-    sync = WeightSync(plan, cast(Engine | None, engine), lambda: named_tensors, settings)
+    engine: Rank0[Any] = Rank0(lambda: InProcessEngine(plan.targets, task.contract))
+    sync = WeightSync(plan, engine, lambda: named_tensors, settings)
     try:
         start = time.perf_counter()
         report = sync.run(1)
         seconds = time.perf_counter() - start
     finally:
         sync.close()
-    if engine is None:
+    if rank != 0:
         return None
     across_ranks = sum(plan.count_bytes(transfer) for transfer in plan.transfers if transfer.source_rank != transfer.target_rank)
-    differences = list(find_differences(task, engine, plan.targets))
+    differences = list(find_differences(task, engine.value, plan.targets))
     if task.dump:
-        write_dump(task, engine, task.dump)
+        write_dump(task, engine.value, task.dump)
     return {
         "parameters": report.tensors,
         "blocks": report.blocks,

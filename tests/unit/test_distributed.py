@@ -1,0 +1,57 @@
+"""What exists on rank 0 only: made there, used there, its results and errors everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_rl.distributed import Rank0
+from megatron_rl.errors import RunError
+
+
+def refuse(*_: Any) -> Any:
+    raise RunError(f"rank {dist.get_rank() if dist.is_initialized() else 0} refuses")
+
+
+def outcome(use: Callable[[], Any]) -> Any:
+    """What `use` returns, or the line of what it raises."""
+    try:
+        return use()
+    except (RunError, LookupError) as error:
+        return str(error) or type(error).__name__
+
+
+def use_in_every_way() -> dict[str, Any]:
+    dist.is_initialized() or dist.init_process_group("gloo")
+    rank, told = dist.get_rank(), list[int]()
+    held = Rank0(lambda: [rank])
+    held.tell(lambda numbers: (told.append(rank), numbers.append(7)))
+    return {
+        "made": outcome(lambda: Rank0(refuse)),
+        "run": held.run(lambda numbers: sum(numbers)),
+        "error": outcome(lambda: held.run(refuse)),
+        "after an error": held.run(len),
+        "told": told,
+        "error when told": outcome(lambda: held.tell(refuse)),
+        "value": outcome(lambda: held.value),
+        "of another": Rank0(lambda: len(held.value)).run(lambda count: count + 1),
+    }
+
+
+def test_one_process_is_rank_0():
+    held = Rank0(lambda: [1])
+    held.tell(lambda numbers: numbers.append(2))
+    assert held.value == [1, 2] and held.run(sum) == 3
+    for use in (lambda: Rank0(refuse), lambda: held.run(refuse), lambda: held.tell(refuse)):
+        with pytest.raises(RunError, match="rank 0 refuses"):
+            use()
+
+
+def test_results_and_errors_of_rank_0_reach_every_rank(worlds):
+    first, second = worlds(2).call(use_in_every_way)
+    shared = {"made": "rank 0 refuses", "run": 7, "error": "rank 0 refuses", "after an error": 2, "of another": 3}
+    assert first == shared | {"told": [0], "error when told": "rank 0 refuses", "value": [0, 7]}
+    assert second == shared | {"told": [], "error when told": None, "value": "list index out of range"}
