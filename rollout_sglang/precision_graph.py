@@ -35,7 +35,6 @@ _KNOWN_METHODS = (
     "W8A8Int8LinearMethod",
     "W8A8Int8MoEMethod",
 )
-
 _runner: Any = None
 """SGLang's ModelRunner, which owns the attention backend and the cache; set by `check_weights`."""
 
@@ -82,14 +81,19 @@ class _GraphReader:
         return precision
 
     def read_layer(self, layer: Any) -> LayerPrecision:
+        mlp = self.read_experts(layer.mlp) if hasattr(layer.mlp, "experts") else self.read_mlp(layer.mlp)
         residual = self.read_residual(layer.input_layernorm)
         return LayerPrecision(
             input_norm=self.read_norm(layer.input_layernorm, residual),
-            attention=self.read_attention(layer.self_attn),
+            attention=self.read_post_norm(self.read_attention(layer.self_attn), layer, "post_self_attn_layernorm"),
             post_attention_norm=self.read_norm(layer.post_attention_layernorm, self.read_residual(layer.post_attention_layernorm)),
-            mlp=self.read_experts(layer.mlp) if hasattr(layer.mlp, "experts") else self.read_mlp(layer.mlp),
+            mlp=self.read_post_norm(mlp, layer, "post_mlp_layernorm"),
             residual=residual,
         )
+
+    def read_post_norm(self, part: Any, layer: Any, name: str) -> Any:
+        """Return attention or MLP with the norm of what it adds to the residual stream, if the layer has one of this name."""
+        return replace(part, post_norm=self.read_norm(getattr(layer, name), self.hidden)) if hasattr(layer, name) else part
 
     def read_residual(self, norm: Any) -> TensorFormat:
         """Return the format of the residual stream that a norm adds to."""

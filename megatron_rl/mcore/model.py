@@ -49,6 +49,8 @@ class FP8TransformerConfig(TransformerConfig):
 
     fp8_scale_format: str = "pow2"
     fp8_backend: str = "emulated"
+    post_norms: bool = False
+    """Norm what attention and MLP add to the residual stream."""
 
 
 @dataclass

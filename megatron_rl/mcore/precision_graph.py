@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.layers.norms import NormedAdd
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
     DecoderPrecision,
@@ -68,13 +69,19 @@ class _MegatronReader:
         return precision
 
     def read_layer(self, layer: Any) -> LayerPrecision:
+        attention = self.read_attention(_require_class(layer.self_attention, SelfAttention, MLASelfAttention))
+        mlp = self.read_experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.read_mlp([_require_class(layer.mlp, MLP)])
         return LayerPrecision(
             input_norm=self.read_weighted(layer.input_layernorm, self.residual),
-            attention=self.read_attention(_require_class(layer.self_attention, SelfAttention, MLASelfAttention)),
+            attention=self.read_post_norm(attention, layer.self_attn_bda),
             post_attention_norm=self.read_weighted(layer.pre_mlp_layernorm, self.residual),
-            mlp=self.read_experts(layer.mlp) if isinstance(layer.mlp, MoELayer) else self.read_mlp([_require_class(layer.mlp, MLP)]),
+            mlp=self.read_post_norm(mlp, layer.mlp_bda),
             residual=self.residual,
         )
+
+    def read_post_norm(self, part: Any, add: Any) -> Any:
+        """Return attention or MLP with the norm of what it adds to the residual stream, if there is one."""
+        return replace(part, post_norm=self.read_weighted(add.norm)) if isinstance(add, NormedAdd) else part
 
     def read_attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if isinstance(attention, MLASelfAttention):

@@ -1,4 +1,4 @@
-"""The layers that replace Megatron's local ones: RMSNorm, core attention, and the layer spec that names them.
+"""The layers that replace Megatron's local ones: core attention, experts, and the layer spec that names them all.
 
 Megatron's own local norm refuses sequence parallelism, its local attention refuses packed input, and its spec function hard-codes
 linear layers. These classes plug in through Megatron's ModuleSpec, so nothing is patched.
@@ -6,7 +6,7 @@ linear layers. These classes plug in through Megatron's ModuleSpec, so nothing i
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,20 +31,10 @@ from megatron_rl.mcore.layers.fp8_linear import (
     FP8WeightOnlyColumnParallelLinear,
 )
 from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
+from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.router import Router
 from megatron_rl.mcore.packed_sequences import attend_packed
 from megatron_rl.precision.ops import batch_invariant
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that works under sequence parallelism: its weight is tagged so that Megatron sums its gradient over the TP group."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if x.is_cuda else batch_invariant.rms_norm(x, self.weight, cast(float, self.eps))
 
 
 class CoreAttention(MegatronModule):
@@ -142,13 +132,14 @@ def build_decoder_spec(config: TransformerConfig, fp8: bool, vp_stage: int | Non
 
 
 def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int | None) -> ModuleSpec:
+    add = ModuleSpec(NormedAdd, params={"config": config}) if config.post_norms else get_bias_dropout_add
     layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
         self_attention=(_latent_attention if config.multi_latent_attention else _attention)(config, backend),
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=add,
         pre_mlp_layernorm=RMSNorm,
         mlp=_mlp(backend, experts),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=layer)
 

@@ -56,6 +56,8 @@ class AttentionPrecision:
     """Keys and values as the attention reads them, in a rollout from the cache."""
     q_norm: WeightedOpPrecision | None = None
     k_norm: WeightedOpPrecision | None = None
+    post_norm: WeightedOpPrecision | None = None
+    """Of what is added to the residual stream."""
     detail: str = ""
 
 
@@ -81,6 +83,8 @@ class MLPPrecision:
     gate_up: WeightedOpPrecision
     down: WeightedOpPrecision
     count: int = 1
+    post_norm: WeightedOpPrecision | None = None
+    """Of what is added to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def _add_attention(builder: _Builder, prefix: str, precision: AttentionPrecision
     rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (k, builder.hidden)})
     inputs = {"q": (rope, precision.q), "k": (rope, precision.kv), "v": (qkv, precision.kv)}
     core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
-    return builder.weighted(f"{prefix}output", "linear", core, precision.output)
+    return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}output", "linear", core, precision.output))
 
 
 def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecision, source: str) -> str:
@@ -201,7 +205,11 @@ def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecisio
 def _add_mlp(builder: _Builder, prefix: str, precision: MLPPrecision, source: str) -> str:
     gate_up = builder.weighted(f"{prefix}gate_up", "linear", source, precision.gate_up, precision.count)
     act = builder.op(f"{prefix}swiglu", "swiglu", {"x": (gate_up, builder.hidden)}, precision.count)
-    return builder.weighted(f"{prefix}down", "linear", act, precision.down, precision.count)
+    return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}down", "linear", act, precision.down, precision.count))
+
+
+def _add_post_norm(builder: _Builder, prefix: str, precision: AttentionPrecision | MLPPrecision, source: str) -> str:
+    return source if precision.post_norm is None else builder.weighted(f"{prefix}post_norm", "norm", source, precision.post_norm)
 
 
 def _add_experts(builder: _Builder, prefix: str, precision: MoEPrecision, source: str) -> Inputs:

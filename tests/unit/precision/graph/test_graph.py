@@ -95,6 +95,20 @@ def test_a_rollout_that_computes_as_the_training_is_its_subgraph(experts):
     assert set(training.select_forward().edges) == set(rollout.edges)
 
 
+def test_norms_of_what_is_added_stand_before_the_residual_stream():
+    post, plain = high(False), layer()
+    normed = replace(plain, attention=replace(plain.attention, post_norm=post), mlp=replace(plain.mlp, post_norm=post))
+    graph = decoder_graph(replace(decoder(1), layers={0: normed}))
+    edges = {(edge.source, edge.target) for edge in graph.edges}
+    for output, norm, stream in (
+        ("attention.output", "attention.post_norm", "attention.residual"),
+        ("mlp.down", "mlp.post_norm", "mlp.residual"),
+    ):
+        names = [f"layers.0.{name}" for name in (output, norm, stream)]
+        assert {(names[0], names[1]), (names[1], names[2])} <= edges and (names[0], names[2]) not in edges
+    assert "layer 0: mlp.post_norm is norm in the rollout, absent in training" in describe_differences(graph, decoder_graph(decoder(1)))
+
+
 def every_layer(**change: object) -> PrecisionGraph:
     """A rollout whose layers all differ in one part."""
     return decoder_graph(replace(decoder(), layers={number: replace(layer(), **change) for number in range(3)}))
