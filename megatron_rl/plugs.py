@@ -1,8 +1,20 @@
-"""What a user may bring of their own, and the field that names it (docs/extending.md). Every worker imports this: nothing heavy here."""
+"""What a user may bring of their own, and the field that names it (docs/extending.md). Every worker imports this: nothing heavy here.
+
+One more is `parallel.transport.TRANSPORTS`, which the engine's process finds by itself.
+"""
 
 from __future__ import annotations
 
 from parallel.plug import Plug
+
+LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo")})
+"""Losses, `megatron_rl.algorithm.policy_loss.TokenLossFunction`."""
+
+ADVANTAGES = Plug(
+    "algorithm.advantage",
+    {name: f"megatron_rl.algorithm.advantages:{name}" for name in ("group_std", "group_mean", "leave_one_out", "batch_std")},
+)
+"""Advantages, `megatron_rl.algorithm.advantages.AdvantageFunction`."""
 
 REWARDS = Plug(
     "reward.function",

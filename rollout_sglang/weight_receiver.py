@@ -13,7 +13,8 @@ import torch
 
 from parallel.chunking import Chunk
 from parallel.digest import as_byte_matrix
-from parallel.transport.base import Inbox, Link, make_inbox
+from parallel.transport import load_transport
+from parallel.transport.base import Inbox, Link
 from parallel.transport.pack import ChunkPacker, check_targets, make_target_packer
 
 Tensors = Mapping[str, torch.Tensor]
@@ -23,7 +24,9 @@ class WeightReceiver:
     """One connection to the trainer."""
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk], live: Tensors, staged: bool) -> None:
-        """Start to connect. Raise ValueError, before anything is written, if the chunks do not fit the live tensors."""
+        """Start to connect. Raise ValueError, before anything is written, if the chunks do not fit the live tensors, or the transport
+        cannot be imported."""
+        transport = load_transport(link.transport)
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
         self._device = next(iter(live.values())).device
@@ -31,7 +34,7 @@ class WeightReceiver:
         staging = {name: torch.empty_like(live[name]) for name in names}
         self._staging = make_target_packer(staging, chunks) if staged else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
-        self._inbox: Future[Inbox] = self._thread.submit(make_inbox, link, link.first + rank, chunks)
+        self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
 
     def start(self, live: Tensors, hashing: bool) -> None:

@@ -17,7 +17,8 @@ import torch
 
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config.algorithm import ADVANTAGES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.plugs import ADVANTAGES
 
 _EPSILON = 1e-6
 

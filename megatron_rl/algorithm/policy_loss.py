@@ -15,7 +15,8 @@ import torch
 
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.micro_batch import MicroBatch
-from megatron_rl.config.algorithm import LOSSES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.plugs import LOSSES
 
 
 class TokenLossFunction(Protocol):

@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
-from parallel.plug import Plug
-
-LOSSES = Plug("algorithm.loss", {name: f"megatron_rl.algorithm.losses.{name}:token_losses" for name in ("ppo", "gspo", "cispo")})
-ADVANTAGES = Plug(
-    "algorithm.advantage",
-    {name: f"megatron_rl.algorithm.advantages:{name}" for name in ("group_std", "group_mean", "leave_one_out", "batch_std")},
-)
+from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.hosts import Host
+from megatron_rl.errors import as_user_error
 from parallel.chunking import CHUNKS_IN_FLIGHT
+from parallel.transport import TRANSPORTS, load_transport
+from parallel.transport.base import Transport
 
 Running = Literal["finish", "restart", "continue"]
-
-_LARGEST_CHUNK = {"shared_memory": 4 << 20, "disk": 8 << 20, "process_group": 16 << 20, "gloo": 16 << 20, "cuda_ipc": 1 << 30}
-"""Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
 
 
 class SyncConfig(ConfigSection):
     """Moving weights from the actor to the engine. See docs/reference/sync.md."""
 
-    transport: Literal["shared_memory", "process_group", "gloo", "cuda_ipc", "disk"] = "shared_memory"
+    transport: Annotated[str, AfterValidator(TRANSPORTS.check_name)] = "shared_memory"
     """`shared_memory`: one host, CPUs. `process_group`: any hosts, NCCL on GPUs and gloo on CPUs. `gloo`: any hosts, through the host's
-    memory, also where trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder, CPUs."""
+    memory, also where trainer and engines share GPUs. `cuda_ipc`: one host with CUDA. `disk`: a shared folder, CPUs. Or your own as
+    module:attribute."""
     bucket_mb: int = Field(256, ge=1)
     """Most extra memory in MiB that a sync uses in one process, trainer or engine."""
     staged: bool = False
@@ -42,4 +43,9 @@ class SyncConfig(ConfigSection):
     @property
     def chunk_bytes(self) -> int:
         """Largest chunk that is sent in one go."""
-        return min((self.bucket_mb << 20) // CHUNKS_IN_FLIGHT, _LARGEST_CHUNK[self.transport])
+        return min((self.bucket_mb << 20) // CHUNKS_IN_FLIGHT, self.load_transport().largest_chunk)
+
+    def load_transport(self) -> Transport:
+        """Return what `transport` names. Raises UserError where it cannot be imported."""
+        with as_user_error():
+            return load_transport(self.transport)

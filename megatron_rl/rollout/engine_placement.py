@@ -58,7 +58,7 @@ def check_engine_placement(config: Config) -> None:
         where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"
         rule = f"starts the engines of two nodes {where}, on the same devices"
         raise UserError(LAUNCHER_VARIABLE, None, rule, "give it a line of its own for each of rollout.hosts")
-    if any(launchers) and config.sync.transport in ("shared_memory", "cuda_ipc"):
+    if any(launchers) and config.sync.load_transport().one_host:
         rule = f"needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
         raise UserError("sync.transport", config.sync.transport, rule, "use process_group, gloo, or disk with a shared folder")
 

@@ -29,7 +29,7 @@ from parallel.digest import as_byte_matrix, digest, digest_all
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
 from parallel.shards import NamedRect, Rect
-from parallel.transport.base import GROUPS, Link, Outbox, make_outbox
+from parallel.transport.base import Link, Outbox
 from parallel.transport.pack import make_source_packer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
@@ -85,6 +85,7 @@ class WeightSync:
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings or SyncConfig()
         self._rank = dist.get_rank()
         check_transport(self._settings)
+        self._transport = self._settings.load_transport()
         check_hosts(self._settings, gather_from_ranks(_BOOT_ID.read_text()))
         self._counts = {
             "bytes": sum(map(plan.count_bytes, plan.transfers)),
@@ -129,7 +130,7 @@ class WeightSync:
     def _connect(self) -> Outbox:
         """Open this rank's outbox while the engine ranks open their inboxes."""
         chunks = self.plan.chunks
-        outbox = self._outbox = make_outbox(self._settings, self._rank, chunks)
+        outbox = self._outbox = self._transport.make_outbox(self._settings, self._rank, chunks)
         addresses = dict(enumerate(gather_from_ranks(outbox.address)))
         link = Link(
             self._settings.transport,
@@ -184,7 +185,7 @@ class WeightSync:
             result = step()
         except (OSError, RuntimeError) as error:
             failure = f"trainer rank {self._rank}: {error}"
-            lost = isinstance(error, OSError) or self._settings.transport in GROUPS  # whose errors are all RuntimeErrors
+            lost = isinstance(error, self._transport.lost_errors)
             if self._outbox is not None:
                 self._outbox.close()  # so that the engine ranks that wait for this one fail at once
         outcomes = gather_from_ranks((result, failure, lost))

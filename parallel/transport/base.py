@@ -1,4 +1,4 @@
-"""The interface of a transport. Every other module is one of them, both halves side by side; docs/reference/sync.md says which to use.
+"""The interface of a transport: a module with two classes, `Outbox` and `Inbox`, and a `Transport` that tells what they need. No torch.
 
 A trainer rank holds an `Outbox`, an engine rank an `Inbox`. Neither knows tensors; they hand out flat buffers of bytes, never more
 than `CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
@@ -10,30 +10,24 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from parallel.chunking import Chunk
 
-GROUPS = ("process_group", "gloo")
-"""Transports that are torch process groups."""
+if TYPE_CHECKING:
+    import torch
 
 
 class TransportSettings(Protocol):
     """The settings of a transport; the configuration's section `[sync]` has these fields."""
 
     @property
-    def transport(self) -> str:
-        """Name of the module in this package."""
-
-    @property
     def host(self) -> str:
-        """Process groups: address of the first trainer rank's host."""
+        """Address of the first trainer rank's host."""
 
     @property
     def dir(self) -> Path | None:
-        """disk: the shared folder."""
+        """The shared folder; set where the transport `needs_dir`."""
 
     @property
     def timeout(self) -> float:
@@ -83,6 +77,7 @@ class Link:
     """What an engine rank needs to build its inbox; travels as JSON."""
 
     transport: str
+    """As `sync.transport` names it, so that the engine's process finds a user's own."""
     addresses: dict[str, Any]
     sources: list[int]
     targets: list[int]
@@ -94,11 +89,29 @@ class Link:
     """Number of this engine's first rank; `targets` are numbered over all engines."""
 
 
-def make_outbox(settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
-    """Return the outbox of trainer rank `rank`; `chunks` are those of all ranks."""
-    return importlib.import_module(f"parallel.transport.{settings.transport}").Outbox(settings, rank, chunks)
+@dataclass(frozen=True)
+class Transport:
+    """What `sync.transport` names."""
 
+    module: str
+    """Holds the classes `Outbox` and `Inbox`."""
+    largest_chunk: int = 16 << 20
+    """Bytes. On a CPU, what stays in the cache between writer and reader moves faster; a GPU wants few launches."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    """Where the weights may be."""
+    shares_gpus: bool = True
+    """Works where trainer and engine are on the same GPU."""
+    one_host: bool = False
+    """Works only where trainer and engines are on one host."""
+    needs_dir: bool = False
+    """Works only with `sync.dir`."""
+    lost_errors: tuple[type[Exception], ...] = (OSError,)
+    """What an outbox raises where the connection is lost; the sync is then repeated with another engine."""
 
-def make_inbox(link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
-    """Return the inbox of engine rank `rank`, which will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
-    return importlib.import_module(f"parallel.transport.{link.transport}").Inbox(link, rank, chunks)
+    def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
+        """Return the outbox of trainer rank `rank`; `chunks` are those of all ranks."""
+        return importlib.import_module(self.module).Outbox(settings, rank, chunks)
+
+    def make_inbox(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
+        """Return the inbox of engine rank `rank`, which will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
+        return importlib.import_module(self.module).Inbox(link, rank, chunks)

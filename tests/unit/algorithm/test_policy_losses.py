@@ -19,7 +19,8 @@ from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config.algorithm import ADVANTAGES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.plugs import ADVANTAGES
 
 LONGEST = 12
 FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")

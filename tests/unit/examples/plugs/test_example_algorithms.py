@@ -12,8 +12,9 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.algorithm.trial import try_algorithm
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config.algorithm import ADVANTAGES, LOSSES, AlgorithmConfig
+from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import UserError
+from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 SAPO = "examples.plugs.sapo:token_losses"
 OWN = """

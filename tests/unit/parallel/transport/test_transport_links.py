@@ -14,10 +14,11 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.sync.transport_check import check_hosts, check_transport
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
-from parallel.transport import cuda_ipc, gloo, process_group, ring
-from parallel.transport.base import Link, make_inbox, make_outbox
+from parallel.transport import TRANSPORTS, cuda_ipc, gloo, load_transport, process_group, ring
+from parallel.transport.base import Link
 
-ON_CPU = ["shared_memory", "process_group", "gloo", "disk"]
+TCP = "examples.plugs.tcp:TRANSPORT"
+ON_CPU = [name for name in (*TRANSPORTS.builtin, TCP) if "cpu" in load_transport(name).devices]
 
 
 def chunks_between(sources: int, targets: int, sizes: list[int]) -> list[Chunk]:
@@ -54,12 +55,12 @@ def run_all(*calls):
 def open_all(sync: SyncConfig, chunks: list[Chunk]):
     """Outboxes and inboxes by rank, connected."""
     sources, targets = sorted({chunk.source for chunk in chunks}), sorted({chunk.target for chunk in chunks})
-    outboxes = {rank: make_outbox(sync, rank, chunks) for rank in sources}
+    outboxes = {rank: sync.load_transport().make_outbox(sync, rank, chunks) for rank in sources}
     addresses = {rank: outbox.address for rank, outbox in outboxes.items()}
     link = link_of(sync, chunks, addresses)
     opening = [lambda outbox=outbox: outbox.open(addresses) for outbox in outboxes.values()]
     by_target = {rank: [chunk for chunk in chunks if chunk.target == rank] for rank in targets}
-    entering = [lambda rank=rank: make_inbox(link, rank, by_target[rank]) for rank in targets]
+    entering = [lambda rank=rank: load_transport(link.transport).make_inbox(link, rank, by_target[rank]) for rank in targets]
     inboxes = run_all(*opening, *entering)[len(opening) :]
     return outboxes, dict(zip(targets, inboxes, strict=True))
 
@@ -137,7 +138,7 @@ def test_no_more_than_two_chunks_are_under_way(transport, tmp_path):
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-@pytest.mark.parametrize("transport", ["shared_memory", "process_group"])
+@pytest.mark.parametrize("transport", ["shared_memory", "process_group", TCP])
 def test_a_side_that_ends_is_noticed_at_once(transport, who, tmp_path):
     chunks = chunks_between(1, 1, [200_000] * 8)
     outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
@@ -164,7 +165,9 @@ def test_waiting_for_a_silent_trainer_ends(transport, tmp_path):
 def test_a_trainer_on_another_host_is_named_and_a_file_that_is_not_whole_refused(tmp_path):
     chunks = chunks_between(1, 1, [1000])
     with pytest.raises(OSError, match="cannot reach trainer rank 0 at .*; is it on this host"):
-        make_inbox(link_of(settings("shared_memory", tmp_path), chunks, {0: str(tmp_path / "nowhere")}), 0, chunks)
+        load_transport("shared_memory").make_inbox(
+            link_of(settings("shared_memory", tmp_path), chunks, {0: str(tmp_path / "nowhere")}), 0, chunks
+        )
     outboxes, inboxes = open_all(settings("disk", tmp_path), chunks)
     send_all(outboxes[0], 0, chunks, 0)
     (data,) = tmp_path.glob("*.bin")
@@ -189,11 +192,25 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_transport(SyncConfig(transport="gloo"), shared=True)
     check_transport(SyncConfig(transport="process_group"), shared=False)
-    with pytest.raises(UserError, match="'process_group': is NCCL's, which takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
+    with pytest.raises(UserError, match="'process_group': takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
         check_transport(SyncConfig(transport="process_group"), shared=True)
     for transport in ("shared_memory", "disk"):
         with pytest.raises(UserError, match="moves what lies in the host's memory, and here trainer and engines are on GPUs; use cuda_ipc"):
             check_transport(SyncConfig(transport=transport, dir=tmp_path))
+
+
+def test_a_transport_of_the_users_own_is_checked(tmp_path, monkeypatch):
+    line = "import parallel.transport.base as base\nT = base.Transport(__name__)\nclass Outbox: ...\n"
+    (tmp_path / "own_transport.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="sync.transport = 'own_transport:T': must name a module with the classes Outbox and Inbox; own.*x"):
+        check_transport(SyncConfig(transport="own_transport:T"))
+    with pytest.raises(UserError, match="'own_transport:Outbox': must be a parallel.transport.base.Transport, not <class"):
+        check_transport(SyncConfig(transport="own_transport:Outbox"))
+    with pytest.raises(UserError, match="'own_transport:U': cannot be imported .AttributeError"):
+        check_transport(SyncConfig(transport="own_transport:U"))
+    with pytest.raises(ValueError, match="must be one of shared_memory, .*, or your own as module:attribute"):
+        SyncConfig(transport="nccl")
 
 
 def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch):

@@ -1,0 +1,91 @@
+"""A transport: every trainer rank listens on a TCP socket, every engine rank connects, and chunks follow one another as plain bytes.
+
+    [sync]
+    transport = "examples.plugs.tcp:TRANSPORT"
+
+The engine's process imports this file as well, from PYTHONPATH or its working directory, which is the run's. Nothing is encrypted and
+nobody asks who connects: for a private network only.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parallel.chunking import Chunk
+from parallel.transport.base import Link, Transport, TransportSettings
+
+TRANSPORT = Transport(__name__, devices=("cpu",))
+
+
+class Outbox:
+    """See `parallel.transport.base.Outbox`."""
+
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+        self._engines = len({chunk.target for chunk in chunks if chunk.source == rank})
+        self._buffer = torch.empty(max(chunk.nbytes for chunk in chunks), dtype=torch.uint8)
+        self._timeout = settings.timeout
+        self._listener = socket.create_server((settings.host if settings.host == "127.0.0.1" else socket.gethostname(), 0))
+        self._listener.settimeout(settings.timeout)
+        self._peers: dict[int, socket.socket] = {}
+        self.address: Any = self._listener.getsockname()[:2]
+
+    def open(self, addresses: Mapping[int, Any]) -> None:
+        while len(self._peers) < self._engines:
+            peer, _ = self._listener.accept()
+            peer.settimeout(self._timeout)
+            number = bytearray(4)
+            _read_into(peer, number)
+            self._peers[int.from_bytes(number, "big")] = peer
+
+    def buffer(self, chunk: Chunk) -> torch.Tensor:
+        return self._buffer[: chunk.nbytes]
+
+    def send(self, chunk: Chunk) -> None:
+        self._peers[chunk.target].sendall(self._buffer[: chunk.nbytes].numpy().data)  # returns when the buffer is free
+
+    def finish(self) -> None:
+        pass  # what was sent arrives without this process
+
+    def close(self) -> None:
+        for end in (*self._peers.values(), self._listener):
+            end.close()
+
+
+class Inbox:
+    """See `parallel.transport.base.Inbox`."""
+
+    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+        self._buffer = torch.empty(link.largest, dtype=torch.uint8)
+        self._peers = {}
+        for source in {chunk.source for chunk in chunks}:
+            self._peers[source] = socket.create_connection(link.addresses[str(source)], link.timeout)
+            self._peers[source].sendall(rank.to_bytes(4, "big"))
+
+    def receive(self, chunk: Chunk) -> torch.Tensor:
+        flat = self._buffer[: chunk.nbytes]
+        _read_into(self._peers[chunk.source], flat.numpy())
+        return flat
+
+    def release(self, chunk: Chunk) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+
+def _read_into(peer: socket.socket, buffer: Any) -> None:
+    """Fill the buffer. Raise ConnectionError when the other side is gone, TimeoutError when it is silent; both are OSErrors."""
+    unread = memoryview(buffer)
+    while unread:
+        count = peer.recv_into(unread)
+        if not count:
+            raise ConnectionError("the other side closed the connection")
+        unread = unread[count:]
