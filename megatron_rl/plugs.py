@@ -32,3 +32,8 @@ REWARDS = Plug(
 
 ENVIRONMENTS = Plug("environment.name", {"calculator": "megatron_rl.rollout.environments.calculator:Calculator"}, takes=("problem",))
 """Environments, `megatron_rl.rollout.environments.base.EnvironmentClass`."""
+
+TRACKERS = Plug(
+    "log.trackers", {"tensorboard": "megatron_rl.observability.tensorboard:TensorBoard"}, takes=("folder", "config", "resume_step")
+)
+"""Trackers, `megatron_rl.observability.trackers.Tracker`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.plugs import TRACKERS
 
 
 class LogConfig(ConfigSection):
@@ -14,6 +16,8 @@ class LogConfig(ConfigSection):
 
     dir: Path = Path("runs/default")
     """Parent folder; every run makes a folder of its own in it."""
+    trackers: tuple[Annotated[str, AfterValidator(TRACKERS.check_name)], ...] = ("tensorboard",)
+    """What gets the rows of metrics.jsonl as well: `tensorboard`, or your own as module:attribute."""
     samples: int = Field(8, ge=0)
     """Completions kept per step for the report."""
     attribute_every: int = Field(0, ge=0)

@@ -4,7 +4,7 @@
     metrics.jsonl   one JSON object per step; flat keys such as "reward/mean", numbers as values
     samples.jsonl   some completions of each step
     run.log         the lines that the console showed
-    tensorboard/    the metrics again, for TensorBoard
+    tensorboard/    the metrics again, for TensorBoard, unless log.trackers leaves it out
     checkpoints/    see docs/guides/checkpoints.md; a resumed run writes on in the same folder
     ranks/          a log and the phase of each rank (megatron_rl.observability.rank_log, megatron_rl.observability.hang_watchdog)
     graph.json, graph.svg    the precision graphs of trainer and engine (megatron_rl.training.graph_check)
@@ -30,6 +30,7 @@ from typing import IO, Any, Literal
 from megatron_rl.errors import UserError
 from megatron_rl.observability.console import MetricValue, ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
+from megatron_rl.observability.trackers import Trackers
 
 _INTEGER_KEYS = ("step", "policy_version")
 
@@ -40,22 +41,25 @@ class RunLog:
     As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
     """
 
-    def __init__(self, folder: Path, run: dict[str, Any], purge_step: int | None = None) -> None:
-        """`run`: run.json; `purge_step`: the first step that TensorBoard is to forget. Raises UserError for a folder that another process
-        still writes, OSError for one that cannot be written."""
-        from torch.utils.tensorboard import SummaryWriter  # here, so that reading a run needs no torch
-
+    def __init__(self, folder: Path, run: dict[str, Any], resume_step: int | None = None) -> None:
+        """`run`: run.json; `resume_step`: the last step that trackers are to keep. Raises UserError for a folder that another process still
+        writes, or a tracker that does not start; OSError for a folder that cannot be written."""
         self.dir = folder
         self._run = run
         self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
         lock = _lock_folder(folder)
-        self._scalars: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
         self._files: dict[str, IO[str]] = {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
         self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
         self._files["lock"] = lock
         self._write_run()
         self._display = ProgressDisplay(self._total_steps)
+        self._trackers = Trackers(self.write_event)
+        try:
+            self._trackers.start(run["config"].get("log", {}).get("trackers", ()), folder, run["config"], resume_step)
+        except UserError as error:
+            self.finish("broken", str(error))
+            raise
 
     @classmethod
     def create(cls, parent: Path, config: dict[str, Any], versions: dict[str, str]) -> RunLog:
@@ -88,7 +92,7 @@ class RunLog:
         run = read_run(folder) | _describe_launch(config, versions)
         run["resumed"] = [*run.get("resumed", []), {"step": step, "at": datetime.now().astimezone().isoformat(timespec="seconds")}]
         try:
-            log = cls(folder, run, purge_step=step + 1)
+            log = cls(folder, run, resume_step=step)
             for name in ("metrics.jsonl", "samples.jsonl"):
                 _truncate_after(folder / name, step)
         except OSError as error:
@@ -111,10 +115,7 @@ class RunLog:
         row["unix_time"] = round(datetime.now().timestamp(), 3)
         self._append("metrics.jsonl", [row])
         step = int(metrics["step"])
-        for key, value in metrics.items():
-            if key != "step":
-                self._scalars.add_scalar(key, float(value), step)
-        self._scalars.flush()
+        self._trackers.log({key: float(value) for key, value in metrics.items() if key != "step"}, step)
         line = progress_line(row, self._total_steps)
         self._display.print_line(line)
         self._display.set_step(step)
@@ -135,7 +136,7 @@ class RunLog:
         self._display.close()
         if not self._files["run.log"].closed:
             self.write_event(f"run {status}: {reason}" if reason else f"run {status}")
-        self._scalars.close()
+            self._trackers.finish(status)
         for file in self._files.values():
             file.close()
 

@@ -15,6 +15,7 @@ from megatron_rl.hf.config import parse_forward_config, rope_theta
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.observability.trackers import check_trackers
 from megatron_rl.precision.backends import requirements
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rewards.scorer import check_rewards
@@ -58,8 +59,9 @@ def preflight(config: Config, data: bool = True) -> Layout:
     _check_model(config, layout)
     if data:
         check_data(config.data, config.model.path)
-        if os.environ.get("RANK", "0") == "0":  # the only rank that scores
+        if os.environ.get("RANK", "0") == "0":  # the only rank that scores and logs
             check_rewards(config.reward)
+            check_trackers(config.log.trackers)
     return layout
 
 

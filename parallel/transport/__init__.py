@@ -21,5 +21,6 @@ def load_transport(name: str) -> Transport:
     """Return what `sync.transport` names. Raise InputError where that is no Transport."""
     transport = TRANSPORTS.load(name)
     if not isinstance(transport, Transport):
-        raise InputError("sync.transport", name, f"must be a parallel.transport.base.Transport, not {transport!r}", "see docs/extending.md")
+        rule = f"must be a parallel.transport.base.Transport, not a {type(transport).__name__}"
+        raise InputError("sync.transport", name, rule, "see docs/extending.md")
     return transport

@@ -14,7 +14,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
 
-CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}}
+CONFIG = {"train": {"steps": 3}, "model": {"path": Path("models/tiny")}, "log": {"trackers": ["tensorboard"]}}
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_round_trip(log: RunLog):
     log.finish("finished")
     run = read_run(log.dir)
     assert run["status"] == "finished" and run["versions"] == {"torch": "2.0"}
-    assert run["config"] == {"train": {"steps": 3}, "model": {"path": "models/tiny"}}
+    assert run["config"] == {**CONFIG, "model": {"path": "models/tiny"}}
     assert [(event.step, event.value) for event in events.Reload().Scalars("reward/mean")] == [(1, 0.25)]
 
 

@@ -84,6 +84,15 @@ def test_a_good_configuration_passes(workplace):
             "algorithm.loss = 'ppo': failed on a toy batch (TypeError: token_losses() got an unexpected keyword argument 'tau'); "
             "see docs/extending.md",
         ),
+        (
+            ['--log.trackers=["tensorboard", "json:loads"]'],
+            "log.trackers = 'json:loads': must be a plain function of (folder, config, resume_step): too many positional arguments; "
+            "see docs/extending.md",
+        ),
+        (
+            ["--sync.transport=json:loads"],
+            "sync.transport = 'json:loads': must be a parallel.transport.base.Transport, not a function; see docs/extending.md",
+        ),
         (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),

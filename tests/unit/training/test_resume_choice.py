@@ -106,7 +106,7 @@ def test_the_log_goes_on_after_the_checkpoints_step(tmp_path):
     log.finish("broken", "a reason")
     with (log.dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
-    again = RunLog.reopen(log.dir, {"train": {"steps": 5}}, collect_versions(), 2)
+    again = RunLog.reopen(log.dir, {"train": {"steps": 5}, "log": {"trackers": ["tensorboard"]}}, collect_versions(), 2)
     again.write_step({"step": 3, "policy_version": 3, "reward/mean": 0.25})
     again.finish("finished")
     assert [(row["step"], row["reward/mean"]) for row in read_metrics(log.dir)] == [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.25)]

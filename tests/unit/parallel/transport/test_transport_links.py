@@ -205,7 +205,7 @@ def test_a_transport_of_the_users_own_is_checked(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match="sync.transport = 'own_transport:T': must name a module with the classes Outbox and Inbox; own.*x"):
         check_transport(SyncConfig(transport="own_transport:T"))
-    with pytest.raises(UserError, match="'own_transport:Outbox': must be a parallel.transport.base.Transport, not <class"):
+    with pytest.raises(UserError, match="'own_transport:Outbox': must be a parallel.transport.base.Transport, not a type; see"):
         check_transport(SyncConfig(transport="own_transport:Outbox"))
     with pytest.raises(UserError, match="'own_transport:U': cannot be imported .AttributeError"):
         check_transport(SyncConfig(transport="own_transport:U"))
