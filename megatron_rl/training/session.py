@@ -42,10 +42,11 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager
-from megatron_rl.training.colocation import ColocationManager
 from megatron_rl.training.graph_check import check_graph
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.policy_trainer import PolicyTrainer
+from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import ResumePoint, choose_checkpoint, describe_layout
 from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.training.train_state import TrainState
@@ -154,8 +155,9 @@ class Session:
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.notify, saved)
         attribution = MismatchAttribution(actor, read_named_tensors, self.contract.activation_format)
-        colocation = ColocationManager(self.config.placement, actor, engines)
-        return Loop(self.config, actor, reference, sync, worker, self.log, checkpoints, attribution, colocation, state)
+        trainer = PolicyTrainer(self.config, actor, reference, attribution, engines)
+        recorder = Recorder(self.log, engines, self.config.log.samples)
+        return Loop(self.config, worker, trainer, sync, recorder, checkpoints, state)
 
     def _load_checkpoint(self, actor: Actor) -> TrainState | None:
         """Load the checkpoint of a resumed run; return None in a new run."""

@@ -36,9 +36,10 @@ from megatron_rl.observability.signals import install_signal_handlers, prefer_st
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.checkpoint_manager import CheckpointManager
-from megatron_rl.training.colocation import ColocationManager
 from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.policy_trainer import PolicyTrainer
+from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
 from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.training.train_state import TrainState
@@ -156,9 +157,10 @@ def loop_of(
 ) -> Loop:
     """A loop around a trainer; `worker`, `log` and `engines` are what rank 0 has."""
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
-    colocation = ColocationManager(config.placement, trainer.actor, Rank0(lambda: engines or NullEngine()))
-    on_rank0 = Rank0(lambda: worker), Rank0(lambda: log)
-    return Loop(config, trainer.actor, reference, sync, *on_rank0, checkpoints, causes, colocation, state)
+    on_rank0 = Rank0(lambda: engines or NullEngine())
+    policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0)
+    recorder = Recorder(Rank0(lambda: log), on_rank0, config.log.samples)
+    return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
 
 
 def run_loop(

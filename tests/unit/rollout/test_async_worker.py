@@ -19,8 +19,8 @@ from megatron_rl.rollout import async_worker
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, compute_rollout_metrics
-from megatron_rl.training.loop import to_training_samples
 from megatron_rl.training.mismatch import measure_mismatch, measure_staleness
+from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 from rollout_sglang.engine import parse_generation
 

@@ -12,7 +12,7 @@ from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics
-from megatron_rl.training.loop import to_training_samples
+from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 from parallel.plug import InputError
 

@@ -1,0 +1,100 @@
+"""The trainer's side of a step: log-probs under actor and reference, the causes of the mismatch, the policy update.
+
+On shared devices trainer and engine take turns with the memory:
+
+    colocated       generate (engine) -> log-probs, train (trainer) -> sync (both) -> generate ...
+    disaggregated   each keeps its memory
+
+The engine releases its KV cache (on a GPU its weights as well) after generation and takes it again at the sync, which fills the weights.
+Before the sync the trainer offloads to host memory what only an optimizer step needs; on a CPU it is there already.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from megatron_rl.algorithm.clip_calibration import ClipCalibration
+from megatron_rl.algorithm.loss_weights import assign_loss_weights
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
+from megatron_rl.distributed import Rank0
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.layers.fp8_linear import disable_fp8
+from megatron_rl.rollout.engine import Engine
+from megatron_rl.training.mismatch import measure_mismatch, measure_staleness
+from megatron_rl.training.mismatch_attribution import MismatchAttribution
+
+
+class PolicyTrainer:
+    """Trains `actor`; `reference` is None if algorithm.kl_coef is 0. All methods are collective: every rank passes all samples."""
+
+    def __init__(
+        self, config: Config, actor: Actor, reference: Policy | None, attribution: MismatchAttribution, engines: Rank0[Engine]
+    ) -> None:
+        self.actor, self.attribution, self.clip = actor, attribution, ClipCalibration(config.algorithm, self._current_logprobs)
+        self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
+        """What the engine's routing must fit, if it is replayed."""
+        self._config, self._reference, self._engines = config, reference, engines
+
+    def take_devices(self) -> None:
+        """Release the engine's memory after generation, until the next sync, and reload the optimizer."""
+        if self._config.placement.kind == "colocated":
+            self._engines.run(lambda engines: engines.release_memory())
+            self.actor.reload_optimizer()
+
+    def leave_devices(self) -> None:
+        """Offload the optimizer after its step, before the sync."""
+        if self._config.placement.kind == "colocated":
+            self.actor.offload_optimizer()
+
+    def compute_logprobs(self, samples: list[TrainingSample]) -> dict[str, float]:
+        """Set the log-probs of the actor and of the reference, and the routing to replay if it is the actor's own; return entropy, mismatch
+        and metrics of the routers."""
+        replay_own = self._config.algorithm.routing_replay == "trainer"
+        with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
+            logprobs_B, entropy = self.actor.compute_logprobs(samples)
+        for sample, logprobs in zip(samples, logprobs_B, strict=True):
+            sample.old_logprobs = logprobs
+        for sample, record in zip(samples, routing.gather_records() if replay_own else [], strict=replay_own):
+            sample.routed_experts = record
+        if self._reference is not None:
+            for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
+                sample.reference_logprobs = logprobs
+        staleness = measure_staleness(samples) if self._config.placement.max_staleness else {}
+        return {"entropy": entropy, **measure_mismatch(samples), **staleness, **routing.gather_metrics()}
+
+    def measure_without_replay(self, samples: list[TrainingSample]) -> dict[str, float]:
+        """Return the mismatch without the replay of the engine's routing, and how many tokens then go to other experts; {} if it is not
+        replayed. One forward pass."""
+        if self.engine_routing is None:
+            return {}
+        with self.actor.routing.disable_replay(), self.actor.routing.collect_stats(samples) as routing:
+            logprobs_B = self.actor.compute_logprobs(samples)[0]
+        without = [replace(sample, old_logprobs=logprobs) for sample, logprobs in zip(samples, logprobs_B, strict=True)]
+        metrics = {f"mismatch/without_replay/{name.removeprefix('mismatch/')}": value for name, value in measure_mismatch(without).items()}
+        return metrics | {"router/differs_without_replay": routing.gather_metrics()["router/differs"]}
+
+    def update(self, samples: list[TrainingSample], version: int) -> dict[str, float]:
+        """Take the `updates_per_step` optimizer steps from `version` to the next, each on its mini-batch of whole groups; return means over
+        them."""
+        algorithm, updates = self._config.algorithm, []
+        size = len(samples) // algorithm.updates_per_step
+        mini_batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+        calibrate = algorithm.calibrate_every and version % algorithm.calibrate_every == 0
+        if calibrate:
+            self.clip.begin(mini_batches[-1])
+        for number, mini_batch in enumerate(mini_batches, 1):
+            if calibrate and number == len(mini_batches):
+                self.clip.end(mini_batch)
+            assign_loss_weights(mini_batch, algorithm.aggregate, self._config.rollout.max_new_tokens)
+            updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
+        bounds = dict(zip(("clip/bound_low", "clip/bound_high"), self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
+        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0] if name != "loss/total"} | bounds
+
+    def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
+        with nullcontext() if quantized else disable_fp8(self.actor.model):
+            return self.actor.compute_logprobs(samples)[0]

@@ -1,0 +1,39 @@
+"""Turns completions into training samples."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.hf.routing_record import RoutingShape
+from megatron_rl.rollout.worker import RolloutBatch
+
+
+def to_training_samples(rollout: RolloutBatch, version: int = 0, routing: RoutingShape | None = None) -> list[TrainingSample]:
+    """Convert completions for a trainer at `version`, with their rewards, the engine's log-probs and, if `routing` is given, its routing.
+
+    Raises RunError if that routing does not fit the model.
+    """
+    if routing is not None:
+        for number, completion in enumerate(rollout.completions_B, 1):
+            tokens = len(completion.prompt_ids_T) + len(completion.output_ids_T)
+            routing.check(completion.routed_experts_T, tokens, f"completion {number} of {len(rollout.completions_B)}")
+    return [
+        TrainingSample(
+            completion.prompt_ids_T,
+            completion.output_ids_T,
+            reward=completion.score,
+            excluded=completion.reward.excluded,
+            rollout_logprobs=_sampled(torch.tensor(completion.logprobs_T), completion.response_mask_T),
+            response_mask=completion.response_mask_T,
+            routed_experts=torch.empty(0) if routing is None else torch.from_numpy(completion.routed_experts_T),
+            version_lags=_sampled(version - torch.tensor(completion.versions_T), completion.response_mask_T)
+            if completion.versions_T
+            else torch.empty(0),
+        )
+        for completion in rollout.completions_B
+    ]
+
+
+def _sampled(values_T: torch.Tensor, response_mask_T: list[bool]) -> torch.Tensor:
+    return values_T[torch.tensor(response_mask_T)] if response_mask_T else values_T
