@@ -51,9 +51,9 @@ class EngineLostError(RunError):
 
 
 @contextmanager
-def as_user_error(section: str = "") -> Iterator[None]:
-    """Turn an InputError of `parallel` into a UserError, its field preceded by `section`, such as "train."."""
+def as_user_error() -> Iterator[None]:
+    """Turn an InputError of `parallel` into a UserError."""
     try:
         yield
     except InputError as error:
-        raise UserError(section + error.field, error.value, error.rule, error.fix) from None
+        raise UserError(error.field, error.value, error.rule, error.fix) from None

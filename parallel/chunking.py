@@ -15,7 +15,7 @@ from typing import Any
 
 from parallel.formats import element_bytes
 from parallel.reshard import Transfer
-from parallel.shards import NamedRect, Rect
+from parallel.shards import GeometryError, NamedRect, Rect
 
 CHUNKS_IN_FLIGHT = 2
 """Chunks of a sync that a rank holds at a time: one is filled while the other is read."""
@@ -49,7 +49,7 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, high: str) -> list[Ch
     """Cut transfers into chunks; whole rows of all chunks that share a buffer are at most `limit` bytes. `high` is "bf16" or "fp32".
 
     The transfers must fill their target tensors without gaps and name the target ranks one after the other. Engine ranks alternate in
-    the result, so that they are filled side by side. Raises ValueError where a single row is larger than `limit`.
+    the result, so that they are filled side by side. Raises GeometryError where a single row is larger than `limit`.
     """
     by_tensor: dict[tuple[int, str], list[Transfer]] = defaultdict(list)
     for transfer in transfers:
@@ -61,7 +61,7 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, high: str) -> list[Ch
         itemsize = element_bytes(tensor_transfers[0].kind, high)
         row_bytes = itemsize * max(transfer.target_rect.col + transfer.target_rect.cols for transfer in tensor_transfers)
         if row_bytes > limit:
-            raise ValueError(f"one row of {name} is {row_bytes} bytes, a bucket holds {limit}")
+            raise GeometryError("sync.bucket_mb", None, f"one row of {name} is {row_bytes} bytes, a chunk holds {limit}", "raise it")
         row, end_row = 0, max(transfer.target_rect.row + transfer.target_rect.rows for transfer in tensor_transfers)
         while row < end_row:
             if free < row_bytes:

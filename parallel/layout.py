@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from parallel.shards import GeometryError
 
@@ -43,15 +44,15 @@ class Layout:
             object.__setattr__(self, "etp", self.tp)
         for name, size in vars(self).items():
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise GeometryError(f"layout.{name}", size, "must be a positive integer")
+                raise GeometryError(f"train.layout.{name}", size, "must be a positive integer")
         if self.vpp > 1 and self.pp == 1:
-            raise GeometryError("layout.vpp", self.vpp, "needs more than one pipeline stage", "set layout.pp above 1, or layout.vpp = 1")
+            raise GeometryError("train.layout.vpp", self.vpp, "needs more than one pipeline stage", "set train.layout.pp above 1, or train.layout.vpp = 1")
         stage_ranks, expert_ranks = self.world_size // self.pp, self.ep * self.etp
         if self.ep > 1 and stage_ranks % expert_ranks:
             rule = f"ep * etp = {self.ep} * {self.etp} must divide tp * cp * dp = {self.tp} * {self.cp} * {self.dp}"
-            raise GeometryError("layout.ep", self.ep, rule, "set layout.etp = 1, or change layout.ep or layout.dp")
+            raise GeometryError("train.layout.ep", self.ep, rule, "set train.layout.etp = 1, or change train.layout.ep or train.layout.dp")
         if stage_ranks % expert_ranks:
-            raise GeometryError("layout.etp", self.etp, f"must divide tp * cp * dp = {stage_ranks}", "use a divisor of it")
+            raise GeometryError("train.layout.etp", self.etp, f"must divide tp * cp * dp = {stage_ranks}", "use a divisor of it")
 
     @property
     def world_size(self) -> int:
@@ -77,6 +78,16 @@ class Layout:
             ep=stage_rank // self.etp % self.ep,
             edp=stage_rank // (self.etp * self.ep),
         )
+
+
+class EngineLayout(NamedTuple):
+    """Sizes of equal engines. Rank r of engine e has number e * tp + r."""
+
+    tp: int = 1
+    """Ranks of an engine, tensor parallel."""
+    ep: int = 1
+    """Ranks among them that share the experts."""
+    engines: int = 1
 
 
 def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:

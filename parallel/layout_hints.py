@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 
-from parallel.layout import Layout
+from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import check_block_alignment
@@ -21,8 +21,8 @@ from parallel.shards import GeometryError
 def find_trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantized: bool = True) -> GeometryError | None:
     """Return why a training layout cannot work, None where it can. `quantized` as in `build_megatron_shards`."""
     try:
-        one_stage = replace(layout, pp=1, vpp=1)
-        check_block_alignment(build_trainer_shards(keep_one_layer_per_kind(model), one_stage, quantized=quantized), fp8_roles)
+        shards = build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), quantized=quantized)
+        check_block_alignment(shards, fp8_roles)
     except GeometryError as error:
         return error
     return None
@@ -31,7 +31,7 @@ def find_trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozen
 def find_engine_problem(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str]) -> GeometryError | None:
     """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work; None where it can."""
     try:
-        check_block_alignment(build_engine_shards(keep_one_layer_per_kind(model), tp, ep), fp8_roles)
+        check_block_alignment(build_engine_shards(keep_first_layers(model), tp, ep), fp8_roles)
     except GeometryError as error:
         return error
     return None
@@ -60,17 +60,29 @@ def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, fp8_roles: froz
 
 
 def add_layout_hints(
-    error: GeometryError, model: ModelGeometry, train: Layout, rollout: tuple[int, int], fp8_roles: frozenset[str], quantized: bool = True
+    error: GeometryError, model: ModelGeometry, train: Layout, rollout: EngineLayout, fp8_roles: frozenset[str], quantized: bool = True
 ) -> GeometryError:
-    """Return the same error with the nearest layouts that work at the start of its fix; `rollout` is the engine's (tp, ep)."""
+    """Return the same error with the nearest layouts that work at the start of its fix."""
     hints = []
     if find_trainer_problem(model, train, fp8_roles, quantized):
         layouts = [_format(layout, model) for layout in find_nearest_layouts(model, train, fp8_roles, quantized)]
         hints.append(f"train layouts that work: {' or '.join(layouts) or 'none'}")
-    if find_engine_problem(model, *rollout, fp8_roles):
-        engines = [f"tp={tp}" + (f" ep={ep}" if model.experts else "") for tp, ep in find_nearest_engines(model, *rollout, fp8_roles)]
+    if find_engine_problem(model, rollout.tp, rollout.ep, fp8_roles):
+        nearest = find_nearest_engines(model, rollout.tp, rollout.ep, fp8_roles)
+        engines = [f"tp={tp}" + (f" ep={ep}" if model.experts else "") for tp, ep in nearest]
         hints.append(f"rollout layouts that work: {' or '.join(engines) or 'none'}")
     return GeometryError(error.field, error.value, error.rule, "; ".join([*hints, error.fix]) if hints else error.fix)
+
+
+def keep_first_layers(model: ModelGeometry) -> ModelGeometry:
+    """Return the model up to the first layer of the last of its kinds: every kind of layer, under its own number."""
+    with_experts = [model.has_experts(layer) for layer in range(model.layers)]
+    return replace(model, layers=1 + max(with_experts.index(kind) for kind in set(with_experts)))
+
+
+def keep_one_replica(layout: Layout) -> Layout:
+    """Return the layout with one pipeline stage and as few replicas as its experts allow: the same shards, each fewer times."""
+    return replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
 
 
 def keep_one_layer_per_kind(model: ModelGeometry) -> ModelGeometry:

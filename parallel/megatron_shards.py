@@ -100,19 +100,19 @@ def check_layout(model: ModelGeometry, layout: Layout) -> None:
     _must_divide("tp", layout.tp, model.heads, "num_attention_heads")
     if model.latent is None and max(model.kv_heads, layout.tp) % min(model.kv_heads, layout.tp):
         rule = f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it"
-        raise GeometryError("layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
+        raise GeometryError("train.layout.tp", layout.tp, rule, f"use a divisor of {model.kv_heads}")
     _must_divide("pp", layout.pp, model.layers, "num_hidden_layers")
     if layout.vpp > 1:
         _must_divide("vpp", layout.vpp, model.layers // layout.pp, "the layers of a pipeline stage")
     if model.experts is not None:
         _must_divide("ep", layout.ep, model.experts.count, "the number of experts")
     elif layout.ep > 1:
-        raise GeometryError("layout.ep", layout.ep, f"needs a model with experts, {model.kind} has none", "set layout.ep = 1")
+        raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.kind} has none", "set train.layout.ep = 1")
 
 
 def _must_divide(name: str, size: int, length: int, what: str) -> None:
     if length % size:
-        raise GeometryError(f"layout.{name}", size, f"must divide {what} ({length})", f"use a divisor of {length}")
+        raise GeometryError(f"train.layout.{name}", size, f"must divide {what} ({length})", f"use a divisor of {length}")
 
 
 @lru_cache(maxsize=1024)
@@ -136,7 +136,7 @@ class _MegatronShardBuilder(ShardBuilder):
     """Builds the shards of one rank."""
 
     def __init__(self, model: ModelGeometry, layout: Layout, coordinates: Coordinates, vocab_rows: int, split_latent: bool) -> None:
-        super().__init__(model.tensors(), coordinates.tp, layout.tp, "layout.tp")
+        super().__init__(model.tensors(), coordinates.tp, layout.tp, "train.layout.tp")
         self.model, self.layout, self.coordinates = model, layout, coordinates
         self.vocab_rows, self.split_latent = vocab_rows, split_latent
 
@@ -182,7 +182,7 @@ class _MegatronShardBuilder(ShardBuilder):
         size = model.kv_heads * sum(group_rows)
         if size % tp:
             raise GeometryError(
-                "layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}"
+                "train.layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}"
             )
         first, last = self.coordinates.tp * size // tp, (self.coordinates.tp + 1) * size // tp
         regions: list[Region] = []
@@ -216,7 +216,7 @@ class _MegatronShardBuilder(ShardBuilder):
 
     def _mlp(self, hf: str, mcore: str, expert: bool = False) -> list[Shard]:
         part, parts, field = (
-            (self.coordinates.etp, self.layout.etp, "layout.etp") if expert else (self.coordinates.tp, self.layout.tp, "layout.tp")
+            (self.coordinates.etp, self.layout.etp, "train.layout.etp") if expert else (self.coordinates.tp, self.layout.tp, "train.layout.tp")
         )
         gate_up = [split_rows(self.tensors[f"{hf}{half}_proj.weight"], part, parts, field) for half in ("gate", "up")]
         down = split_cols(self.tensors[hf + "down_proj.weight"], part, parts, field)

@@ -119,13 +119,13 @@ def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
     return Shard(name, row, regions[0].tensor_rect.cols, tuple(stacked), experts)
 
 
-def split_rows(tensor: HFTensor, part: int, parts: int, field: str = "layout.tp") -> Region:
+def split_rows(tensor: HFTensor, part: int, parts: int, field: str = "train.layout.tp") -> Region:
     """Return the `part`-th of `parts` equal ranges of rows. Raise GeometryError, naming `field`, when `parts` does not divide them."""
     size = _divide(tensor, "rows", tensor.rows, parts, field)
     return take_rows(tensor, part * size, size)
 
 
-def split_cols(tensor: HFTensor, part: int, parts: int, field: str = "layout.tp") -> Region:
+def split_cols(tensor: HFTensor, part: int, parts: int, field: str = "train.layout.tp") -> Region:
     """Return the `part`-th of `parts` equal ranges of columns. Raise GeometryError, naming `field`, when `parts` does not divide them."""
     size = _divide(tensor, "columns", tensor.cols, parts, field)
     return Region(tensor, Rect(0, part * size, tensor.rows, size))

@@ -31,15 +31,15 @@ from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers
+from megatron_rl.preflight import EVAL, Facts, check
 from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_tables import print_results
 from megatron_rl.reporting.eval_text import SCHEMA
-from megatron_rl.rewards.scorer import Scorer, check_rewards
+from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine_pool import start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.sync.engine_check import check_live_engine
-from megatron_rl.training.preflight import check_environment
 from megatron_rl.types import Problem, SamplingParams
 from megatron_rl.versions import collect_versions
 
@@ -81,8 +81,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
     _check_output(request.output)
-    check_rewards(config.reward)
-    check_environment(config)
+    check(Facts.here(config), EVAL)
     checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
         checkpoints["baseline"] = check_checkpoint(request.baseline, "--baseline", config)

@@ -20,9 +20,9 @@ from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
+from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.training.graph_check import GraphComparison, read_training_graph
-from megatron_rl.training.preflight import preflight
 from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from parallel.layout import Layout
 
@@ -35,7 +35,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     for option, file in (("--svg", svg), ("--json", json_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise UserError(option, str(file), "is in a folder that does not exist", "make it, or name another file")
-    layout = preflight(config, data=False)
+    layout = check_run(config, GRAPH)
     with ExitStack() as resources:
         comparison = _read(config, layout, resources)
     return comparison.run(lambda comparison: _report(comparison, svg, json_file))
@@ -46,6 +46,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
     install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
+    run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
     folder = Path(run_on_rank0(lambda: tempfile.mkdtemp(prefix="megatron-rl-graph-")))
     if is_rank0():
         resources.callback(shutil.rmtree, folder, ignore_errors=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.hosts import Host
+from parallel.layout import EngineLayout
 
 
 class RolloutConfig(ConfigSection):
@@ -40,16 +41,9 @@ class RolloutConfig(ConfigSection):
     max_restarts: int = Field(3, ge=0)
     """How often, between one policy version and the next, engines that were lost are started anew; 0: the first loss ends the run."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> RolloutConfig:
-        if self.engines % len(self.hosts):
-            nodes = len(self.hosts)
-            raise ValueError(
-                f"engines ({self.engines}) must be a multiple of the nodes that hosts names ({nodes}), for each runs as many; "
-                f"set engines to {-(-self.engines // nodes) * nodes}, or name fewer hosts"
-            )
-        return self
-
     @property
     def engines_per_node(self) -> int:
         return self.engines // len(self.hosts)
+
+    def to_layout(self) -> EngineLayout:
+        return EngineLayout(self.tp, self.ep, self.engines)

@@ -32,3 +32,9 @@ class Config(ConfigSection):
     sync: SyncConfig = SyncConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and the longest answer, an environment's messages included."""
+        messages = self.environment.max_tokens if self.environment else 0
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens + messages

@@ -31,9 +31,13 @@ class LayoutConfig(ConfigSection):
     dp: int = Field(1, ge=1)
     """Data parallel replicas."""
 
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.cp * self.pp * self.dp
+
     def to_layout(self) -> Layout:
         """Return the sizes as a `Layout`. Raise UserError where they are none."""
-        with as_user_error("train."):
+        with as_user_error():
             return Layout(tp=self.tp, pp=self.pp, vpp=self.vpp, ep=self.ep, etp=self.etp or 0, dp=self.dp, cp=self.cp)
 
 

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.config.cross_checks import check_lengths
-from megatron_rl.errors import UserError, as_user_error
-from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
+from megatron_rl.hf.read import is_fp8_checkpoint
 from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
 from megatron_rl.mcore.export import convert, save_hf
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.preflight import EVAL_MODEL, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout import Layout
-from parallel.model_geometry import ModelGeometry
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ def check_checkpoint(folder: Path, option: str, config: Config) -> EvalCheckpoin
     weights that the config's precision would quantize again.
     """
     try:
-        with as_user_error():
-            return _check(folder, option, config)
+        return _check(folder, option, config)
     except UserError as error:
         if error.field not in ("--checkpoint", "model.path"):
             raise
@@ -96,12 +93,9 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
-    parse_forward_config(hf_config)
-    geometry = ModelGeometry.from_hf_config(hf_config)
-    plan = SyncPlan.from_config(geometry, Layout(), config)
-    check_lengths(config, hf_config)
-    if step is None and not _is_int8(hf_config):
-        HFCheckpoint(folder, hf_config, option).check(geometry)
+    facts = Facts.here(config, hf_config, folder, option)
+    check(facts, EVAL_MODEL if step is not None or _is_int8(hf_config) else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
+    plan = SyncPlan.from_config(facts.model, Layout(), config)
     return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)
 
 

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from megatron_rl.config.cross_checks import check_trainer_layout
-from megatron_rl.errors import UserError
 from megatron_rl.planner.candidate import Candidate, Workload
-from megatron_rl.precision.backends import requirements
 from parallel.formats import SCHEMES
-from parallel.layout import Layout
-from parallel.layout_hints import add_layout_hints, find_engine_problem, find_trainer_problem, keep_one_layer_per_kind
-from parallel.megatron_shards import build_megatron_shards, check_layout
+from parallel.layout_hints import keep_one_layer_per_kind
+from parallel.megatron_shards import build_megatron_shards
 from parallel.reshard import kind_of
 from parallel.sglang_shards import build_engine_shards
-from parallel.shards import GeometryError, Shard, find_misaligned_region
+from parallel.shards import Shard, find_misaligned_region
 
 
 @dataclass(frozen=True)
@@ -68,36 +63,3 @@ def _describe_cut(shard: Shard) -> str:
         return ""
     row, col, height, width = region.tensor_rect
     return f"rows {row}..{row + height}, columns {col}..{col + width} of {region.tensor.name}"
-
-
-LayoutError = GeometryError | UserError
-
-
-def validate_trainer_layout(job: Workload, layout: Layout) -> LayoutError | None:
-    """Return why the trainer's layout cannot work, as `train` would report it; None where it can."""
-    smallest = replace(layout, pp=1, vpp=1, cp=1, dp=math.lcm(layout.tp, layout.ep * layout.etp) // layout.tp)
-    roles = job.contract.fp8_roles
-    try:
-        check_trainer_layout(job.model, layout, job.config.train.layout)
-        check_layout(job.model, layout)
-        if (error := find_trainer_problem(job.model, smallest, roles, bool(roles))) is not None:
-            return error
-        requirements.check_model(job.config.precision, keep_one_layer_per_kind(job.model), smallest)
-    except (GeometryError, UserError) as error:
-        return error
-    return None
-
-
-def validate_engine_layout(job: Workload, tp: int, ep: int) -> LayoutError | None:
-    """Return why an engine's layout cannot work; None where it can."""
-    return job.contract.find_engine_error(job.model) or find_engine_problem(job.model, tp, ep, job.contract.fp8_roles)
-
-
-def to_user_error(error: LayoutError, job: Workload, candidate: Candidate) -> UserError:
-    """Return the error as the user's line, with the nearest layouts that work."""
-    if isinstance(error, UserError):
-        return error
-    roles = job.contract.fp8_roles
-    error = add_layout_hints(error, job.model, candidate.train, (candidate.rollout_tp, candidate.rollout_ep), roles, bool(roles))
-    field = f"train.{error.field}" if error.field.startswith("layout.") else error.field
-    return UserError(field, error.value, error.rule, error.fix)

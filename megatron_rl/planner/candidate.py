@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property, reduce
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
-from megatron_rl.config.cross_checks import find_staleness_conflicts, longest_sequence
 from megatron_rl.hf.config import RoutingConfig, parse_forward_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
-from parallel.layout import Layout
+from megatron_rl.errors import UserError
+from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check, find_corrections, find_mistake
+from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 
 Placement = Literal["colocated", "disaggregated"]
@@ -26,9 +28,8 @@ MEAN_LENGTH_SHARE = 0.5
 class Workload:
     """A model, its precision, and the work of one RL step. Lengths in tokens. Compared by identity, so that results can be cached."""
 
-    model: ModelGeometry
+    facts: Facts
     routing: RoutingConfig | None
-    config: Config
     max_positions: int
     """Longest sequence that the model accepts."""
     sharded_optimizer: bool = False
@@ -37,20 +38,29 @@ class Workload:
     """Tensor parallel ranks of a dense model share the tokens in norms and residuals (sequence parallelism)."""
 
     @classmethod
-    def from_config(cls, config: Config, hf_config: dict[str, Any]) -> Workload:
-        """Raise UserError or GeometryError for a model that the trainer does not build."""
+    def from_config(cls, config: Config, hf_config: Mapping[str, Any]) -> Workload:
+        """Raise UserError where the configuration does not fit the model, whatever the layouts."""
+        facts = Facts(config, hf_config)
+        check(facts, PLAN)
         return cls(
-            ModelGeometry.from_hf_config(hf_config),
+            facts,
             parse_forward_config(hf_config).routing,
-            config,
             max_positions=int(hf_config.get("max_position_embeddings", 0)),
             sharded_optimizer=config.train.distributed_optimizer,
             dense_sequence_parallel=config.train.layout.sequence_parallel,
         )
 
-    @cached_property
+    @property
+    def config(self) -> Config:
+        return self.facts.config
+
+    @property
+    def model(self) -> ModelGeometry:
+        return self.facts.model
+
+    @property
     def contract(self) -> PrecisionContract:
-        return PrecisionContract.from_config(self.config.precision)
+        return self.facts.contract
 
     @property
     def high_bytes(self) -> int:
@@ -67,7 +77,7 @@ class Workload:
 
     @property
     def max_sequence(self) -> int:
-        return longest_sequence(self.config)
+        return self.config.longest_sequence
 
     @property
     def mean_answer(self) -> float:
@@ -106,8 +116,11 @@ class Candidate:
     @classmethod
     def from_config(cls, config: Config) -> Candidate:
         """Return the configured placement. Raise UserError for sizes that are no layout."""
-        rollout = config.rollout
-        return cls(config.train.layout.to_layout(), rollout.tp, rollout.ep, rollout.engines, config.placement.kind, config.train.recompute)
+        return cls(config.train.layout.to_layout(), *config.rollout.to_layout(), config.placement.kind, config.train.recompute)
+
+    @property
+    def rollout(self) -> EngineLayout:
+        return EngineLayout(self.rollout_tp, self.rollout_ep, self.engines)
 
     @property
     def colocated(self) -> bool:
@@ -126,16 +139,20 @@ class Candidate:
         """Return the number of nodes that have a GPU of an engine."""
         return len({cluster.node_of(self.engine_gpu(rank)) for rank in range(self.engine_gpus)})
 
-    def find_launch_problem(self, cluster: Cluster) -> str:
-        """Return why no batch script of launch/slurm starts this candidate, "" where one does.
+    def find_launch_problem(self, job: Workload, cluster: Cluster) -> UserError | None:
+        """Return why no batch script of launch/slurm starts this candidate; None where one does.
 
-        The scripts need the trainer's ranks to fill their nodes, and the same number of engines on every node that has any.
+        The scripts start as many ranks on every node of the trainer, and as many engines on every node that has any.
         """
         engine_nodes = cluster.nodes if self.colocated else self.engine_nodes(cluster)
         trainer_nodes = cluster.nodes if self.colocated else cluster.nodes - engine_nodes
-        if self.train.world_size != min(self.train.world_size, cluster.gpus_per_node) * trainer_nodes:
-            return "the trainer's ranks do not fill nodes of their own"
-        return f"{self.engines} engines are not as many on each of {engine_nodes} nodes" if self.engines % engine_nodes else ""
+        ranks = min(self.train.world_size, cluster.gpus_per_node) * trainer_nodes
+        facts = replace(self.facts(job, cluster), ranks=ranks, engine_nodes=engine_nodes)
+        return find_mistake(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)
+
+    def facts(self, job: Workload, cluster: Cluster) -> Facts:
+        """Return the run's facts with these layouts on this cluster."""
+        return replace(job.facts, trainer=self.train, rollout=self.rollout, node_gpus=cluster.gpus_per_node)
 
     @property
     def gpus(self) -> int:
@@ -166,8 +183,8 @@ class Candidate:
         fields |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
         staleness = 0 if self.colocated else config.placement.max_staleness or 1  # generation goes on while the trainer trains
         fields["placement.max_staleness"] = staleness
-        for _, corrections in find_staleness_conflicts(config, staleness):
-            fields |= corrections
+        placement = config.placement.model_copy(update={"max_staleness": staleness})
+        fields |= find_corrections(Facts(config.model_copy(update={"placement": placement}), {}), Needs.TRAINER)
         return [f"--{path}={value}" for path, value in fields.items() if reduce(getattr, path.split("."), config) != value]
 
     def describe(self) -> str:

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.config.cross_checks import check_lengths
-from megatron_rl.errors import UserError, as_user_error
-from megatron_rl.hf.create import make_hf_config
-from megatron_rl.hf.files import read_config
+from megatron_rl.errors import UserError
 from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
+from megatron_rl.preflight import LAYOUTS, PLAN, check, read_model_config
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,8 @@ class Plan:
 
 def make_plan(config: Config, options: PlanOptions) -> Plan:
     """Plan the run from config.json alone: no process, no torch, no weights. Raise UserError where nothing works."""
-    job, sizes = _make_workload(config), config.train.layout
-    configured_ranks = sizes.tp * sizes.pp * sizes.dp * sizes.cp
-    nodes = options.nodes if options.nodes is not None else -(-configured_ranks // max(options.gpus_per_node, 1))
+    job = Workload.from_config(config, read_model_config(config))
+    nodes = options.nodes if options.nodes is not None else -(-config.train.layout.ranks // max(options.gpus_per_node, 1))
     cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
     planner = Planner(job, cluster)
     chosen = refusal = None
@@ -76,17 +73,6 @@ def make_plan(config: Config, options: PlanOptions) -> Plan:
     return Plan(job, cluster, chosen, refusal, search)
 
 
-def _make_workload(config: Config) -> Workload:
-    folder, create = config.model.path, config.model.create
-    if create is None or (folder / "config.json").is_file():
-        hf_config = read_config(folder)
-    else:
-        hf_config = make_hf_config(create, 0, config.precision.high)
-    check_lengths(config, hf_config)
-    with as_user_error():
-        return Workload.from_config(config, hf_config)
-
-
 def _is_configured(config: Config) -> bool:
     """Return whether the configuration sets the trainer's layout; if not, the plan proposes one."""
     return "layout" in config.train.model_fields_set
@@ -96,14 +82,9 @@ def _estimate_configured(planner: Planner) -> CandidateEstimate:
     """Return the estimate of the configured layout. Raise UserError where it does not work."""
     job, cluster = planner.job, planner.cluster
     candidate = Candidate.from_config(job.config)
-    if candidate.rollout_tp > cluster.gpus_per_node:
-        raise UserError("rollout.tp", candidate.rollout_tp, f"is more than a node's {cluster.gpus_per_node} GPUs", "use fewer")
+    check(candidate.facts(job, cluster), PLAN | LAYOUTS, about=LAYOUTS)
     if candidate.gpus > cluster.gpus:
         raise UserError("train.layout", None, f"needs {candidate.gpus} GPUs, {cluster} have {cluster.gpus}", "give more --nodes")
-    error = block_alignment.validate_trainer_layout(job, candidate.train)
-    error = error or block_alignment.validate_engine_layout(job, candidate.rollout_tp, candidate.rollout_ep)
-    if error is not None:
-        raise block_alignment.to_user_error(error, job, candidate)
     estimate = planner.estimate(candidate)
     if not estimate.fits:
         peak = estimate.fullest

@@ -33,6 +33,6 @@ def render_sbatch(plan: Plan, options: PlanOptions) -> str:
         layout=candidate.describe(),
         engines=candidate.describe_engines(),
         engine_nodes=candidate.engine_nodes(cluster),
-        problem=candidate.find_launch_problem(cluster),
+        problem=candidate.find_launch_problem(plan.job, cluster),
         arguments=shlex.join((str(options.path), *options.overrides, *candidate.overrides(plan.job.config))),
     )

@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import Candidate, Placement, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memory, spare_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
+from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistake
 from parallel.layout import Layout
 from parallel.shards import GeometryError
 
@@ -106,13 +106,13 @@ class Planner:
         return SearchResult(sorted(map(self.with_sync, fastest), key=_rank_key), tried, dropped, closest)
 
     def _has_layout_error(self, candidate: Candidate) -> bool:
-        layout, engine = candidate.train, (candidate.rollout_tp, candidate.rollout_ep)
-        trainer = layout.tp, layout.ep, layout.etp
-        if trainer not in self._layout_errors:
-            self._layout_errors[trainer] = block_alignment.validate_trainer_layout(self.job, layout) is not None
-        if engine not in self._layout_errors:
-            self._layout_errors[engine] = block_alignment.validate_engine_layout(self.job, *engine) is not None
-        return self._layout_errors[trainer] or self._layout_errors[engine]
+        layout, facts = candidate.train, candidate.facts(self.job, self.cluster)
+        for about, sizes in ((Needs.LAYOUT, (layout.tp, layout.cp, layout.ep, layout.etp)), (Needs.ENGINE, candidate.rollout[:2])):
+            if sizes not in self._layout_errors:
+                self._layout_errors[sizes] = find_mistake(facts, PLAN | LAYOUTS, about) is not None
+            if self._layout_errors[sizes]:
+                return True
+        return False
 
     def _candidates(self, placements: tuple[Placement, ...]) -> Iterator[Candidate]:
         total = self.cluster.gpus

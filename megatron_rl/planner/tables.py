@@ -33,7 +33,7 @@ def print_plan(plan: Plan) -> None:
     console.print(_memory(chosen, plan.cluster))
     if host := count_offloaded_bytes(job, chosen.candidate):
         console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
-    if problem := chosen.candidate.find_launch_problem(plan.cluster):
+    if problem := chosen.candidate.find_launch_problem(job, plan.cluster):
         console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
     console.print(_alignment(plan))

@@ -9,7 +9,6 @@ import os
 from dataclasses import dataclass
 
 from megatron_rl.config import Config, RolloutConfig
-from megatron_rl.errors import UserError
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
 """Command prefixes that start an engine on another machine, such as `srun --nodelist=node2`: one line for each of `rollout.hosts`, empty
@@ -34,7 +33,7 @@ class EnginePlacement:
 def place_engine(rollout: RolloutConfig, number: int) -> EnginePlacement:
     """Return the placement of engine `number`; a successor gets the same."""
     node, index = divmod(number, rollout.engines_per_node)
-    launchers = _launchers()
+    launchers = list_launchers()
     return EnginePlacement(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index, rollout.engines_per_node)
 
 
@@ -46,6 +45,7 @@ def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
     return (ranks if trainer_has_own else 0) + placement.index * config.rollout.tp
 
 
+<<<<<<< HEAD
 def check_engine_placement(config: Config) -> None:
     """Raise UserError if engines would share devices because nothing starts them on the other nodes, or if the transport cannot reach
     them."""
@@ -64,4 +64,8 @@ def check_engine_placement(config: Config) -> None:
 
 
 def _launchers() -> list[str]:
+=======
+def list_launchers() -> list[str]:
+    """Return the lines of LAUNCHER_VARIABLE; one empty line where it is not set."""
+>>>>>>> e318f44 (Preflight: one list of rules for train, eval, plan and SLURM files)
     return [line.strip() for line in os.environ.get(LAUNCHER_VARIABLE, "").split("\n")]

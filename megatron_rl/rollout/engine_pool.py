@@ -18,14 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
-
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
-from megatron_rl.errors import EngineLostError, RunError, UserError
+from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine import Engine, EngineTensorSpec, find_engine_launcher
-from megatron_rl.rollout.engine_placement import get_base_gpu_id, place_engine
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
@@ -41,21 +38,6 @@ def start_engines(config: Config, model_path: Path, log_dir: Path, notify: Calla
     """Start all engines of a configuration side by side and return when they are ready. Raise RunError if one fails."""
     launch = find_engine_launcher(config.rollout.engine)
     return EnginePool(config, lambda number: launch(config, model_path, log_dir, number), notify)
-
-
-def check_devices(config: Config) -> None:
-    """Raise UserError if a node, assumed to be like this machine, has fewer GPUs than its engines need."""
-    rollout, available = config.rollout, torch.cuda.device_count()
-    if not torch.cuda.is_available():
-        return
-    if rollout.tp > available:
-        raise UserError("rollout.tp", rollout.tp, f"is more than a node's {available} GPUs, and an engine has one node", "lower it")
-    trainer_gpus = get_base_gpu_id(config, place_engine(rollout, 0))
-    if trainer_gpus + rollout.engines_per_node * rollout.tp > available:
-        share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
-        needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
-        beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
-        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {available}", "lower one of them")
 
 
 @dataclass(eq=False)

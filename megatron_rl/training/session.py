@@ -31,6 +31,7 @@ from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
@@ -65,6 +66,7 @@ class Session:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.from_config(config.precision)
         self._start_processes()
+        run_on_rank0(lambda: check_on_rank_0(config))
         self.resume_point: ResumePoint | None = None
         if resumed is not None:
             self.resume_point = run_on_rank0(lambda: choose_checkpoint(resumed, config.train.steps))
@@ -237,6 +239,6 @@ class Session:
 
 
 def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:
-    """Run once and end everything afterwards; see `preflight.run_training` and `resume.find_run_to_resume`."""
+    """Run once and end everything afterwards; see `run.run_training` and `resume.find_run_to_resume`."""
     with ExitStack() as resources:
         return Session(config, layout, resources, resumed).run()

@@ -59,18 +59,6 @@ def find_missing(name: str) -> list[tuple[str, str]]:
     return [problem for problem in missing if problem]
 
 
-def check_machine(precision: PrecisionConfig) -> None:
-    """Raise UserError where `precision.backend` cannot run here, or not in this precision."""
-    name = precision.backend
-    if precision.mode != "fp8_unified" or name == "emulated":
-        return
-    if precision.high != "bf16":
-        raise UserError("precision.high", precision.high, f"is not what backend {name} computes", "use bf16, or precision.backend emulated")
-    if missing := find_missing(name):
-        rule = "cannot run here: " + ", ".join(reason for reason, _ in missing)
-        raise UserError("precision.backend", name, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
-
-
 def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout) -> None:
     """Raise UserError where a rank's FP8 weight is cut or reordered within a block, which only `emulated` supports."""
     if precision.mode != "fp8_unified" or precision.backend == "emulated":

@@ -139,7 +139,7 @@ def test_layouts_that_pass(workplace, monkeypatch):
         ("2", ["dp=2", "ep=2"], "train.layout.ep = 2: needs a model with experts, qwen3 has none; "),
         ("2", ["tp=2", "etp=1"], "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out"),
         ("2", ["dp=2", "ep=3"], "train.layout.ep = 3: ep * etp = 3 * 1 must divide tp * cp * dp = 1 * 1 * 2; "),
-        ("1", ["vpp=2"], "train.layout.vpp = 2: needs more than one pipeline stage; set layout.pp above 1, or layout.vpp = 1"),
+        ("1", ["vpp=2"], "train.layout.vpp = 2: needs more than one pipeline stage; set train.layout.pp above 1, or train.layout.vpp = 1"),
         ("2", ["pp=2", "vpp=2"], "train.layout.vpp = 2: must divide the layers of a pipeline stage (1); use a divisor of 1"),
         ("4", ["tp=2", "cp=2"], "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one"),
         ("4", ["cp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 4; "),

@@ -1,0 +1,49 @@
+"""Rules that open files, import the user's code or start workers. Heavy modules are imported inside: `plan` has no use for them."""
+
+from __future__ import annotations
+
+from megatron_rl.preflight.rule import Facts, Needs, rule
+
+
+@rule(Needs.PLUGS)
+def environment_can_be_loaded(facts: Facts) -> None:
+    from megatron_rl.rollout.environments.base import load_environment
+
+    if facts.config.environment is not None:
+        load_environment(facts.config.environment.name)
+
+
+@rule(Needs.TRAINER | Needs.PLUGS)
+def loss_and_advantage_can_be_computed(facts: Facts) -> None:
+    from megatron_rl.algorithm.trial import try_algorithm
+
+    try_algorithm(facts.config.algorithm)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL)
+def tensors_are_those_of_the_model(facts: Facts) -> None:
+    """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
+    if facts.folder.exists():  # else it is still to be made
+        facts.checkpoint.check(facts.model)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
+def scales_are_those_of_the_contract(facts: Facts) -> None:
+    if facts.folder.exists():
+        contract = facts.contract
+        facts.checkpoint.check_scales(facts.model.tensors().values(), contract.scale_format if contract.train_fp8 else None)
+
+
+@rule(Needs.TASK | Needs.TRAINER)
+def problems_can_be_read(facts: Facts) -> None:
+    """`eval`, which has no trainer, reads them right afterwards in any case."""
+    from megatron_rl.data import check_data
+
+    check_data(facts.config.data, facts.config.model.path)
+
+
+@rule(Needs.TASK)
+def rewards_can_be_computed(facts: Facts) -> None:
+    from megatron_rl.rewards.scorer import check_rewards
+
+    check_rewards(facts.config.reward)

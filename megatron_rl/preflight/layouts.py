@@ -1,0 +1,140 @@
+"""Rules on how settings, layouts and model fit together. The planner asks those about layouts of every layout that it tries."""
+
+from __future__ import annotations
+
+from megatron_rl.errors import UserError
+from megatron_rl.hf.config import parse_forward_config, rope_theta
+from megatron_rl.precision.backends import requirements
+from megatron_rl.preflight.rule import Facts, Needs, rule
+from megatron_rl.sync.plan import SyncPlan
+from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
+from parallel.megatron_shards import check_layout
+
+
+@rule(Needs.LAYOUT | Needs.LAUNCH)
+def ranks_are_those_of_the_layout(facts: Facts) -> None:
+    needed = facts.layout.world_size
+    if needed != facts.ranks:
+        rule = f"needs {needed} ranks (tp * cp * pp * dp), this launch has {facts.ranks}"
+        raise UserError("train.layout", None, rule, f"start with torchrun --nproc-per-node {needed}, or change train.layout")
+
+
+@rule(Needs.ENGINE | Needs.LAUNCH)
+def nodes_have_as_many_engines(facts: Facts) -> None:
+    engines, nodes = facts.engine.engines, facts.engine_nodes
+    if engines % nodes:
+        rule = f"must be a multiple of the nodes with engines ({nodes}), for each runs as many"
+        raise UserError("rollout.engines", engines, rule, f"use {-(-engines // nodes) * nodes}, or other nodes")
+
+
+@rule(Needs.MODEL)
+def model_is_of_a_known_kind(facts: Facts) -> None:
+    parse_forward_config(facts.hf_config)
+    facts.model  # noqa: B018 - parses the widths
+
+
+@rule(Needs.MODEL | Needs.TRAINER)
+def created_model_is_the_one_on_disk(facts: Facts) -> None:
+    """A checkpoint made earlier is reused, so other widths would be ignored silently."""
+    create = facts.config.model.create
+    for name, value in create.model_dump().items() if create else ():
+        existing = rope_theta(facts.hf_config) if name == "rope_theta" else facts.hf_config.get(name, 0 if name == "num_experts" else value)
+        if existing != value:
+            rule = f"the checkpoint already at {facts.config.model.path} has {existing}"
+            raise UserError(f"model.create.{name}", value, rule, "remove that folder, name another model.path, or set it back")
+
+
+@rule(Needs.MODEL)
+def longest_sequence_fits(facts: Facts) -> None:
+    config, longest = facts.config, facts.config.longest_sequence
+    limit = facts.hf_config.get("max_position_embeddings", longest)
+    if longest > limit:
+        environment = f" and environment.max_tokens ({config.environment.max_tokens})" if config.environment else ""
+        rule = f"with data.max_prompt_tokens ({config.data.max_prompt_tokens}){environment} exceeds the model's {limit} positions"
+        raise UserError("rollout.max_new_tokens", config.rollout.max_new_tokens, rule, "lower one of them")
+
+
+@rule(Needs.MODEL | Needs.TRAINER)
+def settings_of_experts_have_experts(facts: Facts) -> None:
+    """They would be ignored silently."""
+    train, replay = facts.config.train, facts.config.algorithm.routing_replay
+    settings = {
+        "train.router_aux_loss": train.router_aux_loss,
+        "train.router_bias_rate": train.router_bias_rate,
+        "algorithm.routing_replay": "" if replay == "none" else replay,
+    }
+    for field, value in settings.items():
+        if value and facts.model.experts is None:
+            raise UserError(field, value, f"needs a model with experts, {facts.model.kind} has none", "leave it out")
+
+
+@rule(Needs.MODEL | Needs.TRAINER)
+def correction_bias_is_there_to_move(facts: Facts) -> None:
+    rate, experts = facts.config.train.router_bias_rate, facts.model.experts
+    if rate and experts is not None and not experts.correction_bias:
+        rule = f"needs routers with a correction bias (DeepSeek-V3), {facts.model.kind} has none"
+        raise UserError("train.router_bias_rate", rate, rule, "use train.router_aux_loss")
+
+
+@rule(Needs.MODEL | Needs.LAYOUT)
+def vocabulary_needs_no_padding(facts: Facts) -> None:
+    """Padded rows would take part in the softmax."""
+    tp, vocab = facts.layout.tp, facts.model.vocab
+    if vocab % tp:
+        raise UserError("train.layout.tp", tp, f"must divide vocab_size ({vocab})", "use a divisor of it")
+
+
+@rule(Needs.MODEL | Needs.LAYOUT)
+def context_parallel_ranks_have_heads(facts: Facts) -> None:
+    """A rank computes attention for some heads of all tokens."""
+    layout, heads = facts.layout, facts.model.heads
+    if layout.cp > 1 and heads % (layout.tp * layout.cp):
+        rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({heads})"
+        raise UserError("train.layout.cp", layout.cp, rule, "use a smaller one")
+
+
+@rule(Needs.MODEL | Needs.LAYOUT)
+def experts_have_sequence_parallelism(facts: Facts) -> None:
+    tp = facts.layout.tp
+    if facts.model.experts is not None and tp > 1 and not facts.config.train.layout.sequence_parallel:
+        raise UserError("train.layout.sequence_parallel", False, f"is what Megatron's experts need where tp is {tp}", "leave it out")
+
+
+@rule(Needs.MODEL | Needs.LAYOUT)
+def expert_tensor_parallelism_has_experts(facts: Facts) -> None:
+    """It would be ignored silently."""
+    layout = facts.layout
+    if facts.model.experts is None and layout.etp != layout.tp:
+        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {facts.model.kind} has none", "leave it out")
+
+
+@rule(Needs.MODEL | Needs.LAYOUT)
+def trainer_divides_the_model(facts: Facts) -> None:
+    """By heads, layers and experts, and no FP8 block is cut."""
+    check_layout(facts.model, facts.layout)
+    roles = facts.contract.fp8_roles
+    if error := find_trainer_problem(facts.model, facts.layout, roles, quantized=bool(roles)):
+        raise error
+
+
+@rule(Needs.MODEL | Needs.ENGINE)
+def engine_divides_the_model(facts: Facts) -> None:
+    if error := find_engine_problem(facts.model, facts.engine.tp, facts.engine.ep, facts.contract.fp8_roles):
+        raise error
+
+
+@rule(Needs.MODEL | Needs.ENGINE)
+def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
+    if error := facts.contract.find_engine_error(facts.model):
+        raise error
+
+
+@rule(Needs.MODEL | Needs.LAYOUT)
+def backend_gets_whole_blocks(facts: Facts) -> None:
+    requirements.check_model(facts.config.precision, keep_first_layers(facts.model), keep_one_replica(facts.layout))
+
+
+@rule(Needs.TRAINER | Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
+def rows_fit_into_a_chunk(facts: Facts) -> None:
+    model, trainer, engine = keep_first_layers(facts.model), keep_one_replica(facts.layout), facts.engine._replace(engines=1)
+    SyncPlan.make(model, trainer, engine, facts.contract, facts.config.sync.chunk_bytes)

@@ -1,0 +1,67 @@
+"""Rules on what this machine, and the nodes like it, can run. Torch is imported inside: `plan` checks some of them without it."""
+
+from __future__ import annotations
+
+from megatron_rl.errors import UserError
+from megatron_rl.precision.backends import requirements
+from megatron_rl.preflight.rule import Facts, Needs, rule
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, get_base_gpu_id, list_launchers, place_engine
+
+
+@rule(Needs.TRAINER | Needs.MACHINE)
+def backend_runs_here(facts: Facts) -> None:
+    precision = facts.config.precision
+    if precision.mode == "fp8_unified" and (missing := requirements.find_missing(precision.backend)):
+        rule = "cannot run here: " + ", ".join(reason for reason, _ in missing)
+        raise UserError("precision.backend", precision.backend, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
+
+
+@rule(Needs.TRAINER | Needs.MACHINE)
+def transport_works_here(facts: Facts) -> None:
+    from megatron_rl.sync.transport_check import check_transport
+
+    check_transport(facts.config.sync, shared=facts.config.placement.kind == "colocated")
+
+
+@rule(Needs.ENGINE | Needs.NODE)
+def engine_fits_on_a_node(facts: Facts) -> None:
+    tp, gpus = facts.engine.tp, facts.node_gpus
+    if 0 < gpus < tp:
+        raise UserError("rollout.tp", tp, f"is more than a node's {gpus} GPUs, and an engine has one node", "lower it")
+
+
+@rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
+def engines_fit_on_their_nodes(facts: Facts) -> None:
+    """A node is assumed to be like this machine."""
+    rollout, gpus = facts.config.rollout, facts.node_gpus
+    trainer_gpus = get_base_gpu_id(facts.config, place_engine(rollout, 0))
+    if 0 < gpus < trainer_gpus + rollout.engines_per_node * rollout.tp:
+        share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
+        needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
+        beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
+        raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {gpus}", "lower one of them")
+
+
+@rule(Needs.ENGINE | Needs.MACHINE)
+def nodes_have_launchers(facts: Facts) -> None:
+    hosts, launchers = facts.config.rollout.hosts, list_launchers()
+    if len(launchers) < len(hosts):
+        rule = f"names {len(hosts)} nodes, {LAUNCHER_VARIABLE} has words for {len(launchers)} of them"
+        raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or give the variable a line for each node")
+
+
+@rule(Needs.ENGINE | Needs.MACHINE)
+def launchers_differ(facts: Facts) -> None:
+    launchers = list_launchers()[: len(facts.config.rollout.hosts)]
+    if repeated := [line for line in launchers if launchers.count(line) > 1]:
+        where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"
+        rule = f"starts the engines of two nodes {where}, on the same devices"
+        raise UserError(LAUNCHER_VARIABLE, None, rule, "give it a line of its own for each of rollout.hosts")
+
+
+@rule(Needs.TRAINER | Needs.MACHINE)
+def transport_reaches_the_engines(facts: Facts) -> None:
+    transport = facts.config.sync.transport
+    if any(list_launchers()[: len(facts.config.rollout.hosts)]) and transport in ("shared_memory", "cuda_ipc"):
+        rule = f"needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
+        raise UserError("sync.transport", transport, rule, "use process_group, gloo, or disk with a shared folder")

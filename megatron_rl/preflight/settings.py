@@ -1,0 +1,73 @@
+"""Rules that need the configuration alone. (Those on the fields of one section are pydantic's.)"""
+
+from __future__ import annotations
+
+from megatron_rl.errors import UserError
+from megatron_rl.preflight.rule import Facts, Needs, rule
+
+
+@rule(Needs.TRAINER)
+def updates_share_the_prompts(facts: Facts) -> None:
+    updates, prompts = facts.config.algorithm.updates_per_step, facts.config.rollout.prompts_per_step
+    if prompts % updates:
+        raise UserError("algorithm.updates_per_step", updates, f"must divide rollout.prompts_per_step ({prompts})", "change one of them")
+
+
+@rule(Needs.TRAINER)
+def calibration_has_fp8_ratios(facts: Facts) -> None:
+    every, mode = facts.config.algorithm.calibrate_every, facts.config.precision.mode
+    if every and mode != "fp8_unified":
+        rule = f"calibrates FP8 ratios, which precision.mode {mode} has none of in the trainer"
+        raise UserError("algorithm.calibrate_every", every, rule, "set it to 0, or use fp8_unified")
+
+
+@rule(Needs.TRAINER)
+def backend_computes_in_high(facts: Facts) -> None:
+    precision = facts.config.precision
+    if precision.mode == "fp8_unified" and precision.backend != "emulated" and precision.high != "bf16":
+        rule = f"is not what backend {precision.backend} computes"
+        raise UserError("precision.high", precision.high, rule, "use bf16, or precision.backend emulated")
+
+
+@rule(Needs.TRAINER, {"algorithm.correction": "tis"})
+def stale_tokens_are_corrected(facts: Facts) -> None:
+    staleness, algorithm = facts.config.placement.max_staleness, facts.config.algorithm
+    if staleness and algorithm.correction == "none" and algorithm.old_policy == "trainer":
+        rule = "trains on tokens of older versions, and nothing corrects for that"
+        fix = 'set algorithm.correction = "tis", or old_policy = "engine"'
+        raise UserError("placement.max_staleness", staleness, rule, fix)
+
+
+@rule(Needs.TRAINER, {"sync.running": "finish"})
+def replayed_routing_is_of_one_version(facts: Facts) -> None:
+    config = facts.config
+    if config.placement.max_staleness and config.sync.running == "continue" and config.algorithm.routing_replay == "engine":
+        rule = "replays one routing per token, and a completion that goes on over a switch has been routed by several versions"
+        fix = 'set sync.running = "finish", or routing_replay = "none"'
+        raise UserError("algorithm.routing_replay", "engine", rule, fix)
+
+
+@rule(Needs.TRAINER, {"log.attribute_every": 0})
+def attributed_tokens_are_of_one_version(facts: Facts) -> None:
+    config = facts.config
+    if config.placement.max_staleness and config.log.attribute_every:
+        rule = "tells causes apart for tokens of the trainer's own version only"
+        raise UserError("log.attribute_every", config.log.attribute_every, rule, "set it to 0, or placement.max_staleness to 0")
+
+
+@rule(Needs.TRAINER)
+def waits_are_no_hangs(facts: Facts) -> None:
+    config = facts.config
+    timeouts = {"rollout.request_timeout": config.rollout.request_timeout, "sync.timeout": config.sync.timeout}
+    name = max(timeouts, key=lambda field: timeouts[field])
+    if 0 < config.log.stuck_after <= timeouts[name]:
+        rule = f"must be longer than {name} ({timeouts[name]:g})"
+        raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
+
+
+@rule(Needs.TRAINER)
+def warm_start_has_its_tool(facts: Facts) -> None:
+    share, environment = facts.config.model.warm_start.tool_share, facts.config.environment
+    if share and (environment is None or environment.name != "calculator"):
+        rule = "shows calls of the calculator, which the run does not have"
+        raise UserError("model.warm_start.tool_share", share, rule, 'add [environment] with name = "calculator"')
