@@ -46,7 +46,8 @@ class Layout:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise GeometryError(f"train.layout.{name}", size, "must be a positive integer")
         if self.vpp > 1 and self.pp == 1:
-            raise GeometryError("train.layout.vpp", self.vpp, "needs more than one pipeline stage", "set train.layout.pp above 1, or train.layout.vpp = 1")
+            rule, fix = "needs more than one pipeline stage", "set train.layout.pp above 1, or train.layout.vpp = 1"
+            raise GeometryError("train.layout.vpp", self.vpp, rule, fix)
         stage_ranks, expert_ranks = self.world_size // self.pp, self.ep * self.etp
         if self.ep > 1 and stage_ranks % expert_ranks:
             rule = f"ep * etp = {self.ep} * {self.etp} must divide tp * cp * dp = {self.tp} * {self.cp} * {self.dp}"

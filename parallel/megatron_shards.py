@@ -215,9 +215,8 @@ class _MegatronShardBuilder(ShardBuilder):
         ]
 
     def _mlp(self, hf: str, mcore: str, expert: bool = False) -> list[Shard]:
-        part, parts, field = (
-            (self.coordinates.etp, self.layout.etp, "train.layout.etp") if expert else (self.coordinates.tp, self.layout.tp, "train.layout.tp")
-        )
+        size = "etp" if expert else "tp"
+        part, parts, field = getattr(self.coordinates, size), getattr(self.layout, size), f"train.layout.{size}"
         gate_up = [split_rows(self.tensors[f"{hf}{half}_proj.weight"], part, parts, field) for half in ("gate", "up")]
         down = split_cols(self.tensors[hf + "down_proj.weight"], part, parts, field)
         return [stack_regions(mcore + "linear_fc1.weight", gate_up), stack_regions(mcore + "linear_fc2.weight", [down])]

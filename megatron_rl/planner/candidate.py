@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
+from megatron_rl.errors import UserError
 from megatron_rl.hf.config import RoutingConfig, parse_forward_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.errors import UserError
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check, find_corrections, find_mistake
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
@@ -28,8 +28,10 @@ MEAN_LENGTH_SHARE = 0.5
 class Workload:
     """A model, its precision, and the work of one RL step. Lengths in tokens. Compared by identity, so that results can be cached."""
 
-    facts: Facts
+    model: ModelGeometry
     routing: RoutingConfig | None
+    config: Config
+    hf_config: Mapping[str, Any]
     max_positions: int
     """Longest sequence that the model accepts."""
     sharded_optimizer: bool = False
@@ -43,24 +45,18 @@ class Workload:
         facts = Facts(config, hf_config)
         check(facts, PLAN)
         return cls(
-            facts,
+            facts.model,
             parse_forward_config(hf_config).routing,
+            config,
+            hf_config,
             max_positions=int(hf_config.get("max_position_embeddings", 0)),
             sharded_optimizer=config.train.distributed_optimizer,
             dense_sequence_parallel=config.train.layout.sequence_parallel,
         )
 
-    @property
-    def config(self) -> Config:
-        return self.facts.config
-
-    @property
-    def model(self) -> ModelGeometry:
-        return self.facts.model
-
-    @property
+    @cached_property
     def contract(self) -> PrecisionContract:
-        return self.facts.contract
+        return PrecisionContract.from_config(self.config.precision)
 
     @property
     def high_bytes(self) -> int:
@@ -151,8 +147,9 @@ class Candidate:
         return find_mistake(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)
 
     def facts(self, job: Workload, cluster: Cluster) -> Facts:
-        """Return the run's facts with these layouts on this cluster."""
-        return replace(job.facts, trainer=self.train, rollout=self.rollout, node_gpus=cluster.gpus_per_node)
+        """Return what the rules of the preflight are to look at."""
+        facts = Facts(job.config, job.hf_config, trainer=self.train, rollout=self.rollout)
+        return replace(facts, geometry=job.model, node_gpus=cluster.gpus_per_node)
 
     @property
     def gpus(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.errors import UserError
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 
@@ -11,6 +12,14 @@ def environment_can_be_loaded(facts: Facts) -> None:
 
     if facts.config.environment is not None:
         load_environment(facts.config.environment.name)
+
+
+@rule(Needs.TRAINER)
+def warm_start_has_its_tool(facts: Facts) -> None:
+    share, environment = facts.config.model.warm_start.tool_share, facts.config.environment
+    if share and (environment is None or environment.name != "calculator"):
+        rule = "shows calls of the calculator, which the run does not have"
+        raise UserError("model.warm_start.tool_share", share, rule, 'add [environment] with name = "calculator"')
 
 
 @rule(Needs.TRAINER | Needs.PLUGS)

@@ -134,7 +134,7 @@ def backend_gets_whole_blocks(facts: Facts) -> None:
     requirements.check_model(facts.config.precision, keep_first_layers(facts.model), keep_one_replica(facts.layout))
 
 
-@rule(Needs.TRAINER | Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
+@rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE | Needs.PLUGS)
 def rows_fit_into_a_chunk(facts: Facts) -> None:
     model, trainer, engine = keep_first_layers(facts.model), keep_one_replica(facts.layout), facts.engine._replace(engines=1)
     SyncPlan.make(model, trainer, engine, facts.contract, facts.config.sync.chunk_bytes)

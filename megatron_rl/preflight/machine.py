@@ -61,7 +61,7 @@ def launchers_differ(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_reaches_the_engines(facts: Facts) -> None:
-    transport = facts.config.sync.transport
-    if any(list_launchers()[: len(facts.config.rollout.hosts)]) and transport in ("shared_memory", "cuda_ipc"):
+    sync, launchers = facts.config.sync, list_launchers()[: len(facts.config.rollout.hosts)]
+    if any(launchers) and sync.load_transport().one_host:
         rule = f"needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
-        raise UserError("sync.transport", transport, rule, "use process_group, gloo, or disk with a shared folder")
+        raise UserError("sync.transport", sync.transport, rule, "use process_group, gloo, or disk with a shared folder")

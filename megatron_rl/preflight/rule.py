@@ -23,6 +23,7 @@ from parallel.shards import GeometryError
 if TYPE_CHECKING:  # imports torch
     from megatron_rl.hf.read import HFCheckpoint
 
+
 class Needs(Flag):
     """What a rule is about, and so what must be known to check it."""
 
@@ -72,6 +73,8 @@ class Facts:
     """The folder with the model's weights."""
     option: str = "model.path"
     """The field or option that names it."""
+    geometry: ModelGeometry | None = None
+    """The model; None: that of `hf_config`."""
     trainer: Layout | None = None
     """The trainer's layout; None: the configured one."""
     rollout: EngineLayout | None = None
@@ -100,7 +103,7 @@ class Facts:
 
     @cached_property
     def model(self) -> ModelGeometry:
-        return ModelGeometry.from_hf_config(self.hf_config)
+        return self.geometry or ModelGeometry.from_hf_config(self.hf_config)
 
     @cached_property
     def checkpoint(self) -> HFCheckpoint:
@@ -146,7 +149,7 @@ def rule(needs: Needs, correction: Mapping[str, object] | None = None) -> Callab
     return add
 
 
-def check(facts: Facts, known: Needs, about: Needs = Needs(0)) -> None:
+def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
     """Raise UserError for the first mistake. `about`: only rules that need one of these."""
     for each in _select(known, about):
         with as_user_error():
@@ -198,8 +201,8 @@ def find_corrections(facts: Facts, known: Needs) -> dict[str, object]:
     return overrides
 
 
-def _select(known: Needs, about: Needs = Needs(0)) -> Iterator[Rule]:
-    return (each for each in RULES if each.needs in known and (not about or each.needs & about))
+def _select(known: Needs, about: Needs | None = None) -> Iterator[Rule]:
+    return (each for each in RULES if each.needs in known and (about is None or each.needs & about))
 
 
 def _add_hints(error: GeometryError, facts: Facts) -> GeometryError:

@@ -63,11 +63,3 @@ def waits_are_no_hangs(facts: Facts) -> None:
     if 0 < config.log.stuck_after <= timeouts[name]:
         rule = f"must be longer than {name} ({timeouts[name]:g})"
         raise UserError("log.stuck_after", config.log.stuck_after, rule, f"raise it, lower {name}, or set it to 0")
-
-
-@rule(Needs.TRAINER)
-def warm_start_has_its_tool(facts: Facts) -> None:
-    share, environment = facts.config.model.warm_start.tool_share, facts.config.environment
-    if share and (environment is None or environment.name != "calculator"):
-        rule = "shows calls of the calculator, which the run does not have"
-        raise UserError("model.warm_start.tool_share", share, rule, 'add [environment] with name = "calculator"')

@@ -45,27 +45,6 @@ def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
     return (ranks if trainer_has_own else 0) + placement.index * config.rollout.tp
 
 
-<<<<<<< HEAD
-def check_engine_placement(config: Config) -> None:
-    """Raise UserError if engines would share devices because nothing starts them on the other nodes, or if the transport cannot reach
-    them."""
-    hosts = config.rollout.hosts
-    launchers = _launchers()[: len(hosts)]
-    if len(launchers) < len(hosts):
-        rule = f"names {len(hosts)} nodes, {LAUNCHER_VARIABLE} has words for {len(launchers)} of them"
-        raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or give the variable a line for each node")
-    if repeated := [line for line in launchers if launchers.count(line) > 1]:
-        where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"
-        rule = f"starts the engines of two nodes {where}, on the same devices"
-        raise UserError(LAUNCHER_VARIABLE, None, rule, "give it a line of its own for each of rollout.hosts")
-    if any(launchers) and config.sync.load_transport().one_host:
-        rule = f"needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
-        raise UserError("sync.transport", config.sync.transport, rule, "use process_group, gloo, or disk with a shared folder")
-
-
-def _launchers() -> list[str]:
-=======
 def list_launchers() -> list[str]:
     """Return the lines of LAUNCHER_VARIABLE; one empty line where it is not set."""
->>>>>>> e318f44 (Preflight: one list of rules for train, eval, plan and SLURM files)
     return [line.strip() for line in os.environ.get(LAUNCHER_VARIABLE, "").split("\n")]

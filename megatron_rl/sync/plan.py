@@ -31,7 +31,7 @@ class SyncPlan:
     def make(cls, model: ModelGeometry, train: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int) -> SyncPlan:
         """Plan trainer -> engines, whose ranks are numbered consecutively.
 
-        Raises GeometryError where the layouts do not fit the model or cut FP8 blocks, or where a row of a tensor is more than `chunk_bytes`.
+        Raises GeometryError where the layouts do not fit the model or cut FP8 blocks, or where a row of a tensor exceeds `chunk_bytes`.
         """
         roles, int8_roles = contract.fp8_roles, contract.int8_roles
         sources = build_trainer_shards(model, train, quantized=bool(roles))

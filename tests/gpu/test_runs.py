@@ -12,7 +12,7 @@ from support.processes import ROOT, Command
 
 from megatron_rl.config import load_config
 from megatron_rl.precision.backends import requirements
-from megatron_rl.training.preflight import preflight
+from megatron_rl.preflight import check_run
 
 RUNS: dict[str, dict[str, Any]] = {
     "sync by CUDA IPC": {  # three policy versions
@@ -68,4 +68,4 @@ def test_settings_of_the_runs_are_accepted(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that transport and engines ask before a run
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     config = load_config(ROOT / "configs" / "quickstart.toml", make_options(name, tmp_path, "emulated"))
-    assert preflight(config).world_size == 1
+    assert check_run(config).world_size == 1

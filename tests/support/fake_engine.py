@@ -33,7 +33,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
-from parallel.layout import Layout
+from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
@@ -191,7 +191,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
     pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
-    plan = SyncPlan.make(MODEL, layout, (1, 1), CONTRACT, settings.chunk_bytes, engines)
+    plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)
     shards = build_trainer_shards(MODEL, layout, quantized=True)[dist.get_rank()]
     run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
     weights = WeightSync(plan, pool, lambda: run.named_tensors, settings)

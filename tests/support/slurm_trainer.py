@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config import load_config
-from megatron_rl.rollout.engine_placement import check_engine_placement
+from megatron_rl.preflight import Facts, Needs, check
 from rollout_sglang.launch_args import EngineLaunchSpec
 from rollout_sglang.process import EngineProcess
 from support.processes import until
@@ -36,7 +36,7 @@ def main() -> None:
     (folder / "sitecustomize.py").write_text(ENGINE)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
     config = load_config(Path(sys.argv[4]), sys.argv[5:])  # -m megatron_rl train CONFIG ...
-    check_engine_placement(config)
+    check(Facts.here(config), Needs.ENGINE | Needs.MACHINE)
     engines = [EngineLaunchSpec(config, folder, folder, number).start_process().process for number in range(config.rollout.engines)]
     try:
         until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 900, "every engine")

@@ -86,9 +86,8 @@ class TrainerAndEngines:
         self.rank0_engines = Rank0(lambda: start_engines(self.config, model, self.folder, self.messages.append))
 
     def plan(self, bucket_bytes: int = MIB) -> SyncPlan:
-        geometry, rollout = ModelGeometry.from_hf_config(self.trainer.hf_config), self.config.rollout
-        sizes = rollout.tp, rollout.ep
-        return SyncPlan.make(geometry, self.trainer.layout, sizes, self.trainer.contract, bucket_bytes, rollout.engines)
+        geometry, engines = ModelGeometry.from_hf_config(self.trainer.hf_config), self.config.rollout.to_layout()
+        return SyncPlan.make(geometry, self.trainer.layout, engines, self.trainer.contract, bucket_bytes)
 
     @contextmanager
     def weight_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[WeightSync]:

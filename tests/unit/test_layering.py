@@ -24,13 +24,8 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
 }
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
-<<<<<<< HEAD
     *("errors", "types", "versions", "plugs", "config", "precision", "batch", "hf", "rewards", "data", "algorithm", "distributed"),
-    *("observability", "rollout", "sync", "mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
-=======
-    *("errors", "types", "versions", "config", "precision", "batch", "hf", "rewards", "data", "algorithm", "distributed"),
     *("observability", "rollout", "sync", "preflight", "mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
->>>>>>> e318f44 (Preflight: one list of rules for train, eval, plan and SLURM files)
 ]
 ROOT_MODULES = 8
 ONLY_IN = {

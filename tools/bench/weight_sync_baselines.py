@@ -17,7 +17,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import make_chunks
 from parallel.digest import view_rect
-from parallel.layout import Layout
+from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer
@@ -52,7 +52,7 @@ class BenchSetup:
 
     def make_plan(self, fp8: bool, settings: SyncConfig) -> SyncPlan:
         """Raise GeometryError or UserError where the layouts do not fit the model."""
-        return SyncPlan.make(self.model, self.train, (self.rollout_tp, 1), make_contract(fp8), settings.chunk_bytes)
+        return SyncPlan.make(self.model, self.train, EngineLayout(self.rollout_tp), make_contract(fp8), settings.chunk_bytes)
 
 
 def make_contract(fp8: bool) -> PrecisionContract:

@@ -43,7 +43,7 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
 from parallel.digest import digest_all, make_stored_tensors, view_rect
-from parallel.layout import Layout, parse_sizes
+from parallel.layout import EngineLayout, Layout, parse_sizes
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect, kind_of, scale_name
 from parallel.shards import GeometryError, HFTensor, NamedRect, Rect, Region, Shard
@@ -62,7 +62,7 @@ class VerifyTask:
 
     hf_config: dict[str, Any]
     train: Layout
-    rollout: tuple[int, int]
+    rollout: EngineLayout
     """tp and ep of the engine."""
     contract: PrecisionContract
     seed: int
@@ -265,8 +265,8 @@ def main(
         parse_forward_config(config)
         layout = Layout(**parse_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
         contract = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified", scale_format=scale_format))
-        engine = parse_sizes("--rollout", rollout, ("tp", "ep"))
-        task = VerifyTask(config, layout, (engine.get("tp", 1), engine.get("ep", 1)), contract, seed, dump)
+        engine = EngineLayout(**parse_sizes("--rollout", rollout, ("tp", "ep")))
+        task = VerifyTask(config, layout, engine, contract, seed, dump)
         SyncPlan.make(task.model, layout, task.rollout, contract, SyncConfig().chunk_bytes)  # refuses before a process starts
         report = verify(task)
     except (MegatronRLError, GeometryError) as error:

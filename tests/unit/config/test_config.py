@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config import Config, ModelConfig, apply_overrides, load_config
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.training.preflight import check_waits
+from megatron_rl.preflight import Facts, Needs, check
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -209,9 +209,9 @@ def test_hosts_are_a_list_of_single_interfaces(load, mistake):
 
 
 def test_a_standstill_is_longer_than_any_wait_that_is_allowed(load):
-    check_waits(load(MODEL))
-    check_waits(load(MODEL, "--log.stuck_after=0"))
+    check(Facts(load(MODEL)), Needs.TRAINER)
+    check(Facts(load(MODEL, "--log.stuck_after=0")), Needs.TRAINER)
     rule = "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900)"
     with pytest.raises(UserError) as caught:
-        check_waits(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900"))
+        check(Facts(load(MODEL, "--log.stuck_after=700", "--rollout.request_timeout=900")), Needs.TRAINER)
     assert str(caught.value) == f"{rule}; raise it, lower rollout.request_timeout, or set it to 0"

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.training.preflight import preflight
+from megatron_rl.preflight import check_run
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "configs" / "calculator.toml"
 
@@ -19,11 +19,11 @@ def example(tmp_path: Path, *overrides: str) -> Config:
 
 def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
     config = example(tmp_path)
-    preflight(config)
+    check_run(config)
     assert config.environment is not None and config.environment.name == "calculator"
     assert Config.model_validate({"model": {"path": "m"}}, strict=False).environment is None
     with pytest.raises(UserError, match=r"model.warm_start.tool_share = 0.3: shows calls of the calculator"):
-        preflight(config.model_copy(update={"environment": None}))
+        check_run(config.model_copy(update={"environment": None}))
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
 )
 def test_a_mistake_is_one_line(tmp_path, override, line):
     with pytest.raises(UserError, match=line):
-        preflight(example(tmp_path, override))
+        check_run(example(tmp_path, override))

@@ -43,7 +43,7 @@ def test_every_row_of_every_tensor_lies_in_one_chunk_of_bounded_size(data):
 
 
 def test_a_row_larger_than_a_chunk_is_refused_by_name_and_size():
-    with pytest.raises(ValueError, match="one row of wide.weight is 1024 bytes, a bucket holds 1000"):
+    with pytest.raises(ValueError, match="one row of wide.weight is 1024 bytes, a chunk holds 1000"):
         make_chunks([whole("wide.weight", 3, 512, "high")], 1000, "bf16")
     assert len(make_chunks([whole("wide.weight", 3, 512, "high")], 1024, "bf16")) == 3
 

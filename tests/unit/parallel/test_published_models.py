@@ -8,7 +8,7 @@ import pytest
 from support.geometries import PUBLISHED, dense_config, published_model
 from support.golden.slow_cut import ROLES
 
-from parallel.layout import Layout
+from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import (
     add_layout_hints,
     find_engine_problem,
@@ -113,7 +113,7 @@ def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, 
     model = published_model(name)
     with pytest.raises(GeometryError) as caught:
         reshard(build_trainer_shards(model, train, quantized=True), build_engine_shards(model, *rollout), ROLES)
-    message = str(add_layout_hints(caught.value, model, train, rollout, ROLES))
+    message = str(add_layout_hints(caught.value, model, train, EngineLayout(*rollout), ROLES))
     assert re.match(pattern, message), message
 
 
@@ -131,4 +131,6 @@ def test_a_model_that_no_layout_serves_gets_no_advice():
     assert find_nearest_layouts(model, Layout(), ROLES) == [] == find_nearest_engines(model, 1, 1, ROLES)
     error = find_trainer_problem(model, Layout(), ROLES)
     assert error is not None
-    assert "train layouts that work: none; rollout layouts that work: none" in str(add_layout_hints(error, model, Layout(), (1, 1), ROLES))
+    assert "train layouts that work: none; rollout layouts that work: none" in str(
+        add_layout_hints(error, model, Layout(), EngineLayout(), ROLES)
+    )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_rl.config import ArchitectureConfig, PrecisionConfig, load_config
+from megatron_rl.config import ArchitectureConfig, Config, ModelConfig, PrecisionConfig, SyncConfig, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.create import make_hf_config
 from megatron_rl.precision.backends import requirements
-from megatron_rl.training.preflight import preflight
+from megatron_rl.preflight import Facts, Needs, check, check_run
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -31,23 +32,28 @@ def hopper(monkeypatch):
     return versions
 
 
+def check_machine(precision: PrecisionConfig) -> None:
+    sync = SyncConfig(transport="gloo")  # works on a GPU and without
+    check(Facts(Config(model=ModelConfig(path=Path("m")), precision=precision, sync=sync)), Needs.TRAINER | Needs.MACHINE)
+
+
 def refused(backend: str, **precision: str) -> str:
     with pytest.raises(UserError) as caught:
-        requirements.check_machine(PrecisionConfig(backend=backend, **precision))
+        check_machine(PrecisionConfig(backend=backend, **precision))
     return str(caught.value)
 
 
 def test_a_whole_machine_can_run_them_all(hopper):
     assert all(requirements.find_missing(name) == [] for name in requirements.BACKENDS)
     for name in requirements.BACKENDS:
-        requirements.check_machine(PrecisionConfig(backend=name))
+        check_machine(PrecisionConfig(backend=name))
 
 
 def test_everything_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(requirements, "find_version", {}.get)
     monkeypatch.setattr(requirements, "find_nvcc", lambda: None)
-    requirements.check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))  # a mode without FP8 layers needs none
+    check_machine(PrecisionConfig(backend="deep_gemm", mode="bf16"))  # a mode without FP8 layers needs none
     line = refused("deep_gemm")
     assert line.startswith(
         "precision.backend = 'deep_gemm': cannot run here: torch is a CPU build, sgl-deep-gemm is not installed, triton is not installed, "
@@ -85,7 +91,7 @@ def test_the_original_deep_gemm_will_do(hopper):
     del hopper["sgl-deep-gemm"]
     assert "sgl-deep-gemm is not installed" in refused("deep_gemm")
     hopper["deep_gemm"] = "2.6.1+54e2261"
-    requirements.check_machine(PrecisionConfig(backend="deep_gemm"))
+    check_machine(PrecisionConfig(backend="deep_gemm"))
     hopper["deep_gemm"] = "2.7.0"
     assert "deep_gemm 2.7.0 is not one of the known versions, 2.1 to below 2.7" in refused("deep_gemm")
 
@@ -115,4 +121,4 @@ def test_the_preflight_asks(tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[precision]\nbackend = "deep_gemm"\n')
     monkeypatch.setattr(requirements, "find_version", {}.get)
     with pytest.raises(UserError, match="precision.backend = 'deep_gemm': cannot run here: "):
-        preflight(load_config(tmp_path / "run.toml"))
+        check_run(load_config(tmp_path / "run.toml"))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.config.cross_checks import check_placement
 from megatron_rl.errors import EngineLostError, RunError, UserError
+from megatron_rl.preflight import Facts, Needs, check
 from megatron_rl.rollout import async_worker
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
@@ -212,9 +212,9 @@ ASYNC = {"kind": "disaggregated", "max_staleness": 1}
 )
 def test_stale_tokens_need_a_correction_and_have_no_single_cause(sections, line):
     with pytest.raises(UserError, match=line):
-        check_placement(config(placement=ASYNC, **sections))
+        check(Facts(config(placement=ASYNC, **sections)), Needs.TRAINER)
     for algorithm in ({"correction": "tis"}, {"old_policy": "engine"}):
-        check_placement(config(placement=ASYNC, algorithm=algorithm))  # with one they may be trained on
-    check_placement(config(log={"attribute_every": 2}))
+        check(Facts(config(placement=ASYNC, algorithm=algorithm)), Needs.TRAINER)  # with one they may be trained on
+    check(Facts(config(log={"attribute_every": 2})), Needs.TRAINER)
     with pytest.raises(ValueError, match='set kind "disaggregated"'):  # who takes turns cannot run ahead
         config(placement={"max_staleness": 1})

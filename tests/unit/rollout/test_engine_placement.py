@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.processes import ROOT
 
-from megatron_rl.config import Config, load_config
+from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, check_engine_placement, get_base_gpu_id, place_engine
-from megatron_rl.rollout.engine_pool import check_devices
+from megatron_rl.preflight import Facts, Needs, check
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, get_base_gpu_id, place_engine
 from rollout_sglang import launch_args
 
 NODES = ("10.0.0.5", "10.0.0.6")
@@ -21,6 +20,10 @@ NODES = ("10.0.0.5", "10.0.0.6")
 def config(engines: int = 4, tp: int = 1, hosts: tuple[str, ...] = NODES, transport: str = "process_group") -> Config:
     sections = {"model": {"path": "x"}, "rollout": {"engines": engines, "tp": tp, "hosts": hosts}, "sync": {"transport": transport}}
     return Config.model_validate(sections, strict=False)
+
+
+def check_devices(config: Config, node_gpus: int = 0) -> None:
+    check(Facts(config, node_gpus=node_gpus), Needs.ENGINE | Needs.MACHINE | Needs.NODE)
 
 
 def start_process(monkeypatch, config: Config, number: int) -> tuple[list[str], dict[str, str], str]:
@@ -52,7 +55,7 @@ def test_engines_are_spread_evenly_in_order(launchers):
 
 def test_without_a_word_all_engines_are_on_this_machine(launchers):
     local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
-    check_engine_placement(local)
+    check_devices(local)
     expected = [EnginePlacement(index=index, engines_on_node=2) for index in range(2)]
     assert [place_engine(local.rollout, number) for number in range(2)] == expected
 
@@ -73,12 +76,9 @@ def test_on_one_machine_engines_of_their_own_devices_come_after_the_trainers(lau
     apart = Config.model_validate(sections, strict=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)) for number in range(2)] == [4, 6]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    check_devices(apart)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 6)
+    check_devices(apart, 8)
     with pytest.raises(UserError, match=r"needs 2 \* 2 GPUs of a machine .* beside the trainer's 4, this one has 6"):
-        check_devices(apart)
+        check_devices(apart, 6)
     launchers("srun --nodelist=node2")
     assert [get_base_gpu_id(apart, place_engine(apart.rollout, number)) for number in range(2)] == [0, 2]
 
@@ -95,26 +95,24 @@ def test_engines_that_cannot_be_where_they_should_are_refused(launchers):
     def refusal(*lines: str, **changes: str) -> str:
         launchers(*lines)
         with pytest.raises(UserError) as error:
-            check_engine_placement(config(**changes))
+            check(Facts(config(**changes)), Needs.ENGINE | Needs.MACHINE | Needs.TRAINER)
         return str(error.value)
 
     hosts = f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them"
     assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or give the variable a line for each node"
     twice = f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices"
     assert refusal("srun a", "srun a") == f"{twice}; give it a line of its own for each of rollout.hosts"
-    apart = f"sync.transport = 'cuda_ipc': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
-    assert refusal("", "srun a", transport="cuda_ipc") == f"{apart}; use process_group, gloo, or disk with a shared folder"
+    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
+    assert refusal("", "srun a", transport="shared_memory") == f"{apart}; use process_group, gloo, or disk with a shared folder"
 
 
-def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_devices(config(4, tp=2))
+def test_a_node_has_devices_for_all_its_engines_and_serves_as_many_as_the_others(launchers):
+    launchers("srun --nodelist=node2", "srun --nodelist=node3")
+    check_devices(config(4, tp=2), 4)
     gpus = "6: needs 3 * 2 GPUs of a machine (rollout.engines / 2 nodes * rollout.tp), this one has 4; lower one of them"
     with pytest.raises(UserError, match=re.escape(f"rollout.engines = {gpus}") + "$"):
-        check_devices(config(6, tp=2))
+        check_devices(config(6, tp=2), 4)
     with pytest.raises(UserError, match="^rollout.tp = 8: is more than a node's 4 GPUs, and an engine has one node; lower it$"):
-        check_devices(config(2, tp=8))
-    rule = r"^rollout: engines \(3\) must be a multiple of the nodes that hosts names \(2\), for each runs as many"
-    with pytest.raises(UserError, match=f"{rule}; set engines to 4, or name fewer hosts$"):
-        load_config(ROOT / "configs" / "quickstart.toml", ['--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=3"])
+        check_devices(config(2, tp=8), 4)
+    with pytest.raises(UserError, match=r"^rollout.engines = 3: must be a multiple of the nodes with engines \(2\), .*; use 4"):
+        check(Facts(config(3), engine_nodes=2), Needs.ENGINE | Needs.LAUNCH)

@@ -12,8 +12,8 @@ import torch
 
 from megatron_rl.config import Config
 from megatron_rl.distributed import to_lost_rank_error
-from megatron_rl.errors import EngineLostError, RunError, UserError
-from megatron_rl.rollout.engine_pool import EnginePool, check_devices
+from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import Rect
@@ -226,16 +226,6 @@ def test_ranks_are_numbered_through(fleet):
         _, link, own_chunks, _ = engine.calls[-1]
         assert (link.first, [chunk.target for chunk in own_chunks]) == (2 * number, [0, 1])
     assert two.engines.read_activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
-
-
-def test_more_engines_than_gpus_are_a_mistake(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_devices(make_config(engines=2, tp=2))
-    with pytest.raises(UserError) as error:
-        check_devices(make_config(engines=3, tp=2))
-    line = "rollout.engines = 3: needs 3 * 2 GPUs of a machine (rollout.engines * rollout.tp), this one has 4; lower one of them"
-    assert str(error.value) == line
 
 
 def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():

@@ -14,7 +14,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import ArchitectureConfig, load_config
 from megatron_rl.data.files import SOURCE_FIX
 from megatron_rl.hf.create import make_hf_config
-from megatron_rl.training.preflight import preflight
+from megatron_rl.preflight import check_run
 from parallel.layout import Layout
 from parallel.shards import GeometryError
 
@@ -49,9 +49,9 @@ def refused(*overrides: str) -> str:
 
 
 def test_a_good_configuration_passes(workplace):
-    assert preflight(load_config(workplace / "run.toml")) == Layout()
+    assert check_run(load_config(workplace / "run.toml")) == Layout()
     created = ["--model.path=new", "--model.create.hidden_size=128"]
-    assert preflight(load_config(workplace / "run.toml", created)) == Layout()
+    assert check_run(load_config(workplace / "run.toml", created)) == Layout()
     assert not (workplace / "new").exists()
 
 
@@ -115,13 +115,13 @@ EXPERTS = ["--model.path=new", "--model.create.num_experts=4"]
 
 
 def test_experts_that_are_to_be_created(workplace, monkeypatch):
-    preflight(load_config(workplace / "run.toml", [*EXPERTS, "--algorithm.routing_replay=engine", "--train.router_aux_loss=0.1"]))
+    check_run(load_config(workplace / "run.toml", [*EXPERTS, "--algorithm.routing_replay=engine", "--train.router_aux_loss=0.1"]))
     rule = "needs routers with a correction bias (DeepSeek-V3), qwen3_moe has none; use train.router_aux_loss"
     assert refused(*EXPERTS, "--train.router_bias_rate=0.1") == f"train.router_bias_rate = 0.1: {rule}"
     assert refused(*EXPERTS[1:]).startswith("model.create.num_experts = 4: the checkpoint already at model has 0; ")
     monkeypatch.setenv("WORLD_SIZE", "2")
     layout = ["--train.layout.dp=2", "--train.layout.ep=2"]
-    assert preflight(load_config(workplace / "run.toml", [*EXPERTS, *layout])) == Layout(dp=2, ep=2)
+    assert check_run(load_config(workplace / "run.toml", [*EXPERTS, *layout])) == Layout(dp=2, ep=2)
 
 
 def test_layouts_that_pass(workplace, monkeypatch):
@@ -129,7 +129,7 @@ def test_layouts_that_pass(workplace, monkeypatch):
     for sizes, layout in (*(({size: 2}, Layout(**{size: 2})) for size in ("tp", "pp", "dp", "cp")), (sharded, Layout(tp=2, pp=2, dp=2))):
         monkeypatch.setenv("WORLD_SIZE", str(layout.world_size))
         options = [f"--train.layout.{name}={size}" for name, size in sizes.items()]
-        assert preflight(load_config(workplace / "run.toml", options)) == layout
+        assert check_run(load_config(workplace / "run.toml", options)) == layout
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
     assert line.startswith("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block")
     assert line.endswith("; use a smaller tensor-parallel size, or precision.mode = bf16")
     for mode in ("bf16", "int8_rollout"):
-        preflight(load_config(workplace / "run.toml", [*overrides, f"--precision.mode={mode}"]))
+        check_run(load_config(workplace / "run.toml", [*overrides, f"--precision.mode={mode}"]))
 
 
 def test_a_checkpoint_of_another_kind(workplace):
@@ -185,7 +185,7 @@ def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workpl
     line = refused("--model.path=fp8")
     assert 'holds scales that are no powers of two, precision.scale_format is "pow2"; set precision.scale_format = "fp32", or' in line
     for working in (["--precision.scale_format=fp32"], ["--precision.mode=bf16"], ["--precision.mode=fp8_rollout"]):
-        preflight(load_config(workplace / "run.toml", ["--model.path=fp8", *working]))
+        check_run(load_config(workplace / "run.toml", ["--model.path=fp8", *working]))
     weights = load_file(workplace / "fp8" / "model.safetensors")
     weights["model.layers.0.self_attn.o_proj.weight_scale_inv"][1, 0] = float("nan")
     save_file(weights, workplace / "fp8" / "model.safetensors")
@@ -195,7 +195,7 @@ def test_an_fp8_checkpoint_of_another_scale_format_or_with_a_broken_scale(workpl
 
 def test_calibrated_clipping_where_nothing_is_quantised(workplace):
     calibrate = ("--algorithm.calibrate_every=20", "--algorithm.updates_per_step=2")
-    preflight(load_config(workplace / "run.toml", calibrate))
+    check_run(load_config(workplace / "run.toml", calibrate))
     line = refused(*calibrate, "--precision.mode=bf16")
     assert line.startswith("algorithm.calibrate_every = 20: calibrates FP8 ratios, which precision.mode bf16 has none of")
     assert "needs loss ppo and updates_per_step of 2 or more" in refused(calibrate[0])
@@ -211,7 +211,7 @@ def test_a_malformed_line_of_data_and_a_missing_chat_template_are_named(workplac
 
 
 def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workplace):
-    preflight(load_config(workplace / "run.toml", ["--model.create.hidden_size=256"]))
+    check_run(load_config(workplace / "run.toml", ["--model.create.hidden_size=256"]))
     line = refused("--model.create.hidden_size=384")
     assert line.startswith("model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder")
     assert "rope_theta" in refused("--model.create.rope_theta=5.0")
