@@ -56,3 +56,10 @@ def rewards_can_be_computed(facts: Facts) -> None:
     from megatron_rl.rewards.scorer import check_rewards
 
     check_rewards(facts.config.reward)
+
+
+@rule(Needs.TASK | Needs.TRAINER)
+def trackers_can_be_opened(facts: Facts) -> None:
+    from megatron_rl.observability.trackers import check_trackers
+
+    check_trackers(facts.config.log.trackers)
