@@ -43,8 +43,10 @@ def apply_block_fp8_linear(
 
 
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised."""
-    return batch_invariant.apply_with_min_rows(lambda rows: original(self, layer, rows, bias), x)
+    """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the rounded
+    product, as Megatron does."""
+    y = batch_invariant.apply_with_min_rows(lambda rows: original(self, layer, rows), x)
+    return y if bias is None else y + bias
 
 
 def compute_lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
