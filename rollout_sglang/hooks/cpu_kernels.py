@@ -43,8 +43,8 @@ def apply_block_fp8_linear(
 
 
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the rounded
-    product, as Megatron does."""
+    """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
+    rounded product, as Megatron does."""
     y = batch_invariant.apply_with_min_rows(lambda rows: original(self, layer, rows), x)
     return y if bias is None else y + bias
 
