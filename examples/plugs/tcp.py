@@ -16,22 +16,20 @@ from typing import Any
 import torch
 
 from parallel.chunking import Chunk
-from parallel.transport.base import Link, Transport, TransportSettings
+from parallel.transport import base
 
-TRANSPORT = Transport(__name__, devices=("cpu",))
+TRANSPORT = base.Transport(__name__, devices=("cpu",))
 
 
-class Outbox:
-    """See `parallel.transport.base.Outbox`."""
-
-    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+class Outbox(base.Outbox):
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._engines = len({chunk.target for chunk in chunks if chunk.source == rank})
         self._buffer = torch.empty(max(chunk.nbytes for chunk in chunks), dtype=torch.uint8)
         self._timeout = settings.timeout
         self._listener = socket.create_server((settings.host if settings.host == "127.0.0.1" else socket.gethostname(), 0))
         self._listener.settimeout(settings.timeout)
         self._peers: dict[int, socket.socket] = {}
-        self.address: Any = self._listener.getsockname()[:2]
+        self.address = self._listener.getsockname()[:2]
 
     def open(self, addresses: Mapping[int, Any]) -> None:
         while len(self._peers) < self._engines:
@@ -47,18 +45,13 @@ class Outbox:
     def send(self, chunk: Chunk) -> None:
         self._peers[chunk.target].sendall(self._buffer[: chunk.nbytes].numpy().data)  # returns when the buffer is free
 
-    def finish(self) -> None:
-        pass  # what was sent arrives without this process
-
     def close(self) -> None:
         for end in (*self._peers.values(), self._listener):
             end.close()
 
 
-class Inbox:
-    """See `parallel.transport.base.Inbox`."""
-
-    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+class Inbox(base.Inbox):
+    def __init__(self, link: base.Link, rank: int, chunks: Sequence[Chunk]) -> None:
         self._buffer = torch.empty(link.largest, dtype=torch.uint8)
         self._peers = {}
         for source in {chunk.source for chunk in chunks}:
@@ -69,12 +62,6 @@ class Inbox:
         flat = self._buffer[: chunk.nbytes]
         _read_into(self._peers[chunk.source], flat.numpy())
         return flat
-
-    def release(self, chunk: Chunk) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     def close(self) -> None:
         for peer in self._peers.values():

@@ -1,4 +1,4 @@
-"""The interface of a transport: a module with two classes, `Outbox` and `Inbox`, and a `Transport` that tells what they need. No torch.
+"""The interface of a transport: a module with two classes, `Outbox` and `Inbox`, and a `Transport` that says what they need. No torch.
 
 A trainer rank holds an `Outbox`, an engine rank an `Inbox`. Neither knows tensors; they hand out flat buffers of bytes, never more
 than `CHUNKS_IN_FLIGHT` chunks at a time, which `transport.pack.ChunkPacker` fills and reads.
@@ -34,20 +34,25 @@ class TransportSettings(Protocol):
         """Seconds that one side waits for the other."""
 
 
-class Outbox(Protocol):
+class Outbox:
     """A trainer rank's half. All waits are bounded by `sync.timeout`, after which they raise OSError or RuntimeError."""
 
-    address: Any
+    address: Any = None
     """Where engine ranks and other trainer ranks find it; JSON."""
+
+    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+        """`chunks` are those of all ranks."""
 
     def open(self, addresses: Mapping[int, Any]) -> None:
         """Wait until the engine ranks are connected. `addresses` holds every trainer rank's."""
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         """Return uint8 [chunk.nbytes], free to be written."""
+        raise NotImplementedError
 
     def send(self, chunk: Chunk) -> None:
         """Send the buffer that was handed out last."""
+        raise NotImplementedError
 
     def finish(self) -> None:
         """Wait until the engine has taken all chunks of this sync, or can take them without the sender."""
@@ -56,11 +61,15 @@ class Outbox(Protocol):
         """Free everything; an engine rank that still waits fails at once where the transport can signal it. Safe to call twice."""
 
 
-class Inbox(Protocol):
+class Inbox:
     """An engine rank's half."""
+
+    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+        """`rank` will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
         """Wait for a chunk and return it, uint8 [chunk.nbytes], valid until `release`."""
+        raise NotImplementedError
 
     def release(self, chunk: Chunk) -> None:
         """Allow the chunk's buffer to be used again."""
@@ -109,9 +118,7 @@ class Transport:
     """What an outbox raises where the connection is lost; the sync is then repeated with another engine."""
 
     def make_outbox(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> Outbox:
-        """Return the outbox of trainer rank `rank`; `chunks` are those of all ranks."""
         return importlib.import_module(self.module).Outbox(settings, rank, chunks)
 
     def make_inbox(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> Inbox:
-        """Return the inbox of engine rank `rank`, which will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
         return importlib.import_module(self.module).Inbox(link, rank, chunks)

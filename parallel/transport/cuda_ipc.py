@@ -29,8 +29,6 @@ HANDLE_FIELDS = (
 
 
 class Outbox(RingOutbox):
-    """See `parallel.transport.base.Outbox`."""
-
     def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
         device = torch.cuda.current_device()
         ring = torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", device))
@@ -42,8 +40,6 @@ class Outbox(RingOutbox):
 
 
 class Inbox(RingInbox):
-    """See `parallel.transport.base.Inbox`."""
-
     def open_ring(self, descriptors: list[int], description: bytes, nbytes: int) -> torch.Tensor:
         shared, uuid = decode(description)
         uuids = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]

@@ -11,34 +11,29 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
 from parallel.chunking import Chunk
-from parallel.transport.base import Link, TransportSettings
+from parallel.transport import base
 
 _POLL_SECONDS = 0.01
 
 
-class Outbox:
-    """See `parallel.transport.base.Outbox`."""
-
-    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+class Outbox(base.Outbox):
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         assert settings.dir is not None  # check_transport made sure
         settings.dir.mkdir(parents=True, exist_ok=True)
         sizes = [chunk.nbytes for chunk in chunks if chunk.source == rank]
         self._total = sum(sizes)
         self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
         self._stem = settings.dir.resolve() / f"sync-{secrets.token_hex(4)}-rank{rank}"
-        self.address: Any = str(self._stem)
+        self.address = str(self._stem)
         self._file: BinaryIO | None = None
         self._round = 0
-
-    def open(self, addresses: Mapping[int, Any]) -> None:
-        pass
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if self._file is None:
@@ -75,10 +70,8 @@ class Outbox:
             path.unlink(missing_ok=True)
 
 
-class Inbox:
-    """See `parallel.transport.base.Inbox`."""
-
-    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+class Inbox(base.Inbox):
+    def __init__(self, link: base.Link, rank: int, chunks: Sequence[Chunk]) -> None:
         self._link, self._round = link, 0
         self._files: dict[int, torch.Tensor] = {}
 
@@ -86,9 +79,6 @@ class Inbox:
         if chunk.source not in self._files:
             self._files[chunk.source] = self._map(Path(self._link.addresses[str(chunk.source)]))
         return self._files[chunk.source][chunk.offset : chunk.offset + chunk.nbytes]
-
-    def release(self, chunk: Chunk) -> None:
-        pass
 
     def finish(self) -> None:
         self._files.clear()

@@ -77,24 +77,18 @@ class ChunkPacker:
 
         Where `hashing`, returns the `Hash` of the rectangles' bytes in that order, as 32 hex digits; else an empty text.
         """
-        digest, offset = Hash() if hashing else None, 0
-        for rows in self._iter_rows(named_rects):
+        digest = Hash() if hashing else None
+        for rows, part in self._iter_parts(named_rects, flat):
             self._update(digest, rows)
-            end = offset + rows.shape[0] * rows.shape[1]
-            flat[offset:end].reshape(rows.shape)[...] = rows
-            offset = end
-        _check_filled(offset, flat)
+            part[...] = rows
         return digest.hexdigest() if digest else ""
 
     def unpack(self, named_rects: Iterable[NamedRect], flat: ByteMatrix, hashing: bool) -> str:
         """Copy `flat` back into rectangles; the hash is of what the rectangles hold after they were written."""
-        digest, offset = Hash() if hashing else None, 0
-        for rows in self._iter_rows(named_rects):
-            end = offset + rows.shape[0] * rows.shape[1]
-            rows[...] = flat[offset:end].reshape(rows.shape)
-            offset = end
+        digest = Hash() if hashing else None
+        for rows, part in self._iter_parts(named_rects, flat):
+            rows[...] = part
             self._update(digest, rows)
-        _check_filled(offset, flat)
         return digest.hexdigest() if digest else ""
 
     def copy(self, named_rects: Sequence[NamedRect], source: ChunkPacker, hashing: bool) -> str:
@@ -110,6 +104,16 @@ class ChunkPacker:
             with self._clock.running(on_gpu=not isinstance(rows, np.ndarray)):
                 digest.update(rows)
 
+    def _iter_parts(self, named_rects: Iterable[NamedRect], flat: ByteMatrix) -> Iterator[tuple[ByteMatrix, ByteMatrix]]:
+        """Yield `_iter_rows`, each with its place in `flat`. Raise ValueError where the other side counted other bytes, `len(flat)`."""
+        offset = 0
+        for rows in self._iter_rows(named_rects):
+            end = offset + rows.shape[0] * rows.shape[1]
+            yield rows, flat[offset:end].reshape(rows.shape)
+            offset = end
+        if offset != len(flat):
+            raise ValueError(f"a chunk's rectangles are {offset} bytes here, {len(flat)} on the other side")
+
     def _iter_rows(self, named_rects: Iterable[NamedRect]) -> Iterator[ByteMatrix]:
         """Yield the rectangles in batches of rows that are hashed while a core's cache still holds them; on a GPU, uncut."""
         for named_rect in named_rects:
@@ -118,12 +122,6 @@ class ChunkPacker:
             step = max(_HASH_BYTES // row_bytes, 1) if isinstance(matrix, np.ndarray) else rows
             for row in range(0, rows, step):
                 yield matrix[row : row + step]
-
-
-def _check_filled(nbytes: int, flat: ByteMatrix) -> None:
-    """Raise ValueError where the other side counted another number of bytes, `len(flat)`, for the same rectangles."""
-    if nbytes != len(flat):
-        raise ValueError(f"a chunk's rectangles are {nbytes} bytes here, {len(flat)} on the other side")
 
 
 def make_source_packer(named_tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk], rank: int) -> ChunkPacker:

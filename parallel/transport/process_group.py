@@ -15,18 +15,15 @@ import torch
 import torch.distributed as dist
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
-from parallel.transport import gloo_backend
-from parallel.transport.base import Link, TransportSettings
+from parallel.transport import base, gloo_backend
 from parallel.transport.store import listening_store
 
 
-class Outbox:
-    """See `parallel.transport.base.Outbox`."""
-
+class Outbox(base.Outbox):
     on_device = True
-    """Send from the GPU's memory where there is one."""
+    """Send from the GPU's memory where there is one; else a chunk is packed there and copied to the host in one go."""
 
-    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._rank, self._timeout, self._host = rank, settings.timeout, settings.host
         self._sources = sorted({chunk.source for chunk in chunks})
         self._targets = sorted({chunk.target for chunk in chunks})
@@ -34,11 +31,12 @@ class Outbox:
         self._store: Any = None
         if rank == self._sources[0]:
             self._store = listening_store(self._host, self._timeout)
-        self.address: Any = [self._host, self._store.port] if self._store is not None else None
+        self.address = [self._host, self._store.port] if self._store is not None else None
         self._group: Any = None
         self._buffers: list[torch.Tensor] = []
         self._sending: deque[tuple[Any, torch.Tensor]] = deque()
         self._sent = 0
+        self._packed: torch.Tensor | None = None
 
     def open(self, addresses: Mapping[int, Any]) -> None:
         if self._rank not in self._sources:
@@ -48,14 +46,17 @@ class Outbox:
         device = buffer_device(self.on_device)
         self._group = _make_group(store, group_rank, size, self._host, self._timeout, device)
         self._buffers = _make_buffers(self._size, device)
+        self._packed = None if self.on_device else make_gpu_buffer(self._size)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if len(self._sending) == CHUNKS_IN_FLIGHT:
             self._wait_for_oldest()
-        return self._next(chunk)
+        return self._next(chunk) if self._packed is None else self._packed[: chunk.nbytes]
 
     def send(self, chunk: Chunk) -> None:
         flat = self._next(chunk)
+        if self._packed is not None:
+            flat.copy_(self._packed[: chunk.nbytes])
         receiver = len(self._sources) + self._targets.index(chunk.target)
         self._sending.append((self._group.send([flat], receiver, 0), flat))
         self._sent += 1
@@ -69,7 +70,7 @@ class Outbox:
     def close(self) -> None:
         self._group = self._store = None
         self._sending.clear()
-        self._buffers = []
+        self._buffers, self._packed = [], None
 
     def _next(self, chunk: Chunk) -> torch.Tensor:
         return self._buffers[self._sent % CHUNKS_IN_FLIGHT][: chunk.nbytes]
@@ -79,18 +80,19 @@ class Outbox:
         self._sending.popleft()
 
 
-class Inbox:
-    """See `parallel.transport.base.Inbox`. Receives are posted ahead, as many as there are buffers."""
+class Inbox(base.Inbox):
+    """Receives are posted ahead, as many as there are buffers."""
 
     on_device = True
 
-    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, link: base.Link, rank: int, chunks: Sequence[Chunk]) -> None:
         first, timeout = link.addresses[str(link.sources[0])], link.timeout
         self._group_rank = {source: index for index, source in enumerate(link.sources)}
         own_rank, size = len(link.sources) + link.targets.index(rank), len(link.sources) + len(link.targets)
         device = buffer_device(self.on_device)
         self._group: Any = _make_group(_connect_to_store(first, timeout), own_rank, size, first[0], timeout, device)
         self._buffers = _make_buffers(link.largest, device)
+        self._packed = None if self.on_device else make_gpu_buffer(link.largest)
         self._chunks, self._posted, self._in_use = chunks, 0, 0
         self._receiving: deque[tuple[Any, torch.Tensor]] = deque()
 
@@ -100,7 +102,7 @@ class Inbox:
         work, flat = self._receiving.popleft()
         self._in_use = 1
         work.wait()
-        return flat
+        return flat if self._packed is None else self._packed[: chunk.nbytes].copy_(flat)
 
     def release(self, chunk: Chunk) -> None:
         self._in_use = 0
@@ -125,6 +127,11 @@ def _connect_to_store(address: Any, timeout: float) -> Any:
 
 def buffer_device(on_device: bool) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_device and torch.cuda.is_available() else torch.device("cpu")
+
+
+def make_gpu_buffer(nbytes: int) -> torch.Tensor | None:
+    """Return a buffer in the GPU's memory; None where there is no GPU."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda") if torch.cuda.is_available() else None
 
 
 def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, device: torch.device) -> Any:

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
-from parallel.transport.base import Link, TransportSettings
+from parallel.transport import base
 
 _NUMBER = struct.Struct("<q")
 
 
-class RingOutbox:
+class RingOutbox(base.Outbox):
     """Fills one buffer after the other; waits while the next one has not been read yet."""
 
-    def __init__(self, settings: TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         self._targets = sorted({chunk.target for chunk in chunks if chunk.source == rank})
         self._size = max(chunk.nbytes for chunk in chunks)
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-rl-"))  # readable by this user only
@@ -41,7 +41,7 @@ class RingOutbox:
         self._readers: deque[int] = deque()
         self._sent = 0
         self._ring = torch.empty(0, dtype=torch.uint8)
-        self.address: Any = str(self._folder / "ring")
+        self.address = str(self._folder / "ring")
 
     def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
         """Allocate memory; return it as uint8 [nbytes], with the file descriptors and the description by which the reader opens it."""
@@ -94,10 +94,10 @@ class RingOutbox:
         self._readers.popleft()
 
 
-class RingInbox:
+class RingInbox(base.Inbox):
     """Reads the rings of all trainer ranks that send to this engine rank."""
 
-    def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
+    def __init__(self, link: base.Link, rank: int, chunks: Sequence[Chunk]) -> None:
         self._link, self._rank, self._size = link, rank, link.largest
         self._peers: dict[int, socket.socket] = {}
         self._rings: dict[int, torch.Tensor] = {}
@@ -124,9 +124,6 @@ class RingInbox:
     def release(self, chunk: Chunk) -> None:
         self.settle()
         self._peers[chunk.source].sendall(bytes([self._slots.pop(chunk.source)]))
-
-    def finish(self) -> None:
-        pass
 
     def close(self) -> None:
         for peer in self._peers.values():

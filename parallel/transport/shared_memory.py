@@ -11,8 +11,6 @@ from parallel.transport.ring import RingInbox, RingOutbox
 
 
 class Outbox(RingOutbox):
-    """See `parallel.transport.base.Outbox`."""
-
     def make_ring(self, nbytes: int) -> tuple[torch.Tensor, list[int], bytes]:
         descriptor = os.memfd_create("megatron-rl-ring")
         os.posix_fallocate(descriptor, 0, nbytes)  # too little memory is an error here, not a crash later
@@ -20,8 +18,6 @@ class Outbox(RingOutbox):
 
 
 class Inbox(RingInbox):
-    """See `parallel.transport.base.Inbox`."""
-
     def open_ring(self, descriptors: list[int], description: bytes, nbytes: int) -> torch.Tensor:
         return _map(descriptors[0], nbytes)
 

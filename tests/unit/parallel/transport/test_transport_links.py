@@ -14,7 +14,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.sync.transport_check import check_hosts, check_transport
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
-from parallel.transport import TRANSPORTS, cuda_ipc, gloo, load_transport, process_group, ring
+from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, ring
 from parallel.transport.base import Link
 
 TCP = "examples.plugs.tcp:TRANSPORT"
@@ -220,7 +220,7 @@ def test_gloo_sends_from_the_host_what_was_packed_on_a_gpu(tmp_path, monkeypatch
         packed.append(torch.zeros(nbytes, dtype=torch.uint8))
         return packed[-1]
 
-    monkeypatch.setattr(gloo, "make_gpu_buffer", make_gpu_buffer)
+    monkeypatch.setattr(process_group, "make_gpu_buffer", make_gpu_buffer)
     monkeypatch.setattr(process_group, "buffer_device", lambda on_device: torch.device("cuda" if on_device else "cpu"))
     chunks = chunks_between(1, 1, [100, 4096, 7])
     outboxes, inboxes = open_all(settings("gloo", tmp_path), chunks)
