@@ -18,9 +18,11 @@ import torch
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.metrics import declare
 from megatron_rl.plugs import ADVANTAGES
 
 _EPSILON = 1e-6
+_KL = declare("reward/kl", "KL estimate against the reference per token, taken from the reward", "nats")
 
 
 class AdvantageFunction(Protocol):
@@ -62,7 +64,7 @@ def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, gr
     if config.kl_coef and config.kl_in == "reward":
         kl = [_summed_kl(sample, config.kl_estimator) for sample in samples]
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
-        metrics["reward/kl"] = sum(kl) / max(sum(sample.sampled_count for sample in samples), 1)
+        metrics[_KL] = sum(kl) / max(sum(sample.sampled_count for sample in samples), 1)
     counted = torch.tensor([not sample.excluded for sample in samples]).view(-1, group_size)
     compute_advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
     advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted)

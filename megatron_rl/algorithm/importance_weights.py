@@ -17,6 +17,13 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.metrics import declare
+
+_MEAN = declare("correction/mean_{}", "mean weight of mismatch correction, {} advantage", "number", "mean weight", label="{} advantage")
+_MAX = declare("correction/max_{}", "largest weight of mismatch correction, {} advantage")
+_TOUCHED = declare(
+    "correction/touched_{}", "share of tokens capped or masked, {} advantage", "share", "tokens capped or masked", label="{} advantage"
+)
 
 
 def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +65,7 @@ def _statistics(samples: list[TrainingSample], clipped: list[torch.Tensor]) -> d
         chosen = [index for index, sample in enumerate(samples) if sign * sample.advantage > 0]
         weights = torch.cat([torch.empty(0), *(samples[index].importance_weights for index in chosen)])
         if weights.numel():
-            metrics[f"correction/mean_{name}"] = float(weights.mean())
-            metrics[f"correction/max_{name}"] = float(weights.max())
-            metrics[f"correction/touched_{name}"] = float(torch.cat([clipped[index] for index in chosen]).float().mean())
+            metrics[_MEAN.format(name)] = float(weights.mean())
+            metrics[_MAX.format(name)] = float(weights.max())
+            metrics[_TOUCHED.format(name)] = float(torch.cat([clipped[index] for index in chosen]).float().mean())
     return metrics

@@ -16,7 +16,17 @@ import torch
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.config.algorithm import AlgorithmConfig
+from megatron_rl.metrics import declare
 from megatron_rl.plugs import LOSSES
+
+_POLICY = declare("loss/policy", "policy loss", "small", "policy loss", label="policy loss")
+_KL = declare("loss/kl", "KL term against the reference model", "nats", "KL term", label="KL")
+_CLIPPED_UP = declare(
+    "clip/positive", "share of tokens that the clip touches, advantage above 0", "share", "tokens clipped", label="advantage above 0"
+)
+_CLIPPED_DOWN = declare(
+    "clip/negative", "share of tokens that the clip touches, advantage below 0", "share", "tokens clipped", label="advantage below 0"
+)
 
 
 class TokenLossFunction(Protocol):
@@ -42,10 +52,10 @@ class PolicyLoss:
         token_losses: TokenLossFunction = LOSSES.load(config.loss)
         losses, clipped = token_losses(logprobs, batch, config, **config.loss_settings)
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
-        sums = {"loss/policy": loss.detach(), **_clip_counts(clipped, batch)}
+        sums = {_POLICY: loss.detach(), **_clip_counts(clipped, batch)}
         if config.kl_coef and config.kl_in == "loss":
             kl = (KL_ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs) * batch.loss_weights).sum()
-            sums["loss/kl"] = kl.detach()
+            sums[_KL] = kl.detach()
             loss = loss + config.kl_coef * kl
         return loss, sums
 
@@ -53,6 +63,6 @@ class PolicyLoss:
 def _clip_counts(clipped: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """Count clipped tokens by the sign of their advantage; the trainer turns the counts into fractions of all answer tokens."""
     return {
-        "clip/positive": (clipped & (batch.advantages > 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
-        "clip/negative": (clipped & (batch.advantages < 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
+        _CLIPPED_UP: (clipped & (batch.advantages > 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
+        _CLIPPED_DOWN: (clipped & (batch.advantages < 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
     }

@@ -25,10 +25,15 @@ from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
+from megatron_rl.metrics import declare
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """(log-probs [1, t], micro-batch) -> (sum of token losses, sums of metrics)."""
-_PADDING, _POSITIONS = "tokens/padding", "tokens/places"
+TOTAL_LOSS, _POSITIONS = "loss/total", "tokens/places"
+"""Added up by `Actor.update`; no metrics of a row."""
+_PADDING = declare("tokens/padding", "share of the places in micro-batches that hold no token", "share")
+_GRAD_NORM = declare("grad_norm", "norm of the gradient before clipping", "number", "norm before clipping", label="norm")
+_LEARNING_RATE = declare("learning_rate", "learning rate", "small")
 
 
 class Policy:
@@ -62,7 +67,7 @@ class Policy:
         with torch.no_grad():
             self._run(samples, collect, forward_only=True)
         reduce.sum_values(logprobs)
-        return list(logprobs.cpu().split(lengths)), reduce.sum_by_name({"entropy": entropy})["entropy"] / max(sum(lengths), 1)
+        return list(logprobs.cpu().split(lengths)), reduce.sum_by_name({"sum": entropy})["sum"] / max(sum(lengths), 1)
 
     def make_micro_batches(self, samples: list[TrainingSample]) -> list[MicroBatch]:
         """Pack this replica's share of the samples."""
@@ -179,15 +184,15 @@ class Actor(Policy):
             sums = self._accumulate_gradients(samples, loss)
             padding = sums.pop(_PADDING) / sums.pop(_POSITIONS)
             means = {name: value / tokens for name, value in sums.items()}
-            if not math.isfinite(means["loss/total"]):
+            if not math.isfinite(means[TOTAL_LOSS]):
                 cause = self._find_nonfinite_activation(samples)
-                raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means['loss/total']}{cause}")
+                raise RunError(f"the loss of optimizer step {self.steps_done + 1} is {means[TOTAL_LOSS]}{cause}")
             self._check_gradients_finite()
         learning_rate = self._set_learning_rate()
         self.steps_done += 1  # before the step begins: one that breaks off leaves weights of no known version
         _, grad_norm, _ = self.optimizer.step()
         quantize_model(self.model)
-        return {**means, _PADDING: padding, "grad_norm": float(grad_norm), "learning_rate": learning_rate}
+        return {**means, _PADDING: padding, _GRAD_NORM: float(grad_norm), _LEARNING_RATE: learning_rate}
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
@@ -196,7 +201,7 @@ class Actor(Policy):
         def compute_loss(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
             total, metrics = loss(self._token_logprobs(logits, batch, shard), batch)
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
-            for name, value in {"loss/total": total.detach(), **metrics, **counts}.items():
+            for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
             return total
 

@@ -12,10 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
-PHASES = ("generate", "reward", "logprobs", "train", "sync", "proof", "eval")
-"""The parts of a step, in their order; `time/<phase>` in the metrics. They do not overlap: sync is without the proof."""
-
-MetricValue = float | int | None
+from megatron_rl.metrics import STEP_SECONDS, MetricValue, describe
 
 
 def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
@@ -30,31 +27,25 @@ def proof_verdict(metrics: Mapping[str, MetricValue]) -> tuple[str, bool]:
 
 
 def progress_line(metrics: Mapping[str, MetricValue], total_steps: int) -> Text:
-    """Return one step in one line. Only what was measured is shown; a value that is not finite (None) is shown as such."""
-    parts: list[tuple[str, str]] = [(f"step {metrics['step']}/{total_steps or '?'}", "bold")]
+    """Return one step in one line: what its metrics declare for it, in the order of the row, then the seconds and the sync. A value that is
+    not finite (None) is shown as such."""
+    parts, phases = [Text(f"step {metrics['step']}/{total_steps or '?'}", "bold")], []
 
-    def add(key: str, form: str, style: str = "") -> None:
-        if key in metrics:
-            value = metrics[key]
-            parts.append((form.format(value), style) if value is not None else (f"{key} NOT FINITE", "bold red"))
+    def add(name: str, form: str, scale: float = 1) -> None:
+        if name in metrics:
+            value = metrics[name]
+            parts.append(Text(f"{name} NOT FINITE", "bold red") if value is None else Text.from_markup(form.format(value * scale)))
 
-    add("reward/mean", "reward {:.3f}")
-    add("accuracy/train", "train {:.1%}")
-    add("eval/accuracy", "held-out {:.1%}", "bold green")
-    add("mismatch/abs_mean", "mismatch mean {:.1e}", "cyan")
-    add("mismatch/abs_max", "max {:.1e}", "cyan")
-    add("tokens/per_second", "{:,.0f} tokens/s")
-    times = {phase: metrics.get(f"time/{phase}") for phase in PHASES}
-    seconds = ", ".join(f"{phase} {spent:.1f}" for phase, spent in times.items() if spent is not None)
-    add("time/step", "{:.1f} s" + (f" ({seconds})" if seconds else ""), "dim")
-    add("sync/bytes", f"sync {_megabytes(metrics.get('sync/bytes'))}")
+    for name, value in metrics.items():
+        metric = describe(name)
+        if metric and metric.progress:
+            add(name, metric.progress)
+        if metric and STEP_SECONDS in metric.panels and value is not None:
+            phases.append(f"{metric.label} {value:.1f}")
+    add("time/step", "[dim]{:.1f} s" + (f" ({', '.join(phases)})" if phases else ""))
+    add("sync/bytes", "sync {:.1f} MB", 1e-6)
     verdict, good = proof_verdict(metrics)
-    parts += [(verdict, "green" if good else "bold red")] if verdict else []
-    return Text("  ").join(Text(text, style) for text, style in parts)
-
-
-def _megabytes(size: MetricValue) -> str:
-    return f"{(size or 0) / 1e6:.1f} MB"
+    return Text("  ").join([*parts, *([Text(verdict, "green" if good else "bold red")] if verdict else [])])
 
 
 class ProgressDisplay:

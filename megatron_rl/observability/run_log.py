@@ -1,6 +1,6 @@
 """The run folder: what a run writes about itself, and how to read it back.
 
-    run.json        what was started, with which configuration and versions, and how it ended
+    run.json        what was started, with which configuration and versions, how it ended, and the declarations of its metrics
     metrics.jsonl   one JSON object per step; flat keys such as "reward/mean", numbers as values
     samples.jsonl   some completions of each step
     run.log         the lines that the console showed
@@ -28,11 +28,10 @@ from types import TracebackType
 from typing import IO, Any, Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.observability.console import MetricValue, ProgressDisplay, progress_line
+from megatron_rl.metrics import MetricValue, describe, dump_declarations, warn_undeclared
+from megatron_rl.observability.console import ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.trackers import Trackers
-
-_INTEGER_KEYS = ("step", "policy_version")
 
 
 class RunLog:
@@ -111,6 +110,7 @@ class RunLog:
 
     def write_step(self, metrics: Mapping[str, float]) -> None:
         """Record one step. `metrics` must hold "step"; the row also gets "unix_time", the second it was written."""
+        warn_undeclared(metrics)
         row: dict[str, MetricValue] = {key: _json_number(key, value) for key, value in metrics.items()}
         row["unix_time"] = round(datetime.now().timestamp(), 3)
         self._append("metrics.jsonl", [row])
@@ -160,7 +160,8 @@ class RunLog:
         self._files["run.log"].flush()
 
     def _write_run(self) -> None:
-        text = json.dumps(_replace_non_finite(self._run), indent=2, default=_to_json_value, allow_nan=False)
+        run = _replace_non_finite(self._run | {"metrics": dump_declarations()})
+        text = json.dumps(run, indent=2, default=_to_json_value, allow_nan=False)
         replace_file(self.dir / "run.json", text, durable=True)
 
 
@@ -252,7 +253,8 @@ def _json_number(key: str, value: float) -> MetricValue:
     number = float(value)
     if not math.isfinite(number):
         return None
-    return int(number) if key in _INTEGER_KEYS else number
+    metric = describe(key)
+    return int(number) if key == "step" or (metric and metric.unit == "index") else number
 
 
 def _replace_non_finite(value: Any) -> Any:

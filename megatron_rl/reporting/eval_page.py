@@ -17,7 +17,7 @@ from megatron_rl.reporting.eval_text import (
     list_widest_columns,
     summarize,
 )
-from megatron_rl.reporting.metric_glossary import format_duration, format_toml, format_value
+from megatron_rl.reporting.formatting import format_duration, format_toml, format_value
 from megatron_rl.reporting.plots import Curve, render_curves
 from megatron_rl.reporting.report import SummaryTile, render_page
 

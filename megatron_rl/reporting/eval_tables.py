@@ -16,7 +16,7 @@ from megatron_rl.reporting.eval_text import (
     list_widest_columns,
     summarize,
 )
-from megatron_rl.reporting.metric_glossary import format_value
+from megatron_rl.reporting.formatting import format_value
 
 
 def print_results(results: dict[str, Any]) -> None:

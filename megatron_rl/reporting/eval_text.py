@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.reporting.metric_glossary import format_value
+from megatron_rl.reporting.formatting import format_value
 
 EstimateDict = dict[str, float | None]
 """value, low, high; the last two are None without an interval."""

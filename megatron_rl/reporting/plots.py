@@ -10,7 +10,8 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import matplotlib
@@ -18,8 +19,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from megatron_rl.observability.console import PHASES, MetricValue
-from megatron_rl.reporting.metric_glossary import CAUSES
+from megatron_rl.metrics import STEP_SECONDS, Declarations, Metric, MetricValue, describe, group_by_panel
+from megatron_rl.reporting.formatting import format_bytes
 
 Rows = Sequence[dict[str, MetricValue]]
 
@@ -41,24 +42,19 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes: `series` are (metric, label); `draw` replaces the lines where a plot is of another kind."""
+    """One pair of axes. Metrics that declare its label are its series; `draw` replaces the lines where a plot is of another kind."""
 
     ylabel: str
-    series: tuple[tuple[str, str], ...] = ()
-    kind: str = "number"  # "number" | "share" (0..1 shown in percent) | "log"
-    pattern: str = ""  # metrics that match are series too; group 1 names them, a number as "level <group>"
+    kind: str = "number"  # "number" | "share" (0..1 shown in percent) | "bytes" | "log"
     zero: bool = False  # the axis starts at 0
     legend: bool = False  # a legend even for one series
-    draw: Callable[[Axes, Rows], None] | None = None
+    draw: Callable[[Axes, Rows, Panel], None] | None = None
+    series: tuple[tuple[str, str], ...] = ()  # (metric, label)
 
     def find_series(self, rows: Rows) -> list[tuple[str, str]]:
         """Return (metric, label) of the series that occur in these rows."""
         present = {key for row in rows for key in row}
-        matches = [(match[1], key) for key in present if self.pattern and (match := re.fullmatch(self.pattern, key))]
-        levels = sorted((int(name), key) for name, key in matches if name.isdigit())
-        sets = sorted((name, key) for name, key in matches if not name.isdigit())
-        fixed = [(key, label) for key, label in self.series if key in present]
-        return [*fixed, *((key, f"level {level}") for level, key in levels), *((key, name) for name, key in sets)]
+        return [(key, label) for key, label in self.series if key in present]
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,28 @@ class Plot:
     title: str
     caption: str
     panels: tuple[Panel, ...]
+
+
+def fill_sections(rows: Rows, declared: Declarations) -> dict[str, list[Plot]]:
+    """Return the plots of `SECTIONS` with the series that the rows' metrics declare, in the order of the fullest row; and one plot for each
+    panel that only a declaration knows. Without any declaration there is no plot."""
+    names = dict.fromkeys(name for row in sorted(rows, key=len, reverse=True) for name in row)
+    metrics = [metric for name in names if (metric := describe(name, declared))]
+
+    def fill(panel: Panel) -> Panel:
+        return replace(panel, series=tuple((metric.name, metric.label) for metric in metrics if panel.ylabel in metric.panels))
+
+    sections = {title: list(plots) for title, plots in SECTIONS.items()} if declared else {}
+    known = {panel.ylabel for plots in SECTIONS.values() for plot in plots for panel in plot.panels}
+    further = [_make_plot(panel, members) for panel, members in group_by_panel(declared).items() if panel not in known]
+    sections |= {"Further metrics": further} if further else {}
+    return {title: [replace(plot, panels=tuple(map(fill, plot.panels))) for plot in plots] for title, plots in sections.items()}
+
+
+def _make_plot(panel: str, metrics: Sequence[Metric]) -> Plot:
+    unit, caption = metrics[0].unit, "; ".join(metric.meaning for metric in metrics)
+    axes = Panel(panel, unit if unit in ("share", "bytes") else "number", zero=unit in ("bytes", "count", "MiB", "seconds"))
+    return Plot(panel, f"{caption[:1].upper()}{caption[1:]}.", (axes,))
 
 
 def finite_values(rows: Rows, key: str) -> list[float]:
@@ -85,7 +103,7 @@ def render_svg(plot: Plot, rows: Rows) -> str:
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
         for panel, ax in zip(panels, axes, strict=True):
             if panel.draw:
-                panel.draw(ax, rows)
+                panel.draw(ax, rows, panel)
             else:
                 _draw_lines(ax, rows, panel)
             _finish_axes(ax, panel)
@@ -134,9 +152,10 @@ def _render(draw: Callable[[Figure], None], title: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg, count=1)
+    svg = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', svg, count=1)
     svg = re.sub(r"font: (\S+) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = svg.replace('role="img"', f'role="img" aria-label="{escape(title)}"', 1)
     for stand_in, css in _CSS.items():
         svg = svg.replace(stand_in, css)
     return svg.replace("#000000", "var(--ink)")
@@ -184,6 +203,8 @@ def _finish_axes(ax: Axes, panel: Panel) -> None:
         ax.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
     elif panel.zero:
         ax.set_ylim(bottom=0)
+    if panel.kind == "bytes":
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
 
 
 def _finish_steps(ax: Axes, rows: Rows) -> None:
@@ -194,30 +215,39 @@ def _finish_steps(ax: Axes, rows: Rows) -> None:
     ax.set_xlim(min(steps) - margin, max(steps) + margin)
 
 
-def _draw_reward(ax: Axes, rows: Rows) -> None:
+def _draw_reward(ax: Axes, rows: Rows, panel: Panel) -> None:
     """Draw the mean reward in a band of one standard deviation."""
     band = [(row["step"] or 0, mean, row.get("reward/std") or 0.0) for row in rows if (mean := row.get("reward/mean")) is not None]
     steps, low, high = [step for step, _, _ in band], [mean - std for _, mean, std in band], [mean + std for _, mean, std in band]
     ax.fill_between(steps, low, high, color=_SERIES[0], alpha=0.16, linewidth=0, label="± 1 standard deviation")
-    _draw_lines(ax, rows, Panel("", (("reward/mean", "mean"),)))
+    _draw_lines(ax, rows, panel)
     _add_legend(ax)
 
 
-def _draw_phases(ax: Axes, rows: Rows) -> None:
+def _draw_phases(ax: Axes, rows: Rows, panel: Panel) -> None:
     """Draw the seconds of each phase of each step as a stack; "other" is the rest of the whole step."""
     first = min(int(row["step"] or 0) for row in rows)
     count = max(int(row["step"] or 0) for row in rows) - first + 1
     edges = [first - 0.5 + number for number in range(count + 1)]
     bottom = [0.0] * count
-    for number, phase in enumerate((*PHASES, "other")):
+    for number, (name, phase) in enumerate((*panel.series, ("", "other"))):
         seconds = [0.0] * count
         for row in rows:
             index = int(row["step"] or 0) - first
             step_seconds = float(row.get("time/step") or 0.0)
-            seconds[index] = max(0.0, step_seconds - bottom[index]) if phase == "other" else float(row.get(f"time/{phase}") or 0.0)
+            seconds[index] = float(row.get(name) or 0.0) if name else max(0.0, step_seconds - bottom[index])
         if any(seconds):
             top = [low + height for low, height in zip(bottom, seconds, strict=True)]
-            ax.stairs(top, edges, baseline=bottom, fill=True, facecolor=_SERIES[number], edgecolor=_PAPER, linewidth=0.4, label=phase)
+            ax.stairs(
+                top,
+                edges,
+                baseline=bottom,
+                fill=True,
+                facecolor=_SERIES[number % len(_SERIES)],
+                edgecolor=_PAPER,
+                linewidth=0.4,
+                label=phase,
+            )
             bottom = top
     _add_legend(ax)
 
@@ -226,77 +256,68 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
         Plot("Accuracy",
              "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart.",
-             (Panel("correct", (("eval/accuracy", "held-out"), ("accuracy/train", "training, as sampled")), "share"),)),
+             (Panel("correct", "share"),)),
         Plot("Held-out accuracy by level or set",
              "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
-             (Panel("correct", kind="share", pattern="eval/(?:level|source)_(.+)"),)),
+             (Panel("correct, by level or set", "share"),)),
         Plot("Reward",
              "The mean should rise; when the band closes, all completions score alike and there is little left to learn from.",
-             (Panel("reward", (("reward/mean", "mean"),), draw=_draw_reward),)),
+             (Panel("reward", draw=_draw_reward),)),
         Plot("Completion length",
              "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight.",
-             (Panel("tokens", (("length/mean", "mean"), ("length/max", "longest")), zero=True),
-              Panel("cut at the limit", (("length/truncated", "cut"),), "share"))),
+             (Panel("length (tokens)", zero=True), Panel("cut at the limit", "share"))),
     ),
     "Precision: trainer against engine": (
         Plot("Mismatch of log-probabilities",
              "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy.",
-             (Panel("|Δ log p| (nats)",
-                    (("mismatch/abs_mean", "mean over tokens"), ("mismatch/abs_max", "largest"),
-                     ("mismatch/without_replay/abs_mean", "mean without routing replay")), "log"),
-              Panel("nats per token", (("mismatch/k3_kl", "KL(rollout ‖ trainer), k3 estimate"),), "log", legend=True))),
+             (Panel("|Δ log p| (nats)", "log"), Panel("KL (nats per token)", "log", legend=True))),
         Plot("Mismatch by cause",
-             "Each line is one change on the way from the engine's log-probabilities to the trainer's; the highest is what to look into.",
-             (Panel("mean |Δ log p| (nats)", tuple((f"mismatch/cause/{cause}/abs_mean", cause) for cause in CAUSES), "log"),)),
+             "Each line but the total is one change on the way from the engine's log-probs to the trainer's; look into the highest.",
+             (Panel("|Δ log p| by cause (nats)", "log"),)),
         Plot("Age of the tokens",
              "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction.",
-             (Panel("policy versions", (("staleness/mean", "mean"), ("staleness/max", "oldest")), zero=True),)),
+             (Panel("age (policy versions)", zero=True),)),
         Plot("Weight sync",
              "Bytes should be the same at every sync; the proof should cost little beside the sync itself.",
-             (Panel("bytes moved (MB)", (("sync/megabytes", "bytes"),), zero=True),
-              Panel("seconds", (("time/sync", "sync"), ("time/proof", "proof")), zero=True))),
+             (Panel("bytes moved", "bytes", zero=True), Panel("sync (seconds)", zero=True))),
     ),
     "Experts": (
         Plot("Load of the experts",
              "1 is an even load; a climb means that few experts do most of the work and the others learn little.",
-             (Panel("most / mean", (("router/load_mean", "mean over layers"), ("router/load_max", "most uneven layer"))),
-              Panel("choices dropped", (("router/dropped", "dropped"),), zero=True, legend=True))),
+             (Panel("most / mean"), Panel("choices dropped", zero=True, legend=True))),
         Plot("Entropy of the routers",
              "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it.",
-             (Panel("nats per token", (("router/entropy", "mean over layers"), ("router/entropy_min", "surest layer")), zero=True),)),
+             (Panel("router entropy (nats per token)", zero=True),)),
         Plot("Routing: trainer against engine",
              "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch.",
-             (Panel("tokens", (("router/differs", "under replay"), ("router/differs_without_replay", "without")), "share", legend=True),)),
+             (Panel("tokens sent elsewhere", "share", legend=True),)),
     ),
     "Policy update": (
         Plot("Clipped tokens by sign of the advantage",
              "A few percent is usual; many more on one side means that steps are too long in that direction.",
-             (Panel("tokens clipped", (("clip/positive", "advantage above 0"), ("clip/negative", "advantage below 0")), "share"),
-              Panel("calibrated bounds", (("clip/bound_low", "lower"), ("clip/bound_high", "upper"))))),
+             (Panel("tokens clipped", "share"), Panel("calibrated bounds"))),
         Plot("Weights of mismatch correction",
              "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
-             (Panel("mean weight", (("correction/mean_positive", "advantage above 0"), ("correction/mean_negative", "advantage below 0"))),
-              Panel("tokens", (("correction/touched_positive", "touched, above 0"), ("correction/touched_negative", "below 0")), "share"))),
+             (Panel("mean weight"), Panel("tokens capped or masked", "share"))),
         Plot("Entropy",
              "A slow decline is normal; a fall to 0 means that the policy has stopped exploring.",
-             (Panel("entropy (nats per token)", (("entropy", "entropy"),), zero=True),)),
+             (Panel("entropy (nats per token)", zero=True),)),
         Plot("Gradient norm",
              "Spikes are steps that the gradient clipping had to tame; look for what was sampled there.",
-             (Panel("norm before clipping", (("grad_norm", "norm"),), zero=True),)),
+             (Panel("norm before clipping", zero=True),)),
         Plot("Losses",
              "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference.",
-             (Panel("policy loss", (("loss/policy", "policy loss"),)), Panel("KL term", (("loss/kl", "KL"),)))),
+             (Panel("policy loss"), Panel("KL term"))),
     ),
     "Speed": (
         Plot("Time by phase",
              "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
-             (Panel("seconds", tuple((f"time/{phase}", phase) for phase in (*PHASES, "step")), zero=True, draw=_draw_phases),)),
+             (Panel(STEP_SECONDS, zero=True, draw=_draw_phases),)),
         Plot("Memory by phase",
              "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak.",
-             (Panel("trainer (MiB)", pattern=r"memory/(?!engine_|device_)(\w+)_mb", zero=True),
-              Panel("engine, or device (MiB)", pattern=r"memory/(?:engine|device)_(\w+)_mb", zero=True))),
+             (Panel("trainer (MiB)", zero=True), Panel("engine, or device (MiB)", zero=True))),
         Plot("Generation speed",
              "Should stay level for equal lengths; a decline means longer completions or an engine short of memory.",
-             (Panel("tokens per second", (("tokens/per_second", "tokens/s"),), zero=True),)),
+             (Panel("tokens per second", zero=True),)),
     ),
 }  # fmt: skip

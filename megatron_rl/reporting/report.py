@@ -15,24 +15,25 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_rl.errors import UserError
-from megatron_rl.observability.console import PHASES, MetricValue, proof_verdict
+from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, MetricValue, describe, read_declarations
+from megatron_rl.observability.console import proof_verdict
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl, read_run
 from megatron_rl.reporting.eval_text import summarize_evaluations
-from megatron_rl.reporting.metric_glossary import (
-    CAUSE_LABELS,
-    HIDDEN_METRICS,
-    describe_metric,
-    format_bytes,
-    format_duration,
-    format_toml,
-    format_value,
-    visible,
-)
-from megatron_rl.reporting.plots import SECTIONS, finite_values, render_svg
+from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, format_value, visible
+from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, render_svg
 
 MetricRow = dict[str, MetricValue]
+CAUSE_LABELS = {
+    "kernels": "other kernels",
+    "activations": "quantised activations",
+    "weights": "quantised weights",
+    "version": "newer weights",
+    "total": "engine to newest weights",
+}
+"""How the pages call the causes of the mismatch; see `megatron_rl.training.mismatch_attribution`."""
 _LOG_LINES = 20
+_UNDECLARED = "run.json does not say what the metrics mean (an earlier version wrote it), so they are listed without words and not drawn"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class SummaryTile:
 def write_report(run_dir: Path) -> Path:
     """Write `run_dir/report.html` and return its path. Raises UserError("RUN_DIR") if `run_dir` holds no readable run."""
     run = read_run(run_dir)
+    declared = read_declarations(run)
     rows, rows_warning = read_jsonl(run_dir / "metrics.jsonl")
     samples, samples_warning = read_jsonl(run_dir / "samples.jsonl")
     _check_rows(rows, run_dir / "metrics.jsonl")
@@ -57,12 +59,11 @@ def write_report(run_dir: Path) -> Path:
         state=_state(run, rows),
         headline=headline(rows),
         tiles=[_accuracy_tile(rows), _proof_tile(rows), _mismatch_tile(rows), _speed_tile(rows), _time_tile(run, rows)],
-        warnings=[warning for warning in (rows_warning, samples_warning, *_warn_not_finite(rows)) if warning],
-        **_draw_plots(rows),
-        phase_shares=_phase_shares(rows),
+        warnings=[text for text in (rows_warning, samples_warning, "" if declared else _UNDECLARED, *_warn_not_finite(rows)) if text],
+        **_draw_plots(rows, declared),
         causes=_list_causes(rows),
         evaluations=summarize_evaluations(run_dir),
-        table=_list_metrics(rows),
+        table=_list_metrics(rows, declared),
         samples=_choose_samples(samples),
         graph=_read_text(run_dir / "graph.svg"),
         log=visible("\n".join(_read_text(run_dir / "run.log").splitlines()[-_LOG_LINES:])),
@@ -178,29 +179,26 @@ def _warn_not_finite(rows: list[MetricRow]) -> list[str]:
     return [f"{key} was not finite at step {', '.join(steps[:8])}{' and later' * (len(steps) > 8)}" for key, steps in steps_of.items()]
 
 
-def _draw_plots(rows: list[MetricRow]) -> dict[str, Any]:
-    """Return `sections`: title -> [(plot, svg)]; `missing`: the titles of plots that the rows have nothing for."""
-    drawable = [row | ({"sync/megabytes": size / 1e6} if (size := row.get("sync/bytes")) is not None else {}) for row in rows]
-    pictures = {title: [(plot, render_svg(plot, drawable)) for plot in plots] for title, plots in SECTIONS.items()}
+def _draw_plots(rows: Rows, declared: Declarations) -> dict[str, Any]:
+    """Return `sections`: title -> [(plot, svg)]; `missing`: the titles of plots that the rows have nothing for; `phase_shares`: how time is
+    spent, in words: "generate 52 %, train 30 %"."""
+    pictures = {title: [(plot, render_svg(plot, rows)) for plot in plots] for title, plots in fill_sections(rows, declared).items()}
+    panels = [panel for plots in pictures.values() for plot, _ in plots for panel in plot.panels if panel.ylabel == STEP_SECONDS]
+    seconds = {label: sum(finite_values(rows, name)) for panel in panels for name, label in panel.series}
+    shares = {label: 100 * spent / sum(seconds.values()) for label, spent in seconds.items() if spent}
     return {
         "sections": {title: drawn for title, plots in pictures.items() if (drawn := [pair for pair in plots if pair[1]])},
         "missing": [plot.title for plots in pictures.values() for plot, picture in plots if not picture],
+        "phase_shares": ", ".join(f"{label} {shares[label]:.0f} %" for label in sorted(shares, key=lambda label: -shares[label])),
     }
 
 
-def _phase_shares(rows: list[MetricRow]) -> str:
-    """Return each phase's share of the time, in words: "generate 52 %, train 30 %"."""
-    seconds = {phase: sum(row.get(f"time/{phase}") or 0.0 for row in rows) for phase in PHASES}
-    total = sum(seconds.values())
-    order = sorted((phase for phase in PHASES if total and seconds[phase]), key=lambda phase: -seconds[phase])
-    return ", ".join(f"{phase} {100 * seconds[phase] / total:.0f} %" for phase in order)
-
-
-def _list_metrics(rows: list[MetricRow]) -> list[dict[str, str]]:
+def _list_metrics(rows: Rows, declared: Declarations) -> list[dict[str, str]]:
     """Return one table row per metric: its last value and the step of it, its first value and its range."""
     table = []
-    for key in sorted({key for row in rows for key in row if key not in HIDDEN_METRICS}):
-        meaning, form = describe_metric(key)
+    for key in sorted({key for row in rows for key in row if key not in ROW_KEYS}):
+        metric = describe(key, declared) or Metric(key, "")
+        form, meaning = metric.unit, metric.meaning + f", in {metric.unit}" * (metric.unit in ("nats", "MiB"))
         points = [(row["step"], row[key]) for row in rows if key in row]
         finite = [value for _, value in points if value is not None]
         extremes = f"{format_value(min(finite), form)} … {format_value(max(finite), form)}" if finite else "–"

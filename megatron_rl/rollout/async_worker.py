@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_rl.errors import EngineLostError, RunError
-from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
+from megatron_rl.rollout.worker import AHEAD, GENERATE, RolloutBatch, RolloutWorker
 
 
 class AsyncRolloutWorker:
@@ -51,8 +51,8 @@ class AsyncRolloutWorker:
         except RunError:
             self._drop_failed()
             raise
-        generation_seconds = {f"ahead/{name.removeprefix('time/')}": seconds for name, seconds in rollout.seconds.items()}
-        return replace(rollout, seconds={"time/generate": time.perf_counter() - start, **generation_seconds})
+        generation_seconds = {AHEAD.format(name.removeprefix("time/")): seconds for name, seconds in rollout.seconds.items()}
+        return replace(rollout, seconds={GENERATE: time.perf_counter() - start, **generation_seconds})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the problem stream after the last collected groups; groups generated ahead are lost when the run stops."""

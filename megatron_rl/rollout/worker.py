@@ -12,12 +12,50 @@ from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.config import Config
 from megatron_rl.data import ProblemStream
 from megatron_rl.errors import EngineLostError
+from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.types import Completion, Problem, SamplingParams
+
+_REWARD_MEAN = declare("reward/mean", "mean reward of the sampled completions", "number", "reward", progress="reward {:.3f}")
+_REWARD_STD = declare("reward/std", "standard deviation of the rewards")
+_REWARD_PART = declare("reward/part/{}", "mean of the reward function {}, before its weight")
+_REWARD_ERRORS = declare("reward/errors", "completions that no verdict could be had for", "count")
+_OVERLONG = declare("reward/overlong", "mean length penalty, in addition to the reward")
+_ACCURACIES = (
+    declare("accuracy/train", "share of sampled completions that are correct", "share", "correct",
+            label="training, as sampled", progress="train {:.1%}"),
+    declare("accuracy/level_{}", "share of correct completions, level {}", "share"),
+    declare("accuracy/source_{}", "share of correct completions, set {}", "share"),
+)  # fmt: skip
+_BY_PART = "correct, by level or set"
+_EVAL_ACCURACIES = (
+    declare("eval/accuracy", "share of held-out problems answered correctly", "share", "correct",
+            label="held-out", progress="[bold green]held-out {:.1%}"),
+    declare("eval/level_{}", "held-out accuracy, level {}", "share", _BY_PART, label="level {}"),
+    declare("eval/source_{}", "held-out accuracy, set {}", "share", _BY_PART, label="{}"),
+)  # fmt: skip
+_LENGTH_MEAN = declare("length/mean", "mean length of a completion, in sampled tokens", "number", "length (tokens)")
+_LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "count", "length (tokens)", label="longest")
+_TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
+_TOKENS = declare("tokens/generated", "tokens generated", "count")
+_SPEED = declare(
+    "tokens/per_second", "tokens generated per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s"
+)
+_TURNS = declare("environment/turns", "mean number of the policy's turns in a completion")
+_ENVIRONMENT_SHARE = declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share")
+_TOOL_ERRORS = declare("environment/tool_errors", "messages by which the environment refused what the policy asked for", "count")
+_ENVIRONMENT_ERRORS = declare("environment/errors", "completions whose environment failed", "count")
+_ROUNDS = declare("sampling/rounds", "rounds of sampling to fill the batch", "count")
+_DISCARDED = declare("sampling/discarded", "groups left out because their members earned the same", "count")
+_WITHOUT_SIGNAL = declare("sampling/without_signal", "groups in the batch whose members earned the same", "count")
+GENERATE = declare("time/generate", "sampling the completions, or waiting for those sampled ahead", "seconds", STEP_SECONDS)
+_REWARD = declare("time/reward", "scoring the completions", "seconds", STEP_SECONDS)
+_EVAL = declare("time/eval", "the evaluation on the held-out problems", "seconds", STEP_SECONDS)
+AHEAD = declare("ahead/{}", "the phase “{}” of this step's completions, while earlier steps were trained on", "seconds")
 
 
 @dataclass
@@ -84,12 +122,11 @@ class RolloutWorker:
             seconds = {name: seconds.get(name, 0.0) + spent for name, spent in rollout.seconds.items()}
             rounds += 1
         missing = prompts - len(informative)
-        counts = {"rounds": rounds, "discarded": len(uniform) - missing, "without_signal": missing}
         return RolloutBatch(
             [member for group in [*informative, *uniform[:missing]] for member in group],
             seconds,
             [member for group in uniform[missing:] for member in group],
-            {f"sampling/{name}": float(count) for name, count in counts.items()},
+            {_ROUNDS: float(rounds), _DISCARDED: float(len(uniform) - missing), _WITHOUT_SIGNAL: float(missing)},
         )
 
     def _sample_groups(self, prompts: int, version: int, sampling_round: int) -> RolloutBatch:
@@ -110,7 +147,7 @@ class RolloutWorker:
             return {}
         start = time.perf_counter()
         completions = self._generate_and_score(self._held_out, version, "eval").completions_B
-        return {**compute_accuracies(completions, "eval/accuracy", "eval/level_", "eval/source_"), "time/eval": time.perf_counter() - start}
+        return {**compute_accuracies(completions, *_EVAL_ACCURACIES), _EVAL: time.perf_counter() - start}
 
     def _generate_and_score(self, problems_B: Sequence[Problem], version: int, purpose: str, staleness: int = 0) -> RolloutBatch:
         config, start = self._config.rollout, time.perf_counter()
@@ -120,7 +157,7 @@ class RolloutWorker:
         generated = time.perf_counter()
         hang_watchdog.enter_phase("reward")
         assign_rewards(completions, self._rewards)
-        return RolloutBatch(completions, {"time/generate": generated - start, "time/reward": time.perf_counter() - generated})
+        return RolloutBatch(completions, {GENERATE: generated - start, _REWARD: time.perf_counter() - generated})
 
 
 def derive_seed(run: int, version: int, purpose: str, index: int) -> int:
@@ -156,7 +193,7 @@ def compute_accuracies(completions: Sequence[Completion], overall: str, by_level
         verdicts_by_part.setdefault(part, []).append(completion.reward.correct)
     accuracies = {overall: sum(completion.reward.correct for completion in completions) / len(completions)}
     for part, verdicts in sorted(verdicts_by_part.items()) if len(verdicts_by_part) > 1 else []:
-        accuracies[f"{by_source if several else by_level}{part}"] = sum(verdicts) / len(verdicts)
+        accuracies[(by_source if several else by_level).format(part)] = sum(verdicts) / len(verdicts)
     return accuracies
 
 
@@ -168,17 +205,17 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
     lengths = [completion.sampled_count for completion in completions]
     mean = sum(rewards) / len(rewards)
     return {
-        "reward/mean": mean,
-        "reward/std": (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        _REWARD_MEAN: mean,
+        _REWARD_STD: (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
         **_reward_parts(completions),
-        "reward/errors": float(sum(bool(completion.reward.error) for completion in completions)),
-        "reward/overlong": sum(completion.length_penalty for completion in completions) / count,
-        **compute_accuracies(completions, "accuracy/train", "accuracy/level_", "accuracy/source_"),
-        "length/mean": sum(lengths) / count,
-        "length/max": float(max(lengths)),
-        "length/truncated": sum(completion.finish_reason == "length" for completion in completions) / count,
-        "tokens/generated": float(sum(lengths)),
-        "tokens/per_second": sum(lengths) / rollout.seconds.get("ahead/generate", rollout.seconds["time/generate"]),
+        _REWARD_ERRORS: float(sum(bool(completion.reward.error) for completion in completions)),
+        _OVERLONG: sum(completion.length_penalty for completion in completions) / count,
+        **compute_accuracies(completions, *_ACCURACIES),
+        _LENGTH_MEAN: sum(lengths) / count,
+        _LENGTH_MAX: float(max(lengths)),
+        _TRUNCATED: sum(completion.finish_reason == "length" for completion in completions) / count,
+        _TOKENS: float(sum(lengths)),
+        _SPEED: sum(lengths) / rollout.seconds.get(AHEAD.format("generate"), rollout.seconds[GENERATE]),
         **_environment_metrics(completions),
         **rollout.seconds,
         **rollout.sampling,
@@ -188,7 +225,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
 def _reward_parts(completions: Sequence[Completion]) -> dict[str, float]:
     """Return the mean of each reward function over the completions with a verdict; {} if there is only one function."""
     parts = [completion.reward.parts for completion in completions if completion.reward.parts]
-    return {f"reward/part/{label}": sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
+    return {_REWARD_PART.format(label): sum(part[label] for part in parts) / len(parts) for label in (parts[0] if parts else {})}
 
 
 def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
@@ -199,10 +236,10 @@ def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     tokens = sum(len(completion.output_ids_T) for completion in multi_turn)
     environment_tokens = tokens - sum(completion.sampled_count for completion in multi_turn)
     return {
-        "environment/turns": sum(completion.num_turns for completion in multi_turn) / len(multi_turn),
-        "environment/token_share": environment_tokens / max(tokens, 1),
-        "environment/tool_errors": float(sum(completion.tool_errors for completion in multi_turn)),
-        "environment/errors": float(sum(bool(completion.environment_error) for completion in multi_turn)),
+        _TURNS: sum(completion.num_turns for completion in multi_turn) / len(multi_turn),
+        _ENVIRONMENT_SHARE: environment_tokens / max(tokens, 1),
+        _TOOL_ERRORS: float(sum(completion.tool_errors for completion in multi_turn)),
+        _ENVIRONMENT_ERRORS: float(sum(bool(completion.environment_error) for completion in multi_turn)),
     }
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_hosts, check_transport
@@ -33,6 +34,16 @@ from parallel.transport.base import Link, Outbox
 from parallel.transport.pack import make_source_packer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
+
+_SECONDS = "sync (seconds)"
+_BYTES = declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved")
+_BLOCKS = declare("sync/blocks", "FP8 blocks or INT8 channels moved", "count")
+_TENSORS = declare("sync/tensors", "tensors moved", "count")
+_PROVED = declare("sync/proved", "tensors whose hashes were equal on both sides", "count")
+_SYNC = declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS)
+_PROOF = declare("time/proof", "hashing the weights on both sides, and comparing", "seconds", STEP_SECONDS, _SECONDS)
+_RECOVERY = declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds")
+_RESTARTS = declare("engine/restarts", "engines that took the place of lost ones", "count")
 
 T = TypeVar("T")
 
@@ -59,14 +70,14 @@ class SyncReport:
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""
         return {
-            "sync/bytes": float(self.bytes),
-            "sync/blocks": float(self.blocks),
-            "sync/tensors": float(self.tensors),
-            "sync/proved": float(self.proved),
-            "time/sync": self.seconds - self.proof_seconds,
-            "time/proof": self.proof_seconds,
-            "time/recovery": self.recovery_seconds,
-            "engine/restarts": float(self.restarts),
+            _BYTES: float(self.bytes),
+            _BLOCKS: float(self.blocks),
+            _TENSORS: float(self.tensors),
+            _PROVED: float(self.proved),
+            _SYNC: self.seconds - self.proof_seconds,
+            _PROOF: self.proof_seconds,
+            _RECOVERY: self.recovery_seconds,
+            _RESTARTS: float(self.restarts),
         }
 
 

@@ -10,19 +10,42 @@ import torch
 
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.metrics import declare
+
+_DIFFERENCE, _KL = "|Δ log p| (nats)", "KL (nats per token)"
+MISMATCH = (
+    declare("mismatch/abs_mean", "mean |log p trainer - log p engine| over the tokens of the trainer's version", "nats", _DIFFERENCE,
+            label="mean over tokens", progress="[cyan]mismatch mean {:.1e}"),
+    declare("mismatch/abs_max", "largest |log p trainer - log p engine| of a token", "nats", _DIFFERENCE,
+            label="largest", progress="[cyan]max {:.1e}"),
+    declare("mismatch/k3_kl", "k3 estimate of KL(rollout || trainer) per token", "nats", _KL, label="KL(rollout ‖ trainer), k3 estimate"),
+)  # fmt: skip
+WITHOUT_REPLAY = (
+    declare("mismatch/without_replay/abs_mean", "mean |log p trainer - log p engine|, had the trainer not replayed the routing", "nats",
+            _DIFFERENCE, label="mean without routing replay"),
+    declare("mismatch/without_replay/abs_max", "largest |log p trainer - log p engine|, had the trainer not replayed the routing", "nats"),
+    declare("mismatch/without_replay/k3_kl", "k3 estimate of KL(rollout || trainer), had the trainer not replayed the routing", "nats"),
+)  # fmt: skip
+_AGE = "age (policy versions)"
+AGES = (
+    declare("staleness/mean", "mean age of a sampled token, in policy versions", "number", _AGE),
+    declare("staleness/max", "age of the oldest sampled token, in policy versions", "count", _AGE, label="oldest"),
+    declare("staleness/share", "share of the tokens that an older version sampled", "share"),
+    declare("staleness/mixed", "share of completions that several versions sampled", "share"),
+)
+STALE_MISMATCH = (
+    declare("staleness/abs_mean", "mean |log p trainer - log p engine| over the stale tokens", "nats"),
+    declare("staleness/k3_kl", "k3 estimate of KL(rollout || trainer) per stale token", "nats"),
+)
 
 
-def measure_mismatch(samples: list[TrainingSample]) -> dict[str, float]:
+def measure_mismatch(samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH) -> dict[str, float]:
     """Return |d| and the k3 estimate of KL(engine || trainer) over the tokens of the trainer's own version; {} if there are none."""
     difference, lags = _flatten(samples)
     current = difference[lags == 0]
     if not len(current):
         return {}
-    return {
-        "mismatch/abs_mean": float(current.abs().mean()),
-        "mismatch/abs_max": float(current.abs().max()),
-        "mismatch/k3_kl": float(k3(current).mean()),
-    }
+    return dict(zip(names, (float(current.abs().mean()), float(current.abs().max()), float(k3(current).mean())), strict=True))
 
 
 def measure_staleness(samples: list[TrainingSample]) -> dict[str, float]:
@@ -30,13 +53,10 @@ def measure_staleness(samples: list[TrainingSample]) -> dict[str, float]:
     versions."""
     difference, lags = _flatten(samples)
     stale = difference[lags > 0]
-    metrics = {
-        "staleness/mean": float(lags.double().mean()) if len(lags) else 0.0,
-        "staleness/max": float(lags.max()) if len(lags) else 0.0,
-        "staleness/share": len(stale) / max(len(lags), 1),
-        "staleness/mixed": sum(len(sample.version_lags.unique()) > 1 for sample in samples) / max(len(samples), 1),
-    }
-    return metrics | ({"staleness/abs_mean": float(stale.abs().mean()), "staleness/k3_kl": float(k3(stale).mean())} if len(stale) else {})
+    mean, oldest = (float(lags.double().mean()), float(lags.max())) if len(lags) else (0.0, 0.0)
+    mixed = sum(len(sample.version_lags.unique()) > 1 for sample in samples) / max(len(samples), 1)
+    metrics = dict(zip(AGES, (mean, oldest, len(stale) / max(len(lags), 1), mixed), strict=True))
+    return metrics | (dict(zip(STALE_MISMATCH, (float(stale.abs().mean()), float(k3(stale).mean())), strict=True)) if len(stale) else {})
 
 
 def _flatten(samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:

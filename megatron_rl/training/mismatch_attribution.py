@@ -21,7 +21,13 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.reporting.metric_glossary import CAUSES
+from megatron_rl.metrics import declare
+
+CAUSES = ("kernels", "activations", "weights", "version")
+_ABS_MEAN = declare("mismatch/cause/{}/abs_mean", "mean |Δ log p| by the cause “{}”", "nats", "|Δ log p| by cause (nats)", label="{}")
+_ABS_MAX = declare("mismatch/cause/{}/abs_max", "largest |Δ log p| of a token by the cause “{}”", "nats")
+_MEAN = declare("mismatch/cause/{}/mean", "mean Δ log p by the cause “{}”, of either sign", "nats")
+_K3 = declare("mismatch/cause/{}/k3", "what the cause “{}” adds to the k3 estimate of KL(rollout || trainer)", "nats")
 
 
 class MismatchAttribution:
@@ -63,11 +69,8 @@ def attribute_mismatch(variants: Sequence[torch.Tensor]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for cause, before, after in [*((cause, index, index + 1) for index, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]:
         difference = logprobs[after] - logprobs[before]
-        values = {
-            "abs_mean": float(difference.abs().mean()),
-            "abs_max": float(difference.abs().max()),
-            "mean": float(difference.mean()),
-            "k3": kl[after] - kl[before],
-        }
-        metrics |= {f"mismatch/cause/{cause}/{name}": value for name, value in values.items()}
+        metrics[_ABS_MEAN.format(cause)] = float(difference.abs().mean())
+        metrics[_ABS_MAX.format(cause)] = float(difference.abs().max())
+        metrics[_MEAN.format(cause)] = float(difference.mean())
+        metrics[_K3.format(cause)] = kl[after] - kl[before]
     return metrics

@@ -22,11 +22,22 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
-from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.fp8_linear import disable_fp8
+from megatron_rl.mcore.layers.router import DIFFERS
+from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.training.mismatch import measure_mismatch, measure_staleness
+from megatron_rl.training.mismatch import WITHOUT_REPLAY, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+
+_ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
+_DIFFERS_WITHOUT_REPLAY = declare(
+    "router/differs_without_replay", "the same, had no layer before replayed the routing", "share", "tokens sent elsewhere", label="without"
+)
+_BOUNDS = (
+    declare("clip/bound_low", "calibrated lower bound of the ratio", "number", "calibrated bounds", label="lower"),
+    declare("clip/bound_high", "calibrated upper bound of the ratio", "number", "calibrated bounds", label="upper"),
+)
 
 
 class PolicyTrainer:
@@ -65,7 +76,7 @@ class PolicyTrainer:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
         staleness = measure_staleness(samples) if self._config.placement.max_staleness else {}
-        return {"entropy": entropy, **measure_mismatch(samples), **staleness, **routing.gather_metrics()}
+        return {_ENTROPY: entropy, **measure_mismatch(samples), **staleness, **routing.gather_metrics()}
 
     def measure_without_replay(self, samples: list[TrainingSample]) -> dict[str, float]:
         """Return the mismatch without the replay of the engine's routing, and how many tokens then go to other experts; {} if it is not
@@ -75,8 +86,7 @@ class PolicyTrainer:
         with self.actor.routing.disable_replay(), self.actor.routing.collect_stats(samples) as routing:
             logprobs_B = self.actor.compute_logprobs(samples)[0]
         without = [replace(sample, old_logprobs=logprobs) for sample, logprobs in zip(samples, logprobs_B, strict=True)]
-        metrics = {f"mismatch/without_replay/{name.removeprefix('mismatch/')}": value for name, value in measure_mismatch(without).items()}
-        return metrics | {"router/differs_without_replay": routing.gather_metrics()["router/differs"]}
+        return measure_mismatch(without, WITHOUT_REPLAY) | {_DIFFERS_WITHOUT_REPLAY: routing.gather_metrics()[DIFFERS]}
 
     def update(self, samples: list[TrainingSample], version: int) -> dict[str, float]:
         """Take the `updates_per_step` optimizer steps from `version` to the next, each on its mini-batch of whole groups; return means over
@@ -92,8 +102,8 @@ class PolicyTrainer:
                 self.clip.end(mini_batch)
             assign_loss_weights(mini_batch, algorithm.aggregate, self._config.rollout.max_new_tokens)
             updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
-        bounds = dict(zip(("clip/bound_low", "clip/bound_high"), self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
-        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0] if name != "loss/total"} | bounds
+        bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
+        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0] if name != TOTAL_LOSS} | bounds
 
     def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
         with nullcontext() if quantized else disable_fp8(self.actor.model):

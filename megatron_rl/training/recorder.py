@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import Rank0, gather_from_ranks
+from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.run_log import RunLog
 from megatron_rl.rollout.engine import Engine
@@ -18,6 +19,20 @@ from megatron_rl.rollout.worker import build_sample_rows
 from megatron_rl.types import Completion
 
 _MIB = 1 << 20
+_VERSION = declare("policy_version", "optimizer steps behind the policy", "index")
+_STEP = declare("time/step", "the whole step", "seconds")
+_SECONDS = {
+    "logprobs": declare("time/logprobs", "forward passes of actor and reference", "seconds", STEP_SECONDS),
+    "attribute": declare("time/attribute", "forward passes that find the causes of the mismatch", "seconds", STEP_SECONDS),
+    "train": declare("time/train", "the optimizer steps", "seconds", STEP_SECONDS),
+    "checkpoint": declare("time/checkpoint", "writing a checkpoint after the step before", "seconds"),
+}
+_OTHERS = "engine, or device (MiB)"
+_TRAINER, _ENGINE, _DEVICE = (
+    declare("memory/{}_mb", "memory of the largest trainer rank in the phase “{}”", "MiB", "trainer (MiB)", label="{}"),
+    declare("memory/engine_{}_mb", "memory of the engine at the end of the phase “{}”", "MiB", _OTHERS, label="{}"),
+    declare("memory/device_{}_mb", "memory that all programs held on the fullest device after the phase “{}”", "MiB", _OTHERS, label="{}"),
+)
 
 
 class Recorder:
@@ -29,7 +44,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str, metrics: dict[str, float] | None = None) -> Iterator[None]:
-        """Show a phase on the progress bar and to the watchdog, and measure its memory; set `metrics["time/NAME"]` to its seconds."""
+        """Show a phase on the progress bar and to the watchdog, and measure its memory; set its metric in `metrics` to its seconds."""
         self._log.tell(lambda log: log.set_phase(name))
         hang_watchdog.enter_phase(name)
         if torch.cuda.is_available():
@@ -38,13 +53,13 @@ class Recorder:
         yield
         self._measure_memory(name)
         if metrics is not None:
-            metrics[f"time/{name}"] = time.perf_counter() - start
+            metrics[_SECONDS[name]] = time.perf_counter() - start
 
     def write_row(self, version: int, metrics: dict[str, float], seconds: float | None) -> None:
         """Write the row of a policy version, whose step took `seconds`, with the memory of all phases since the last row. Collective."""
-        row = {"step": version, "policy_version": version, **metrics}
+        row = {"step": version, _VERSION: version, **metrics}
         if seconds is not None:
-            row["time/step"] = seconds
+            row[_STEP] = seconds
         largest: dict[str, float] = {}  # of all ranks
         for memory in gather_from_ranks(self._memory):
             largest |= {name: max(value, largest.get(name, value)) for name, value in memory.items()}
@@ -61,8 +76,8 @@ class Recorder:
         """Record the memory held in a phase, in MiB: on a GPU its peak, on a CPU what is held at its end."""
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            self._memory[f"memory/device_{phase}_mb"] = (total - free) / _MIB
-            self._memory[f"memory/{phase}_mb"] = torch.cuda.max_memory_allocated() / _MIB
+            self._memory[_DEVICE.format(phase)] = (total - free) / _MIB
+            self._memory[_TRAINER.format(phase)] = torch.cuda.max_memory_allocated() / _MIB
         else:
-            self._memory[f"memory/{phase}_mb"] = psutil.Process().memory_info().rss / _MIB
-            self._engines.tell(lambda engines: self._memory.update({f"memory/engine_{phase}_mb": engines.get_memory_mb()}))
+            self._memory[_TRAINER.format(phase)] = psutil.Process().memory_info().rss / _MIB
+            self._engines.tell(lambda engines: self._memory.update({_ENGINE.format(phase): engines.get_memory_mb()}))

@@ -27,7 +27,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.create import make_hf_config, make_random_tensors
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model
@@ -86,7 +86,7 @@ def _train(config: Config, actor: Actor, tokenizer: Any, notify: Callable[[str],
         metrics = actor.update(examples, negative_log_likelihood)
         hang_watchdog.enter_phase("the warm start")
         if step % 50 == 0 or step == warm.steps:
-            notify(f"warm start: step {step}/{warm.steps}, loss {metrics['loss/total']:.3f} nats per token")
+            notify(f"warm start: step {step}/{warm.steps}, loss {metrics[TOTAL_LOSS]:.3f} nats per token")
 
 
 def write_worked_answer(problem: Problem, warm: WarmStartConfig, rng: random.Random) -> list[str]:

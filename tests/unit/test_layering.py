@@ -24,8 +24,21 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
 }
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
-    *("errors", "types", "versions", "plugs", "config", "precision", "batch", "hf", "rewards", "data", "algorithm", "distributed"),
-    *("observability", "rollout", "sync", "preflight", "mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
+    *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "batch", "hf", "rewards", "data", "algorithm"),
+    *(
+        "distributed",
+        "observability",
+        "rollout",
+        "sync",
+        "preflight",
+        "mcore",
+        "evaluation",
+        "reporting",
+        "training",
+        "planner",
+        "cli",
+        "__main__",
+    ),
 ]
 ROOT_MODULES = 8
 ONLY_IN = {
@@ -42,6 +55,7 @@ TORCH_FREE = (
     "megatron_rl.precision.graph.graph",
     "megatron_rl.precision.graph.decoder",
     "megatron_rl.observability.hang_watchdog",
+    "megatron_rl.reporting.report",
     "megatron_rl.cli.plan",
     "megatron_rl.preflight",
     "megatron_rl.rollout.engine_placement",

@@ -16,7 +16,7 @@ import common
 import typer
 
 from megatron_rl.config.algorithm import PRESETS
-from megatron_rl.reporting.metric_glossary import format_value
+from megatron_rl.reporting.formatting import format_value
 from megatron_rl.reporting.plots import Rows
 
 SHOWN = {

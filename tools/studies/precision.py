@@ -20,8 +20,10 @@ from typing import Annotated
 import common
 import typer
 
-from megatron_rl.reporting.metric_glossary import CAUSE_LABELS, format_value
+from megatron_rl.metrics import Unit
+from megatron_rl.reporting.formatting import format_value
 from megatron_rl.reporting.plots import Rows
+from megatron_rl.reporting.report import CAUSE_LABELS
 
 MODES = ("bf16", "fp8_unified", "fp8_rollout", "int8_rollout")
 REPLAYS = ("none", "trainer", "engine")
@@ -120,8 +122,8 @@ def make_stability_line(name: str, variant: Variant) -> list[object]:
     ]
 
 
-def _format(number: float | None, form: str) -> str:
-    return "–" if number is None else format_value(number, form)
+def _format(number: float | None, unit: Unit) -> str:
+    return "–" if number is None else format_value(number, unit)
 
 
 def make_cause_line(name: str, variant: Variant) -> list[object]:

@@ -28,6 +28,21 @@ from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRoute
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
+from megatron_rl.metrics import declare
+
+_LOAD, _ENTROPY = "most / mean", "router entropy (nats per token)"
+_LAYER_LOAD = declare("router/load/layer_{}", "most tokens of an expert over the mean, layer {}")
+_LOAD_MEAN, _LOAD_MAX, _ENTROPY_MEAN, _ENTROPY_MIN, _DROPPED, DIFFERS = (
+    declare("router/load_mean", "most tokens of an expert over the mean, mean over layers", "number", _LOAD, label="mean over layers"),
+    declare("router/load_max", "most tokens of an expert over the mean, in the most uneven layer", "number", _LOAD,
+            label="most uneven layer"),
+    declare("router/entropy", "entropy of the routers' choice per token, mean over layers", "nats", _ENTROPY, label="mean over layers"),
+    declare("router/entropy_min", "entropy of the routers' choice per token, in the surest layer", "nats", _ENTROPY,
+            label="surest layer"),
+    declare("router/dropped", "choices of an expert that no expert received", "count", "choices dropped"),
+    declare("router/differs", "share of tokens that the trainer's routers would send elsewhere than the engine's, mean over layers",
+            "share", "tokens sent elsewhere", label="under replay"),
+)  # fmt: skip
 
 
 class Router(TopKRouter):
@@ -169,11 +184,11 @@ class RoutingStats:
         layers = list(self._shape.moe_layers)
         imbalance = [float(loads[layer].max() / loads[layer].mean()) for layer in layers]
         entropy, differs = ((sums[which, layers] / sums[0, layers]).tolist() for which in (1, 2))
-        metrics = {f"router/load/layer_{layer}": load for layer, load in zip(layers, imbalance, strict=True)}
-        metrics |= {"router/load_mean": sum(imbalance) / len(layers), "router/load_max": max(imbalance)}
-        metrics |= {"router/entropy": sum(entropy) / len(layers), "router/entropy_min": min(entropy)}
-        metrics["router/dropped"] = float(parts[2][0] - parts[2][1])
-        return metrics | ({"router/differs": sum(differs) / len(layers)} if self._replayable else {})
+        metrics = {_LAYER_LOAD.format(layer): load for layer, load in zip(layers, imbalance, strict=True)}
+        metrics |= {_LOAD_MEAN: sum(imbalance) / len(layers), _LOAD_MAX: max(imbalance)}
+        metrics |= {_ENTROPY_MEAN: sum(entropy) / len(layers), _ENTROPY_MIN: min(entropy)}
+        metrics[_DROPPED] = float(parts[2][0] - parts[2][1])
+        return metrics | ({DIFFERS: sum(differs) / len(layers)} if self._replayable else {})
 
     def gather_records(self) -> list[torch.Tensor]:
         """Return the chosen experts of every sample's tokens, on the CPU of every rank; collective. Needs `keep`."""

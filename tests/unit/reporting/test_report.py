@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl import metrics
 from megatron_rl.errors import UserError
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
@@ -21,9 +22,10 @@ from megatron_rl.precision.graph.decoder import (
 )
 from megatron_rl.precision.graph.graph import TensorFormat
 from megatron_rl.precision.graph.svg import draw_svg
-from megatron_rl.reporting.metric_glossary import CAUSE_LABELS, format_bytes, format_duration, format_toml, visible
-from megatron_rl.reporting.plots import SECTIONS, Plot, render_svg
-from megatron_rl.reporting.report import headline, write_report
+from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
+from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
+from megatron_rl.reporting.report import CAUSE_LABELS, headline, write_report
+from megatron_rl.training.mismatch_attribution import CAUSES
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
 STEP = {
@@ -45,22 +47,23 @@ SECTION_COUNT = sum(map(len, SECTIONS.values()))
 @pytest.fixture(autouse=True)
 def render_once(monkeypatch):
     """Plots of the same rows are drawn once: most pages here show the rows of `full_rows`."""
-    monkeypatch.setattr("megatron_rl.reporting.report.render_svg", lambda plot, rows: render(plot.title, json.dumps(rows)))
+    monkeypatch.setattr("megatron_rl.reporting.report.render_svg", lambda plot, rows: render(plot, json.dumps(rows)))
 
 
-def find_plot(title: str) -> Plot:
-    (plot,) = (plot for plots in SECTIONS.values() for plot in plots if plot.title == title)
+def find_plot(title: str, rows: list[dict]) -> Plot:
+    (plot,) = (plot for plots in fill_sections(rows, metrics.DECLARED).values() for plot in plots if plot.title == title)
     return plot
 
 
 @functools.cache
-def render(title: str, rows: str) -> str:
-    return render_svg(find_plot(title), json.loads(rows))
+def render(plot: Plot, rows: str) -> str:
+    return render_svg(plot, json.loads(rows))
 
 
 def make_run(folder: Path, rows: list[dict], status: str = "finished", reason: str = "", samples: list[dict] | None = None) -> Path:
     run = {"status": status, "reason": reason, "started": "2026-01-02T03:04:05+00:00", "ended": "2026-01-02T03:05:05+00:00", "host": "node"}
     run |= {"argv": ["megatron-rl", "train"], "versions": {"torch": "2.13"}, "config": {"train": {"steps": 2, "layout": {"tp": 1}}}}
+    run["metrics"] = metrics.dump_declarations()
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples or []))
@@ -193,6 +196,35 @@ def test_what_is_missing_of_a_run_is_said(tmp_path: Path):
     assert "✗ missing" in page.text and "step 1: " in page.text and "all equal" not in page.text
 
 
+def test_metrics_of_a_user_s_own_are_drawn_and_one_without_a_declaration_is_listed(tmp_path: Path):
+    run = make_run(tmp_path, [{"step": step, "mine/gap": 0.5, "loss/mine": 1.0, "mine/other": 2.0} for step in (1, 2)])
+    page = Page(write_report(run))
+    assert "Further metrics" not in page.text and page.tags.count("svg") == 0 and "mine/other" in page.text
+    state = json.loads((run / "run.json").read_text())
+    state["metrics"] += [
+        {"name": "mine/gap", "meaning": "how <far> KL is off", "unit": "share", "panels": ['<my> "panel"'], "label": "<gap>"},
+        {"name": "loss/{}", "meaning": "my loss {}", "panels": ["policy loss"]},
+    ]
+    (run / "run.json").write_text(json.dumps(state))
+    page = Page(write_report(run))
+    assert "How <far> KL is off." in page.text and "my loss mine" in page.text and "50.0 %" in page.text
+    assert page.tags.count("svg") == 2 and "<my>" not in page.source and "<gap>" not in page.source
+    state["metrics"].append({"name": "other", "meaning": "", "colour": "red"})
+    (run / "run.json").write_text(json.dumps(state))
+    with pytest.raises(UserError, match=r"RUN_DIR.*another version"):
+        write_report(run)
+
+
+def test_a_run_without_declarations_shows_its_values_and_says_what_is_left_out(tmp_path: Path):
+    run = make_run(tmp_path, full_rows())
+    state = json.loads((run / "run.json").read_text())
+    del state["metrics"]
+    (run / "run.json").write_text(json.dumps(state))
+    page = Page(write_report(run))
+    assert "does not say what the metrics mean" in page.text and "Not measured so far" not in page.text
+    assert page.tags.count("svg") == 0 and "length/truncated" in page.text and "Held-out accuracy rose" in page.text
+
+
 def test_bad_folders(tmp_path: Path):
     with pytest.raises(UserError, match="RUN_DIR"):
         write_report(tmp_path / "absent")
@@ -204,18 +236,19 @@ def test_bad_folders(tmp_path: Path):
 
 
 def test_many_levels_or_sets_have_labels_of_their_own_and_long_runs_stay_small():
-    plot = find_plot("Held-out accuracy by level or set")
     for names in ([f"level_{level}" for level in range(1, 11)], [f"source_{letter}/test" for letter in "abcdefghij"]):
         rows = [{"step": step, **{f"eval/{name}": 0.1 * step for name in names}} for step in (0, 1)]
+        plot = find_plot("Held-out accuracy by level or set", rows)
         labels = [name.replace("level_", "level ").removeprefix("source_") for name in names]
         assert [label for _, label in plot.panels[0].find_series(rows)] == labels  # level 10 comes after level 9
         assert all(label in render_svg(plot, rows) for label in labels)
     rows = [{"step": step, "reward/mean": math.sin(step), "time/generate": 1.0 + step % 3, "time/train": 2.0} for step in range(2000)]
-    assert 0 < len(render_svg(find_plot("Reward"), rows)) < 300_000
-    assert 0 < len(render_svg(find_plot("Time by phase"), rows)) < 500_000
+    assert 0 < len(render_svg(find_plot("Reward", rows), rows)) < 300_000
+    assert 0 < len(render_svg(find_plot("Time by phase", rows), rows)) < 500_000
 
 
 def test_headlines_and_words():
+    assert tuple(CAUSE_LABELS) == (*CAUSES, "total")
     rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 4, "eval/accuracy": 0.25}]
     assert headline(rows) == "Held-out accuracy fell from 50.0 % to 25.0 % over 4 steps."
     assert headline([rows[0], {**rows[0], "step": 1}]) == "Held-out accuracy stayed at 50.0 % over 1 step."

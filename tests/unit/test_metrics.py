@@ -1,0 +1,124 @@
+"""Metrics: whoever emits one has declared it, whatever is declared is emitted, and readers name only what is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import megatron_rl.training.loop  # noqa: F401  it imports every module that makes metrics
+from megatron_rl import metrics
+from megatron_rl.metrics import DECLARED, UndeclaredMetricWarning, declare, describe, group_by_panel, warn_undeclared
+from megatron_rl.reporting.plots import SECTIONS
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {file: ast.parse(file.read_text()) for file in sorted((ROOT / "megatron_rl").rglob("*.py"))}
+READERS = [*(ROOT / "megatron_rl/reporting").glob("*.py"), ROOT / "megatron_rl/observability/console.py", *(ROOT / "tools").rglob("*.py")]
+METRIC = re.compile(r"[a-z_]+(/[a-z_{}]+)+")
+
+
+def is_declare(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "declare"
+
+
+def names_in(nodes: list[ast.expr]) -> set[ast.Name]:
+    return {name for node in nodes for name in ast.walk(node) if isinstance(name, ast.Name)}
+
+
+def find_declarations(tree: ast.Module) -> tuple[set[str], int]:
+    """The constants of a module that hold names of metrics, and how many it declares."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and any(map(is_declare, ast.walk(node)))]
+    calls = sum(is_declare(part) for node in assigned for part in ast.walk(node))
+    return {name.id for node in assigned for name in names_in(node.targets)}, calls
+
+
+def find_emissions(tree: ast.Module) -> set[str]:
+    """The names that code of a module uses other than to read: `row[NAME]`, `row.get(NAME)`."""
+    read: list[ast.expr] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            read.append(node.slice)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+            read += node.args
+    used = {node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {name.id for name in used - names_in(read)}
+
+
+def keys_written(tree: ast.Module) -> list[str]:
+    """The literal keys of dicts, and of what is assigned to; `{}` stands for the variable parts of an f-string."""
+    keys: list[ast.expr | None] = []
+    for node in ast.walk(tree):
+        keys += node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []
+        keys += [node.slice] if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) else []
+    parts = [key.values if isinstance(key, ast.JoinedStr) else [key] for key in keys]
+    return ["".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in part_list) for part_list in parts]
+
+
+def test_every_declaration_is_emitted_by_its_module():
+    declared = 0
+    for file, tree in SOURCES.items():
+        constants, calls = find_declarations(tree)
+        assert calls == sum(map(is_declare, ast.walk(tree))), f"{file}: call `declare` at top level, for a constant"
+        never = {name for name in constants if not any(name in find_emissions(SOURCES[user]) for user in importers(file, name))}
+        assert not never, f"{file} declares {never}, but emits nothing of that name"
+        declared += calls
+    assert declared == len([name for name in DECLARED if not name.startswith("test/")]), "a module that declares is not imported here"
+
+
+def importers(file: Path, name: str) -> list[Path]:
+    """The module itself, and those that import `name`."""
+    module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    imported = (
+        user
+        for user, tree in SOURCES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == module and name in {alias.name for alias in node.names}
+    )
+    return [file, *imported]
+
+
+def test_names_are_written_by_their_declaration_alone():
+    for file, tree in SOURCES.items():
+        literal = [key for key in keys_written(tree) if METRIC.fullmatch(key) or key in DECLARED]
+        assert not literal, f"{file} emits {literal}, which a constant by `metrics.declare` should name"
+
+
+@pytest.mark.parametrize("file", READERS, ids=lambda file: str(file.relative_to(ROOT)))
+def test_readers_name_only_what_is_declared(file):
+    kinds = {name.partition("/")[0] for name in DECLARED}
+    words = {node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    unknown = [word for word in words if METRIC.fullmatch(word) and word.partition("/")[0] in kinds and not describe(word)]
+    assert not unknown, f"{file} reads {unknown}, which nobody declares"
+
+
+def test_every_panel_is_one_of_the_report_s_and_is_filled():
+    panels = [panel.ylabel for plots in SECTIONS.values() for plot in plots for panel in plot.panels]
+    assert sorted(panels) == sorted(set(group_by_panel()))
+
+
+def test_a_metric_is_one_of_a_kind(monkeypatch):
+    monkeypatch.setattr(metrics, "DECLARED", {})
+    assert declare("test/mine", "what it means") == "test/mine"
+    for name, unit in (("test/mine", "number"), ("step", "number"), ("test/other", "parsec"), ("test/{}/{}", "number")):
+        with pytest.raises(ValueError, match=f"metric {re.escape(name)} in {unit}"):
+            declare(name, "what it means", unit)
+
+
+def test_a_family_describes_its_members_and_the_longest_family_wins():
+    load = describe("memory/engine_train_mb")
+    assert (load.name, load.label, load.unit) == ("memory/engine_train_mb", "train", "MiB") and "“train”" in load.meaning
+    assert describe("memory/train_mb").panels == ("trainer (MiB)",)
+    assert describe("accuracy/source_a/b.c").meaning == "share of correct completions, set a/b.c"
+    assert describe("accuracy/level_") is describe("memory/train_gb") is describe("test/nothing") is None
+
+
+def test_what_nobody_declared_is_warned_of_once_for_each_name(recwarn):
+    import warnings
+
+    warnings.simplefilter("default")
+    for _ in range(2):
+        warn_undeclared(["step", "unix_time", "reward/mean", "test/a", "test/b"])
+    assert [warning.category for warning in recwarn] == [UndeclaredMetricWarning] * 2
+    assert "test/a" in str(recwarn[0].message)
