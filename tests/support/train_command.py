@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.metrics import ROW_KEYS, describe, read_declarations
 from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
 
 TINY = {  # over configs/quickstart.toml
@@ -49,7 +50,11 @@ def latest(folder: Path) -> Path:
 
 
 def read_rows(run: Path, name: str = "metrics.jsonl") -> list[dict]:
-    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / name).read_text().splitlines()]
+    declared = read_declarations(read_json(run / "run.json"))
+    undeclared = {key for row in rows for key in row if name == "metrics.jsonl" and key not in ROW_KEYS and not describe(key, declared)}
+    assert not undeclared, f"emitted, but declared by nobody: {undeclared}"
+    return rows
 
 
 def read_json(file: Path) -> dict:

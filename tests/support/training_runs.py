@@ -6,6 +6,7 @@ import json
 import random
 import resource
 import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
@@ -138,6 +140,8 @@ class RecordingLog:
     def set_phase(self, phase: str) -> None: ...
 
     def write_step(self, metrics: dict[str, float]) -> None:
+        with warnings.catch_warnings(action="error", category=UndeclaredMetricWarning):
+            warn_undeclared(metrics)
         self.rows.append(metrics)
 
     def write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:

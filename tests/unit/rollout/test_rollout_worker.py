@@ -37,7 +37,7 @@ def completion(
     ids=["by level", "by set", "one level"],
 )
 def test_accuracy_overall_and_by_level_or_set(completions, accuracies):
-    assert compute_accuracies(completions, "all", "level_", "source_") == accuracies
+    assert compute_accuracies(completions, "all", "level_{}", "source_{}") == accuracies
 
 
 def test_metrics_of_a_step():
