@@ -2,7 +2,8 @@
 
 linear_qkv holds, per query group g, [the q heads of g | k_g | v_g]; tensor-parallel ranks own equal ranges of these rows: whole groups,
 or parts of one where there are more ranks than groups. linear_fc1 is, per rank, [its rows of gate ; its rows of up]. linear_proj and
-linear_fc2 are split by columns. Norms and routers are replicated. Experts are split in the same way, by the layout's ep and etp.
+linear_fc2 are split by columns. Norms, routers and MLA's down projections are replicated, the last as in Megatron's Transformer Engine
+spec. Experts are split in the same way, by the layout's ep and etp. Which weights there are says the model's family.
 
 Names are those of Megatron's local modules (norms apart from the linear layers), with layers numbered over the whole model. So are
 experts: `...experts.local_experts.E` has E over all experts, where Megatron itself counts from 0 on every expert-parallel rank.
@@ -15,18 +16,8 @@ from functools import lru_cache
 
 from parallel.layout import Coordinates, Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import (
-    GeometryError,
-    HFTensor,
-    Region,
-    Shard,
-    ShardBuilder,
-    find_misaligned_region,
-    split_cols,
-    split_rows,
-    stack_regions,
-    take_rows,
-)
+from parallel.shards import GeometryError, HFTensor, Region, Shard, find_misaligned_region, stack_regions, take_rows
+from parallel.weights import Weight, cut_vocabulary, cut_weight
 
 
 def padded_vocabulary(vocab: int, tp: int, multiple: int = 1) -> int:
@@ -45,14 +36,11 @@ def build_megatron_shards(
     *,
     quantized: bool = False,
     vocab_rows: int | None = None,
-    split_latent: bool = False,
 ) -> list[Shard]:
     """Return all parameters of the rank at `coordinates`. Raise GeometryError where the layout does not divide the model.
 
     `quantized`: rows in the order in which the trainer must quantise them; it differs from the parameter's own where that would cut
     blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
-    `split_latent`: MLA's down projections are split by rows over tensor-parallel ranks, as Megatron's local ColumnParallelLinear does;
-    Transformer Engine's, the default here, are replicated.
     """
     check_layout(model, layout)
     rows = padded_vocabulary(model.vocab, layout.tp) if vocab_rows is None else vocab_rows
@@ -61,7 +49,7 @@ def build_megatron_shards(
             "vocab_rows", rows, f"must be a multiple of tp ({layout.tp}) and at least the vocabulary ({model.vocab})", "pad it further"
         )
     first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
-    return list(_shards(model, layout, first_replica, quantized, rows, split_latent))
+    return list(_shards(model, layout, first_replica, quantized, rows))
 
 
 def build_trainer_shards(
@@ -107,7 +95,7 @@ def check_layout(model: ModelGeometry, layout: Layout) -> None:
     if model.experts is not None:
         _must_divide("ep", layout.ep, model.experts.count, "the number of experts")
     elif layout.ep > 1:
-        raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.kind} has none", "set train.layout.ep = 1")
+        raise GeometryError("train.layout.ep", layout.ep, f"needs a model with experts, {model.family} has none", "set train.layout.ep = 1")
 
 
 def _must_divide(name: str, size: int, length: int, what: str) -> None:
@@ -116,10 +104,8 @@ def _must_divide(name: str, size: int, length: int, what: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _shards(
-    model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantized: bool, vocab_rows: int, split_latent: bool
-) -> tuple[Shard, ...]:
-    shards = _MegatronShardBuilder(model, layout, coordinates, vocab_rows, split_latent).build()
+def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantized: bool, vocab_rows: int) -> tuple[Shard, ...]:
+    shards = _MegatronShardBuilder(model, layout, coordinates, vocab_rows).build()
     return tuple(map(reorder_for_quantization, shards) if quantized else shards)
 
 
@@ -132,51 +118,34 @@ def reorder_for_quantization(shard: Shard) -> Shard:
     return stack_regions(shard.name, by_tensor)
 
 
-class _MegatronShardBuilder(ShardBuilder):
+class _MegatronShardBuilder:
     """Builds the shards of one rank."""
 
-    def __init__(self, model: ModelGeometry, layout: Layout, coordinates: Coordinates, vocab_rows: int, split_latent: bool) -> None:
-        super().__init__(model.tensors(), coordinates.tp, layout.tp, "train.layout.tp")
-        self.model, self.layout, self.coordinates = model, layout, coordinates
-        self.vocab_rows, self.split_latent = vocab_rows, split_latent
+    def __init__(self, model: ModelGeometry, layout: Layout, coordinates: Coordinates, vocab_rows: int) -> None:
+        self.model, self.layout, self.coordinates, self.vocab_rows = model, layout, coordinates, vocab_rows
 
     def build(self) -> list[Shard]:
+        embedding, *layers, last = self.model.list_weights(self.layout.ep, self.coordinates.ep)
+        first_stage, last_stage = self.coordinates.pp == 0, self.coordinates.pp == self.layout.pp - 1
+        weights = list(embedding) if first_stage else []
+        for layer in list_stage_layers(self.model.layers, self.layout, self.coordinates.pp):
+            weights += layers[layer]
+        if last_stage:  # which keeps its own copy of a tied embedding
+            weights += last[:-1] if first_stage and self.model.tied else last
+        return [self._cut(weight) for weight in weights]
+
+    def _cut(self, weight: Weight) -> Shard:
         layout, coordinates = self.layout, self.coordinates
-        first, last = coordinates.pp == 0, coordinates.pp == layout.pp - 1
-        shards = []
-        if first:
-            shards.append(self.vocabulary(self.vocab_rows, "embedding.word_embeddings.weight", "model.embed_tokens.weight"))
-        for layer in list_stage_layers(self.model.layers, layout, coordinates.pp):
-            shards += self._layer(layer)
-        if last:
-            shards.append(self.whole("decoder.final_layernorm.weight", "model.norm.weight"))
-            if not self.model.tied:
-                shards.append(self.vocabulary(self.vocab_rows, "output_layer.weight", "lm_head.weight"))
-            elif not first:  # the last stage keeps its own copy of the tied embedding
-                shards.append(self.vocabulary(self.vocab_rows, "output_layer.weight", "model.embed_tokens.weight"))
-        return shards
+        if weight.cut == "vocabulary":
+            return cut_vocabulary(weight.megatron, weight, self.vocab_rows, coordinates.tp, layout.tp)
+        if weight.cut == "qkv":
+            return stack_regions(weight.megatron, self._cut_groups([piece.tensor for piece in weight.pieces]))
+        if weight.expert is not None:
+            return stack_regions(weight.megatron, cut_weight(weight, coordinates.etp, layout.etp, "train.layout.etp"))
+        return stack_regions(weight.megatron, cut_weight(weight, coordinates.tp, layout.tp, "train.layout.tp"))
 
-    def _layer(self, layer: int) -> list[Shard]:
-        hf, mcore = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        attention = self._attention if self.model.latent is None else self._latent_attention
-        mlp = (hf + "mlp.", mcore + "mlp.")
-        return [
-            self.whole(mcore + "input_layernorm.weight", hf + "input_layernorm.weight"),
-            *attention(hf + "self_attn.", mcore + "self_attention."),
-            self.whole(mcore + "pre_mlp_layernorm.weight", hf + "post_attention_layernorm.weight"),
-            *(self._moe(*mlp) if self.model.has_experts(layer) else self._mlp(*mlp)),
-        ]
-
-    def _attention(self, hf: str, mcore: str) -> list[Shard]:
-        shards = [self._qkv(mcore + "linear_qkv.weight", [self.tensors[f"{hf}{part}_proj.weight"] for part in "qkv"])]
-        if self.model.qkv_bias:
-            shards.append(self._qkv(mcore + "linear_qkv.bias", [self.tensors[f"{hf}{part}_proj.bias"] for part in "qkv"]))
-        if self.model.qk_norm:
-            shards += [self.whole(f"{mcore}{part}_layernorm.weight", f"{hf}{part}_norm.weight") for part in "qk"]
-        return [*shards, self.cols(mcore + "linear_proj.weight", hf + "o_proj.weight")]
-
-    def _qkv(self, name: str, qkv: list[HFTensor]) -> Shard:
-        """Stack this rank's range of rows of all groups, which lie one below the other."""
+    def _cut_groups(self, qkv: list[HFTensor]) -> list[Region]:
+        """Return this rank's range of rows of all groups, which lie one below the other."""
         model, tp = self.model, self.layout.tp
         group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
         size = model.kv_heads * sum(group_rows)
@@ -193,46 +162,7 @@ class _MegatronShardBuilder(ShardBuilder):
                 if start < end:
                     regions.append(take_rows(tensor, group * rows + start - row, end - start))
                 row += rows
-        return stack_regions(name, regions)
-
-    def _latent_attention(self, hf: str, mcore: str) -> list[Shard]:
-        assert self.model.latent is not None
-        down = self.rows if self.split_latent else self.whole
-        if self.model.latent.q_rank:
-            queries = [
-                down(mcore + "linear_q_down_proj.weight", hf + "q_a_proj.weight"),
-                self.whole(mcore + "q_layernorm.weight", hf + "q_a_layernorm.weight"),
-                self.rows(mcore + "linear_q_up_proj.weight", hf + "q_b_proj.weight"),
-            ]
-        else:
-            queries = [self.rows(mcore + "linear_q_proj.weight", hf + "q_proj.weight")]
-        return [
-            *queries,
-            down(mcore + "linear_kv_down_proj.weight", hf + "kv_a_proj_with_mqa.weight"),
-            self.whole(mcore + "kv_layernorm.weight", hf + "kv_a_layernorm.weight"),
-            self.rows(mcore + "linear_kv_up_proj.weight", hf + "kv_b_proj.weight"),
-            self.cols(mcore + "linear_proj.weight", hf + "o_proj.weight"),
-        ]
-
-    def _mlp(self, hf: str, mcore: str, expert: bool = False) -> list[Shard]:
-        size = "etp" if expert else "tp"
-        part, parts, field = getattr(self.coordinates, size), getattr(self.layout, size), f"train.layout.{size}"
-        gate_up = [split_rows(self.tensors[f"{hf}{half}_proj.weight"], part, parts, field) for half in ("gate", "up")]
-        down = split_cols(self.tensors[hf + "down_proj.weight"], part, parts, field)
-        return [stack_regions(mcore + "linear_fc1.weight", gate_up), stack_regions(mcore + "linear_fc2.weight", [down])]
-
-    def _moe(self, hf: str, mcore: str) -> list[Shard]:
-        experts = self.model.experts
-        assert experts is not None
-        shards = [self.whole(mcore + "router.weight", hf + "gate.weight")]
-        if experts.correction_bias:
-            shards.append(self.whole(mcore + "router.expert_bias", hf + "gate.e_score_correction_bias"))
-        per_rank = experts.count // self.layout.ep
-        for expert in range(self.coordinates.ep * per_rank, (self.coordinates.ep + 1) * per_rank):
-            shards += self._mlp(f"{hf}experts.{expert}.", f"{mcore}experts.local_experts.{expert}.", expert=True)
-        if experts.shared_ffn:
-            shards += self._mlp(hf + "shared_experts.", mcore + "shared_experts.")
-        return shards
+        return regions
 
 
 def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:

@@ -1,23 +1,67 @@
-"""The geometry of a model: every tensor of its Hugging Face checkpoint, by name, with its shape and its role.
+"""A model as its family describes it (`parallel.families`): widths, what a forward pass computes, and every weight.
 
-`parallel.megatron_shards` and `parallel.sglang_shards` say which parts of them each rank holds, in the vocabulary of `parallel.shards`.
+`parallel.megatron_shards` and `parallel.sglang_shards` say which parts of the weights each rank holds, in the vocabulary of
+`parallel.shards`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
-from parallel.hf_widths import MLAGeometry, MoEGeometry, parse_widths
+from parallel.families import load_family
+from parallel.hf_config import HFConfig, Rope
 from parallel.shards import HFTensor, Shard, take_all
+from parallel.weights import Weight, make_vector, make_weight
+
+
+@dataclass(frozen=True)
+class MoEGeometry:
+    """A mixture of experts: `count` MLPs of width `ffn`, and shared ones of total width `shared_ffn` (0: none)."""
+
+    count: int
+    ffn: int
+    shared_ffn: int = 0
+    dense_layers: frozenset[int] = frozenset()
+    """Layers that have a plain MLP instead."""
+    dense_in_engine: bool = True
+    """SGLang builds these too; otherwise it gives every layer experts."""
+    correction_bias: bool = False
+    """The router adds a learnt bias when it chooses."""
+    top_k: int = 1
+    """Experts of a token."""
+    sigmoid: bool = False
+    """Scores are sigmoids of the logits; otherwise a softmax over all experts."""
+    normalized: bool = True
+    """The chosen experts' weights add up to `scale`."""
+    scale: float = 1.0
+    groups: int = 1
+    """Experts form this many equal groups, of which a token may use `groups_used`."""
+    groups_used: int = 1
+
+
+@dataclass(frozen=True)
+class MLAGeometry:
+    """Multi-latent attention (MLA): queries and keys/values through low-rank projections."""
+
+    q_rank: int
+    """0: queries are projected directly."""
+    kv_rank: int
+    nope_dim: int
+    """Width of a query or key head without position."""
+    rope_dim: int
+    """Width of its part with rotary position; the key's is shared by all heads."""
+    v_dim: int
 
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Widths of a decoder-only model, read from a Hugging Face config.json."""
+    """A decoder-only model, read from a Hugging Face config.json."""
 
+    family: str
+    """`model_type` of the config.json, and the name of the module in `parallel.families`."""
     layers: int
     hidden: int
     heads: int
@@ -26,102 +70,67 @@ class ModelGeometry:
     """Width of a query head; with `latent` its parts with and without position together."""
     ffn: int
     vocab: int
-    tied: bool
+    tied: bool = False
     """The output layer shares the embedding's weight."""
-    kind: str = "qwen3"
-    """`model_type` of the config.json."""
+    tied_in_engine: bool = True
+    """With `tied`, SGLang's output layer is the embedding itself; otherwise a parameter of its own."""
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """q and k heads are normalised."""
+    rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None
+    unused_layers: int = 0
+    """Layers for multi-token prediction that a checkpoint may hold behind the others; left out, as transformers leaves them out."""
 
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any]) -> ModelGeometry:
-        """Read a config.json. Raise GeometryError for an architecture this project does not know, or a missing field."""
-        return cls(**parse_widths(config))
-
-    @property
-    def qkv_bias(self) -> bool:
-        return self.kind == "qwen2"
-
-    @property
-    def qk_norm(self) -> bool:
-        """q and k heads are normalised."""
-        return self.kind in ("qwen3", "qwen3_moe")
+        """Read a config.json. Raise GeometryError for an unknown family, a missing field, or what the trainer does not compute."""
+        model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
+        return model
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
+        """Return the embedding, each layer's weights, and last the final norm and the output layer; of the experts only those of the
+        `ep_rank`-th of `ep` expert-parallel ranks."""
+        return _list_weights(self) if ep == 1 else _keep_own_experts(self, ep, ep_rank)
+
     def tensors(self) -> dict[str, HFTensor]:
-        """Return every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed.
-
-        DeepSeek-V3's extra layers for multi-token prediction are left out, as transformers leaves them out.
-        """
-        return self._tensors
-
-    @cached_property
-    def _tensors(self) -> dict[str, HFTensor]:
-        tensors = [HFTensor("model.embed_tokens.weight", self.vocab, self.hidden, "embedding")]
-        for layer in range(self.layers):
-            prefix = f"model.layers.{layer}."
-            tensors.append(_vector(prefix + "input_layernorm.weight", self.hidden, "norm"))
-            tensors += self._attention(prefix + "self_attn.") if self.latent is None else self._latent_attention(prefix + "self_attn.")
-            tensors.append(_vector(prefix + "post_attention_layernorm.weight", self.hidden, "norm"))
-            tensors += self._moe(prefix + "mlp.") if self.has_experts(layer) else self._mlp(prefix + "mlp.", self.ffn)
-        tensors.append(_vector("model.norm.weight", self.hidden, "norm"))
-        if not self.tied:
-            tensors.append(HFTensor("lm_head.weight", self.vocab, self.hidden, "lm_head"))
-        return {tensor.name: tensor for tensor in tensors}
-
-    def _attention(self, prefix: str) -> list[HFTensor]:
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        tensors = [HFTensor(f"{prefix}{name}.weight", size, self.hidden, "attention_qkv") for name, size in rows.items()]
-        if self.qkv_bias:
-            tensors += [_vector(f"{prefix}{name}.bias", size, "bias") for name, size in rows.items()]
-        if self.qk_norm:
-            tensors += [_vector(f"{prefix}{part}_norm.weight", self.head_dim, "norm") for part in "qk"]
-        return [*tensors, HFTensor(prefix + "o_proj.weight", self.hidden, q, "attention_output")]
-
-    def _latent_attention(self, prefix: str) -> list[HFTensor]:
-        assert self.latent is not None
-        mla = self.latent
-        if mla.q_rank:
-            tensors = [
-                HFTensor(prefix + "q_a_proj.weight", mla.q_rank, self.hidden, "attention_qkv"),
-                _vector(prefix + "q_a_layernorm.weight", mla.q_rank, "norm"),
-                HFTensor(prefix + "q_b_proj.weight", self.heads * self.head_dim, mla.q_rank, "attention_qkv"),
-            ]
-        else:
-            tensors = [HFTensor(prefix + "q_proj.weight", self.heads * self.head_dim, self.hidden, "attention_qkv")]
-        return [
-            *tensors,
-            HFTensor(prefix + "kv_a_proj_with_mqa.weight", mla.kv_rank + mla.rope_dim, self.hidden, "attention_qkv"),
-            _vector(prefix + "kv_a_layernorm.weight", mla.kv_rank, "norm"),
-            HFTensor(prefix + "kv_b_proj.weight", self.heads * (mla.nope_dim + mla.v_dim), mla.kv_rank, "attention_qkv"),
-            HFTensor(prefix + "o_proj.weight", self.hidden, self.heads * mla.v_dim, "attention_output"),
-        ]
-
-    def _mlp(self, prefix: str, ffn: int) -> list[HFTensor]:
-        return [
-            HFTensor(prefix + "gate_proj.weight", ffn, self.hidden, "mlp_in"),
-            HFTensor(prefix + "up_proj.weight", ffn, self.hidden, "mlp_in"),
-            HFTensor(prefix + "down_proj.weight", self.hidden, ffn, "mlp_out"),
-        ]
-
-    def _moe(self, prefix: str) -> list[HFTensor]:
-        assert self.experts is not None
-        tensors = [HFTensor(prefix + "gate.weight", self.experts.count, self.hidden, "router")]
-        if self.experts.correction_bias:
-            tensors.append(_vector(prefix + "gate.e_score_correction_bias", self.experts.count, "router_bias"))
-        for expert in range(self.experts.count):
-            tensors += self._mlp(f"{prefix}experts.{expert}.", self.experts.ffn)
-        if self.experts.shared_ffn:
-            tensors += self._mlp(prefix + "shared_experts.", self.experts.shared_ffn)
-        return tensors
+        """Return every tensor of the checkpoint by its Hugging Face name; the same dictionary at each call, not to be changed."""
+        return _list_tensors(self)
 
     def build_checkpoint_shards(self) -> list[Shard]:
         """Return the checkpoint itself as shards: every tensor whole."""
         return [Shard(tensor.name, tensor.rows, tensor.cols, (take_all(tensor),)) for tensor in self.tensors().values()]
 
 
-def _vector(name: str, length: int, role: str) -> HFTensor:
-    return HFTensor(name, length, 1, role, vector=True)
+@lru_cache(maxsize=32)
+def _list_weights(model: ModelGeometry) -> tuple[tuple[Weight, ...], ...]:
+    family = load_family(model.family)
+    embedding = HFTensor("model.embed_tokens.weight", model.vocab, model.hidden, "embedding")
+    head = embedding if model.tied else HFTensor("lm_head.weight", model.vocab, model.hidden, "lm_head")
+    output = make_weight(head, "output_layer.weight", "vocabulary", "lm_head.weight")
+    return (
+        (make_weight(embedding, "embedding.word_embeddings.weight", "vocabulary"),),
+        *(tuple(family.list_layer(model, layer)) for layer in range(model.layers)),
+        (
+            make_vector("model.norm.weight", model.hidden, "decoder.final_layernorm.weight"),
+            output._replace(sglang="") if model.tied and model.tied_in_engine else output,
+        ),
+    )
+
+
+@lru_cache(maxsize=256)
+def _keep_own_experts(model: ModelGeometry, ep: int, ep_rank: int) -> tuple[tuple[Weight, ...], ...]:
+    count = model.experts.count // ep if model.experts else 0
+    own = {None, *range(ep_rank * count, (ep_rank + 1) * count)}
+    return tuple(tuple(weight for weight in part if weight.expert in own) for part in _list_weights(model))
+
+
+@lru_cache(maxsize=32)
+def _list_tensors(model: ModelGeometry) -> dict[str, HFTensor]:
+    pieces = (piece for part in _list_weights(model) for weight in part for piece in weight.pieces)
+    return {piece.tensor.name: piece.tensor for piece in pieces}

@@ -12,10 +12,12 @@ own: run the engine with --disable-shared-experts-fusion, and no all-to-all back
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, HFTensor, Region, Shard, ShardBuilder, split_cols, split_rows, stack_regions, take_all
+from parallel.shards import GeometryError, Region, Shard, split_rows, stack_regions
+from parallel.weights import Weight, cut_vocabulary, cut_weight
 
 _VOCAB_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of vocab_parallel_embedding.py
 _FIELD = "rollout.tp"
@@ -48,15 +50,11 @@ def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
         raise GeometryError(_FIELD, tp, f"must divide num_key_value_heads ({model.kv_heads}) or be a multiple of it", "use a power of two")
     if tp % ep:
         raise GeometryError("rollout.ep", ep, f"must divide rollout.tp ({tp})", f"use a divisor of {tp}")
-    if model.kind == "qwen3_moe" and model.experts is not None and model.experts.dense_layers:
-        raise GeometryError(
-            "mlp_only_layers",
-            sorted(model.experts.dense_layers),
-            "SGLang gives every layer of a qwen3_moe model experts, and would serve these with weights that nobody wrote",
-            "use a model without dense layers",
-        )
+    if model.experts is not None and model.experts.dense_layers and not model.experts.dense_in_engine:
+        rule = f"SGLang gives every layer of a {model.family} model experts, and would serve these with weights that nobody wrote"
+        raise GeometryError("layers without experts", sorted(model.experts.dense_layers), rule, "use a model without dense layers")
     if model.experts is None and ep > 1:
-        raise GeometryError("rollout.ep", ep, f"needs a model with experts, {model.kind} has none", "set rollout.ep = 1")
+        raise GeometryError("rollout.ep", ep, f"needs a model with experts, {model.family} has none", "set rollout.ep = 1")
     if model.experts is not None and model.experts.count % ep:
         raise GeometryError("rollout.ep", ep, f"must divide the number of experts ({model.experts.count})", "use a divisor of it")
 
@@ -66,89 +64,34 @@ def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, .
     return tuple(_SGLangShardBuilder(model, tp, rank, ep).build())
 
 
-class _SGLangShardBuilder(ShardBuilder):
+class _SGLangShardBuilder:
     """Builds the shards of one rank."""
 
     def __init__(self, model: ModelGeometry, tp: int, rank: int, ep: int) -> None:
-        super().__init__(model.tensors(), rank, tp, _FIELD)
         self.model, self.tp, self.rank, self.ep = model, tp, rank, ep
 
     def build(self) -> list[Shard]:
-        embedding, vocab_rows = "model.embed_tokens.weight", padded_vocabulary(self.model.vocab, self.tp)
-        shards = [self.vocabulary(vocab_rows, embedding)]
-        for layer in range(self.model.layers):
-            shards += self._layer(f"model.layers.{layer}.", self.model.has_experts(layer))
-        shards.append(self.whole("model.norm.weight"))
-        if not self.model.tied:
-            shards.append(self.vocabulary(vocab_rows, "lm_head.weight"))
-        elif self.model.kind == "qwen3_moe":  # its lm_head is never the embedding itself
-            shards.append(self.vocabulary(vocab_rows, "lm_head.weight", embedding))
-        return shards
+        own = self.model.list_weights(self.ep, self.rank // (self.tp // self.ep))
+        return [shard for weights in own for shard in self._stack(weights)]
 
-    def _layer(self, prefix: str, experts: bool) -> list[Shard]:
-        attention = self._attention if self.model.latent is None else self._latent_attention
-        return [
-            self.whole(prefix + "input_layernorm.weight"),
-            *attention(prefix + "self_attn."),
-            self.whole(prefix + "post_attention_layernorm.weight"),
-            *(self._moe(prefix + "mlp.") if experts else self._mlp(prefix + "mlp.")),
-        ]
+    def _stack(self, weights: Sequence[Weight]) -> Iterator[Shard]:
+        """Yield the parameters of a layer: weights of one name lie one below the other."""
+        stacks: dict[str, list[Weight]] = {}
+        for weight in weights:
+            stacks.setdefault(weight.sglang, []).append(weight)
+        stacks.pop("", None)
+        for name, stack in stacks.items():
+            if stack[0].cut == "vocabulary":
+                yield cut_vocabulary(name, stack[0], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
+            else:
+                regions = [region for weight in stack for region in self._cut(weight)]
+                yield stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack))
 
-    def _attention(self, prefix: str) -> list[Shard]:
-        shards = [self._qkv(prefix, "weight")]
-        if self.model.qkv_bias:
-            shards.append(self._qkv(prefix, "bias"))
-        if self.model.qk_norm:
-            shards += [self.whole(f"{prefix}{part}_norm.weight") for part in "qk"]
-        return [*shards, self.cols(prefix + "o_proj.weight")]
-
-    def _qkv(self, prefix: str, parameter: str) -> Shard:
-        q, k, v = (self.tensors[f"{prefix}{part}_proj.{parameter}"] for part in "qkv")
-        return stack_regions(
-            f"{prefix}qkv_proj.{parameter}", [split_rows(q, self.rank, self.tp, _FIELD), self._kv_rows(k), self._kv_rows(v)]
-        )
-
-    def _kv_rows(self, tensor: HFTensor) -> Region:
-        heads = self.model.kv_heads
-        if self.tp <= heads:
-            return split_rows(tensor, self.rank, self.tp, _FIELD)
-        return split_rows(tensor, self.rank * heads // self.tp, heads, _FIELD)
-
-    def _latent_attention(self, prefix: str) -> list[Shard]:
-        assert self.model.latent is not None
-        kv_down = prefix + "kv_a_proj_with_mqa.weight"
-        if self.model.latent.q_rank:
-            fused = [take_all(self.tensors[prefix + "q_a_proj.weight"]), take_all(self.tensors[kv_down])]
-            shards = [stack_regions(prefix + "fused_qkv_a_proj_with_mqa.weight", fused), self.whole(prefix + "q_a_layernorm.weight")]
-            shards.append(self.rows(prefix + "q_b_proj.weight"))
-        else:
-            shards = [self.rows(prefix + "q_proj.weight"), self.whole(kv_down)]
-        return [
-            *shards,
-            self.whole(prefix + "kv_a_layernorm.weight"),
-            self.rows(prefix + "kv_b_proj.weight"),
-            self.cols(prefix + "o_proj.weight"),
-        ]
-
-    def _mlp(self, prefix: str) -> list[Shard]:
-        gate_up = [split_rows(self.tensors[f"{prefix}{half}_proj.weight"], self.rank, self.tp, _FIELD) for half in ("gate", "up")]
-        return [stack_regions(prefix + "gate_up_proj.weight", gate_up), self.cols(prefix + "down_proj.weight")]
-
-    def _moe(self, prefix: str) -> list[Shard]:
-        experts = self.model.experts
-        assert experts is not None
-        parts, count = self.tp // self.ep, experts.count // self.ep
-        ep_rank, part = divmod(self.rank, parts)
-        gate_up, down = [], []
-        for expert in range(ep_rank * count, (ep_rank + 1) * count):
-            mlp = f"{prefix}experts.{expert}."
-            gate_up += [split_rows(self.tensors[f"{mlp}{half}_proj.weight"], part, parts, _FIELD) for half in ("gate", "up")]
-            down.append(split_cols(self.tensors[mlp + "down_proj.weight"], part, parts, _FIELD))
-        shards = [self.whole(prefix + "gate.weight")]
-        if experts.correction_bias:
-            shards.append(self.whole(prefix + "gate.e_score_correction_bias"))
-        shards.append(stack_regions(prefix + "experts.w13_weight", gate_up, experts=count))
-        shards.append(stack_regions(prefix + "experts.w2_weight", down, experts=count))
-        if experts.shared_ffn:
-            shards += self._mlp(prefix + "shared_experts.")
-        return shards
+    def _cut(self, weight: Weight) -> list[Region]:
+        if weight.expert is not None:
+            parts = self.tp // self.ep
+            return cut_weight(weight, self.rank % parts, parts, _FIELD)
+        if weight.cut == "qkv":
+            (q, *kv), heads = weight.pieces, min(self.tp, self.model.kv_heads)
+            return [split_rows(q, self.rank, self.tp, _FIELD), *(split_rows(x, self.rank * heads // self.tp, heads, _FIELD) for x in kv)]
+        return cut_weight(weight, self.rank, self.tp, _FIELD)

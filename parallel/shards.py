@@ -119,47 +119,24 @@ def stack_regions(name: str, regions: list[Region], experts: int = 0) -> Shard:
     return Shard(name, row, regions[0].tensor_rect.cols, tuple(stacked), experts)
 
 
-def split_rows(tensor: HFTensor, part: int, parts: int, field: str = "train.layout.tp") -> Region:
+def split_rows(whole: Region, part: int, parts: int, field: str) -> Region:
     """Return the `part`-th of `parts` equal ranges of rows. Raise GeometryError, naming `field`, when `parts` does not divide them."""
-    size = _divide(tensor, "rows", tensor.rows, parts, field)
-    return take_rows(tensor, part * size, size)
+    tensor, (row, col, rows, cols), _, _ = whole
+    size = _divide(tensor, "rows", rows, parts, field)
+    return Region(tensor, Rect(row + part * size, col, size, cols))
 
 
-def split_cols(tensor: HFTensor, part: int, parts: int, field: str = "train.layout.tp") -> Region:
+def split_cols(whole: Region, part: int, parts: int, field: str) -> Region:
     """Return the `part`-th of `parts` equal ranges of columns. Raise GeometryError, naming `field`, when `parts` does not divide them."""
-    size = _divide(tensor, "columns", tensor.cols, parts, field)
-    return Region(tensor, Rect(0, part * size, tensor.rows, size))
+    tensor, (row, col, rows, cols), _, _ = whole
+    size = _divide(tensor, "columns", cols, parts, field)
+    return Region(tensor, Rect(row, col + part * size, rows, size))
 
 
 def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) -> int:
     if length % parts:
         raise GeometryError(field, parts, f"must divide the {length} {what} of {tensor.name}", "choose a smaller tensor-parallel size")
     return length // parts
-
-
-class ShardBuilder:
-    """Makes shards of the rank that is the `part`-th of `parts` tensor-parallel ranks; errors name `field`, the setting of `parts`.
-
-    Its methods take a shard's name and the checkpoint's name of its tensor, by default the same.
-    """
-
-    def __init__(self, tensors: dict[str, HFTensor], part: int, parts: int, field: str) -> None:
-        self.tensors, self.part, self.parts, self.field = tensors, part, parts, field
-
-    def whole(self, name: str, hf: str = "") -> Shard:
-        return stack_regions(name, [take_all(self.tensors[hf or name])])
-
-    def rows(self, name: str, hf: str = "") -> Shard:
-        return stack_regions(name, [split_rows(self.tensors[hf or name], self.part, self.parts, self.field)])
-
-    def cols(self, name: str, hf: str = "") -> Shard:
-        return stack_regions(name, [split_cols(self.tensors[hf or name], self.part, self.parts, self.field)])
-
-    def vocabulary(self, padded_rows: int, name: str, hf: str = "") -> Shard:
-        """Return rows of an embedding that has `padded_rows` over all ranks; the padding at its end belongs to no region."""
-        tensor, rows = self.tensors[hf or name], padded_rows // self.parts
-        first = min(self.part * rows, tensor.rows)
-        return Shard(name, rows, tensor.cols, (take_rows(tensor, first, min(first + rows, tensor.rows) - first),))
 
 
 def find_misaligned_region(shard: Shard) -> Region | None:

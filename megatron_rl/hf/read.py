@@ -65,7 +65,6 @@ class HFCheckpoint:
         self.folder, self.field = folder, field
         self.fp8 = is_fp8_checkpoint(hf_config)
         """Weights of `QUANTIZED_ROLES` are blocks with scales."""
-        self._config = hf_config
         self._open: dict[Path, Any] = {}
         self._headers: dict[str, _Header] = {}
         index = _read_index(folder, field)
@@ -91,7 +90,7 @@ class HFCheckpoint:
         """Compare names, shapes and dtypes, from the files' headers alone, with what config.json says.
 
         Raises UserError naming the first tensor that is missing, has another shape or dtype, or belongs to no such model. Ignores
-        `lm_head.weight` beside tied embeddings, rotary frequencies, and DeepSeek's layers for multi-token prediction.
+        `lm_head.weight` beside tied embeddings, rotary frequencies, and layers for multi-token prediction.
         """
         expected = set()
         for tensor in model.tensors().values():
@@ -103,7 +102,7 @@ class HFCheckpoint:
                 self._check_tensor(scale_name(tensor.name), [count_blocks(tensor.rows), count_blocks(tensor.cols)], _SCALES)
         for name in sorted(self._headers.keys() - expected):
             if not self._is_ignored(name, model):
-                rule = f"tensor {name} belongs to no {model.kind} model of this config.json"
+                rule = f"tensor {name} belongs to no {model.family} model of this config.json"
                 raise self._error(rule, "remove the tensor, or correct config.json")
 
     def _check_tensor(self, name: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
@@ -127,8 +126,7 @@ class HFCheckpoint:
         if name.endswith("rotary_emb.inv_freq") or (model.tied and name == "lm_head.weight"):
             return True
         layer = re.match(r"model\.layers\.(\d+)\.", name)
-        further = self._config.get("num_nextn_predict_layers", 1) if model.kind == "deepseek_v3" else 0
-        return layer is not None and model.layers <= int(layer[1]) < model.layers + further
+        return layer is not None and model.layers <= int(layer[1]) < model.layers + model.unused_layers
 
     def check_scales(self, tensors: Iterable[HFTensor], scale_format: str | None) -> None:
         """Read the scales of those `tensors` that are FP8, 1/16384 of their elements.

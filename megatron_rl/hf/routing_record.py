@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from megatron_rl.errors import RunError
-from megatron_rl.hf.config import parse_forward_config
 from parallel.model_geometry import ModelGeometry
 
 
@@ -32,10 +31,10 @@ class RoutingShape:
     @classmethod
     def from_hf_config(cls, hf_config: Mapping[str, Any]) -> RoutingShape:
         """Read them from the config.json of a model with experts."""
-        geometry, routing = ModelGeometry.from_hf_config(hf_config), parse_forward_config(hf_config).routing
-        assert geometry.experts is not None and routing is not None
+        geometry = ModelGeometry.from_hf_config(hf_config)
+        assert geometry.experts is not None
         layers = tuple(layer for layer in range(geometry.layers) if geometry.has_experts(layer))
-        return cls(geometry.layers, layers, geometry.experts.count, routing.top_k)
+        return cls(geometry.layers, layers, geometry.experts.count, geometry.experts.top_k)
 
     @property
     def dtype(self) -> type[np.integer]:

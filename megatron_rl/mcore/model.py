@@ -24,7 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.hf.config import parse_forward_config
+from megatron_rl.errors import as_user_error
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.load_weights import set_row_orders
@@ -106,9 +106,10 @@ def build_model(
     Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype. `train` sets
     sequence parallelism and recomputation. Raise UserError for a model that the trainer does not support.
     """
-    geometry = ModelGeometry.from_hf_config(hf_config)
-    config = _megatron_config(hf_config, geometry, layout, contract, train)
-    chunks = [_build_chunk(hf_config, geometry, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
+    with as_user_error():
+        geometry = ModelGeometry.from_hf_config(hf_config)
+    config, length = _megatron_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
+    chunks = [_build_chunk(geometry, length, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
     set_row_orders(chunks, geometry, layout)
     return chunks if layout.vpp > 1 else chunks[0]
 
@@ -120,10 +121,8 @@ def freeze(model: ModelChunks) -> ModelChunks:
     return model
 
 
-def _megatron_config(
-    hf_config: Mapping[str, Any], geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig
-) -> FP8TransformerConfig:
-    dtype, traits = _DTYPES[contract.high], parse_forward_config(hf_config)
+def _megatron_config(geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig) -> FP8TransformerConfig:
+    dtype = _DTYPES[contract.high]
     return (FP8MLATransformerConfig if geometry.latent else FP8TransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
@@ -132,7 +131,7 @@ def _megatron_config(
         gated_linear_unit=True,
         activation_func=F.silu,
         normalization="RMSNorm",
-        layernorm_epsilon=hf_config.get("rms_norm_eps", 1e-6),
+        layernorm_epsilon=geometry.norm_eps,
         qk_layernorm=geometry.qk_norm or geometry.latent is not None,
         add_bias_linear=False,
         add_qkv_bias=geometry.qkv_bias,
@@ -152,27 +151,27 @@ def _megatron_config(
         fp8_backend=contract.backend,
         **layout_options(layout, train),
         **recompute_options(train, geometry),
-        **attention_options(geometry, traits.rope),
-        **expert_options(geometry, traits.routing),
+        **attention_options(geometry),
+        **expert_options(geometry),
     )
 
 
 def _build_chunk(
-    hf_config: Mapping[str, Any], geometry: ModelGeometry, config: FP8TransformerConfig, contract: PrecisionContract, vp_stage: int | None
+    geometry: ModelGeometry, length: int, config: FP8TransformerConfig, contract: PrecisionContract, vp_stage: int | None
 ) -> GPTModel:
-    rope = parse_forward_config(hf_config).rope
     model = GPTModel(
         config=config,
         transformer_layer_spec=build_decoder_spec(config, fp8=contract.train_fp8, vp_stage=vp_stage),
         vocab_size=padded_vocabulary(geometry.vocab, config.tensor_model_parallel_size),
-        max_sequence_length=hf_config["max_position_embeddings"],
+        max_sequence_length=length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=geometry.tied,
         position_embedding_type="rope",
-        rotary_base=rope.theta,
-        rope_scaling=rope.llama3_factor is not None,
-        rope_scaling_factor=rope.llama3_factor or 1.0,
+        rotary_percent=geometry.rope.share,
+        rotary_base=geometry.rope.theta,
+        rope_scaling=geometry.rope.llama3_factor is not None,
+        rope_scaling_factor=geometry.rope.llama3_factor or 1.0,
         parallel_output=True,
         vp_stage=vp_stage,
     )

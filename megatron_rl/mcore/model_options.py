@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.config import TrainConfig
-from megatron_rl.hf.config import RopeConfig, RoutingConfig
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -35,9 +34,9 @@ def recompute_options(train: TrainConfig, geometry: ModelGeometry) -> dict[str, 
     return {}
 
 
-def attention_options(geometry: ModelGeometry, rope: RopeConfig) -> dict[str, Any]:
+def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
     """Return heads of plain attention, or ranks and head dimensions of latent attention with its own rotary embedding."""
-    latent, yarn = geometry.latent, rope.yarn
+    latent, rope, yarn = geometry.latent, geometry.rope, geometry.rope.yarn
     if latent is None:
         return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim}
     options: dict[str, Any] = {
@@ -63,25 +62,25 @@ def attention_options(geometry: ModelGeometry, rope: RopeConfig) -> dict[str, An
     }
 
 
-def expert_options(geometry: ModelGeometry, routing: RoutingConfig | None) -> dict[str, Any]:
+def expert_options(geometry: ModelGeometry) -> dict[str, Any]:
     """Return the options of the experts and their router. Load balancing is off; an actor may turn it on."""
     experts = geometry.experts
-    if experts is None or routing is None:
+    if experts is None:
         return {}
-    limited = routing.groups > routing.groups_used
+    limited = experts.groups > experts.groups_used
     return {
         "num_moe_experts": experts.count,
         "moe_ffn_hidden_size": experts.ffn,
         "moe_layer_freq": [int(geometry.has_experts(layer)) for layer in range(geometry.layers)],
         "moe_shared_expert_intermediate_size": experts.shared_ffn or None,
-        "moe_router_topk": routing.top_k,
+        "moe_router_topk": experts.top_k,
         "moe_router_dtype": "fp32",
-        "moe_router_score_function": "sigmoid" if routing.sigmoid else "softmax",
+        "moe_router_score_function": "sigmoid" if experts.sigmoid else "softmax",
         # softmax before the choice leaves the weights as they are; after it, they add up to one
-        "moe_router_pre_softmax": not routing.sigmoid and not routing.normalized,
-        "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1.0 else None,
-        "moe_router_num_groups": routing.groups if limited else None,
-        "moe_router_group_topk": routing.groups_used if limited else None,
+        "moe_router_pre_softmax": not experts.sigmoid and not experts.normalized,
+        "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
+        "moe_router_num_groups": experts.groups if limited else None,
+        "moe_router_group_topk": experts.groups_used if limited else None,
         "moe_router_enable_expert_bias": experts.correction_bias,
         "moe_router_bias_update_rate": 0.0,
         "moe_router_load_balancing_type": "aux_loss",

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
-from megatron_rl.hf.config import RoutingConfig, parse_forward_config
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check, find_corrections, find_mistake
@@ -29,7 +28,6 @@ class Workload:
     """A model, its precision, and the work of one RL step. Lengths in tokens. Compared by identity, so that results can be cached."""
 
     model: ModelGeometry
-    routing: RoutingConfig | None
     config: Config
     hf_config: Mapping[str, Any]
     max_positions: int
@@ -46,7 +44,6 @@ class Workload:
         check(facts, PLAN)
         return cls(
             facts.model,
-            parse_forward_config(hf_config).routing,
             config,
             hf_config,
             max_positions=int(hf_config.get("max_position_embeddings", 0)),
@@ -89,7 +86,7 @@ class Workload:
 
     @property
     def top_k(self) -> int:
-        return self.routing.top_k if self.routing else 0
+        return self.model.experts.top_k if self.model.experts else 0
 
     def uses_sequence_parallel(self, tp: int) -> bool:
         """Return whether ranks share the tokens; Megatron's experts require it beside tensor parallelism."""

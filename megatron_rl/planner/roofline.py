@@ -9,6 +9,7 @@ measured on a GPU.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -93,9 +94,10 @@ def count_flops_per_token(job: Workload) -> tuple[float, float]:
     meets, 4 s/2 d for each head and layer of causal attention over sequences of mean length s."""
     model, linear = job.model, 0.0
     share = job.top_k / model.experts.count if model.experts else 1.0
-    for tensor in model.tensors().values():
-        if tensor.role in ("attention_qkv", "attention_output", "mlp_in", "mlp_out"):
-            linear += 2 * tensor.rows * tensor.cols * (share if ".experts." in tensor.name else 1)
+    for weight in itertools.chain(*model.list_weights()):
+        for tensor, *_ in weight.pieces:
+            if tensor.role in ("attention_qkv", "attention_output", "mlp_in", "mlp_out"):
+                linear += 2 * tensor.rows * tensor.cols * (1 if weight.expert is None else share)
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
     return linear, attention + 2 * model.vocab * model.hidden
 

@@ -54,7 +54,7 @@ def _headline(job: Workload, cluster: Cluster) -> str:
     size = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values()) / 1e9
     flow = precision.mode + (f" by {precision.backend}" if precision.mode == "fp8_unified" else "")
     return (
-        f"{job.config.model.path.name}: {job.model.kind}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
+        f"{job.config.model.path.name}: {job.model.family}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.max_sequence} tokens each"
     )
 

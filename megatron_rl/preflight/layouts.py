@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.config import parse_forward_config, rope_theta
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
@@ -28,9 +27,8 @@ def nodes_have_as_many_engines(facts: Facts) -> None:
 
 
 @rule(Needs.MODEL)
-def model_is_of_a_known_kind(facts: Facts) -> None:
-    parse_forward_config(facts.hf_config)
-    facts.model  # noqa: B018 - parses the widths
+def model_is_of_a_known_family(facts: Facts) -> None:
+    facts.model  # noqa: B018 - its family refuses what is not built
 
 
 @rule(Needs.MODEL | Needs.TRAINER)
@@ -38,7 +36,7 @@ def created_model_is_the_one_on_disk(facts: Facts) -> None:
     """A checkpoint made earlier is reused, so other widths would be ignored silently."""
     create = facts.config.model.create
     for name, value in create.model_dump().items() if create else ():
-        existing = rope_theta(facts.hf_config) if name == "rope_theta" else facts.hf_config.get(name, 0 if name == "num_experts" else value)
+        existing = facts.model.rope.theta if name == "rope_theta" else facts.hf_config.get(name, 0 if name == "num_experts" else value)
         if existing != value:
             rule = f"the checkpoint already at {facts.config.model.path} has {existing}"
             raise UserError(f"model.create.{name}", value, rule, "remove that folder, name another model.path, or set it back")
@@ -65,14 +63,14 @@ def settings_of_experts_have_experts(facts: Facts) -> None:
     }
     for field, value in settings.items():
         if value and facts.model.experts is None:
-            raise UserError(field, value, f"needs a model with experts, {facts.model.kind} has none", "leave it out")
+            raise UserError(field, value, f"needs a model with experts, {facts.model.family} has none", "leave it out")
 
 
 @rule(Needs.MODEL | Needs.TRAINER)
 def correction_bias_is_there_to_move(facts: Facts) -> None:
     rate, experts = facts.config.train.router_bias_rate, facts.model.experts
     if rate and experts is not None and not experts.correction_bias:
-        rule = f"needs routers with a correction bias (DeepSeek-V3), {facts.model.kind} has none"
+        rule = f"needs routers with a correction bias, {facts.model.family} has none"
         raise UserError("train.router_bias_rate", rate, rule, "use train.router_aux_loss")
 
 
@@ -105,7 +103,7 @@ def expert_tensor_parallelism_has_experts(facts: Facts) -> None:
     """It would be ignored silently."""
     layout = facts.layout
     if facts.model.experts is None and layout.etp != layout.tp:
-        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {facts.model.kind} has none", "leave it out")
+        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {facts.model.family} has none", "leave it out")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)

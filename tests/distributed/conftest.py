@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.models import ARCHITECTURES, make_checkpoint, make_model
+from support.families import ARCHITECTURES
+from support.models import make_checkpoint, make_model
 from support.processes import World
 
 

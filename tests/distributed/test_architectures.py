@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support import trainer, transformers_reference
-from support.models import ARCHITECTURES, FP32, random_sequences
+from support.families import ARCHITECTURES
+from support.models import FP32, random_sequences
 
 BF16 = {"mode": "fp8_unified", "high": "bf16"}
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import fp8_checkpoints
+from support.families import ARCHITECTURES
 from support.fp8_checkpoints import different, make_fp8_checkpoint, split, with_random_blocks
 from support.golden import slow_fp8
-from support.models import ARCHITECTURES, make_checkpoint, make_model, random_sequences, read_weights
+from support.models import make_checkpoint, make_model, random_sequences, read_weights
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config

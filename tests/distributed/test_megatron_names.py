@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.families import ARCHITECTURES
 from support.megatron_models import restart_megatron
 
 from parallel.layout import Layout
@@ -19,37 +20,7 @@ from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
 
 WORLD = 4
-DENSE = {
-    "num_hidden_layers": 4,
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "vocab_size": 60,
-    "tie_word_embeddings": False,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3": DENSE | {"model_type": "qwen3"},
-    "tied": DENSE | {"model_type": "qwen3", "tie_word_embeddings": True},
-    "llama": DENSE | {"model_type": "llama", "head_dim": None},
-    "qwen2": DENSE | {"model_type": "qwen2"},
-    "qwen3_moe": DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
-    "deepseek_v3": DENSE
-    | {
-        "model_type": "deepseek_v3",
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_nope_head_dim": 12,
-        "qk_rope_head_dim": 8,
-        "v_head_dim": 12,
-        "n_routed_experts": 8,
-        "moe_intermediate_size": 32,
-        "n_shared_experts": 2,
-        "first_k_dense_replace": 1,
-    },
-}
-MODELS["latent_q"] = MODELS["deepseek_v3"] | {"q_lora_rank": None}
+MODELS = ARCHITECTURES | {"tied": ARCHITECTURES["qwen3"] | {"tie_word_embeddings": True}}
 CASES = [
     ("qwen3", Layout(tp=2, pp=2)),
     ("qwen3", Layout(pp=2, vpp=2, dp=2)),
@@ -66,7 +37,7 @@ CASES = [
     ("qwen3_moe", Layout(tp=2, pp=2, vpp=2, ep=2, etp=1)),
     ("deepseek_v3", Layout(dp=4, ep=4)),
     ("deepseek_v3", Layout(tp=2, pp=2, ep=2, etp=1)),
-    ("latent_q", Layout(tp=4, ep=2, etp=2)),
+    ("deepseek_direct_q", Layout(tp=4, ep=2, etp=2)),
 ]
 
 
@@ -76,31 +47,9 @@ def config_of(model: ModelGeometry, layout: Layout) -> Any:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-    kind, more = TransformerConfig, {}
-    if model.experts:
-        more = {
-            "num_moe_experts": model.experts.count,
-            "moe_ffn_hidden_size": model.experts.ffn,
-            "moe_layer_freq": [int(model.has_experts(layer)) for layer in range(model.layers)],
-            "moe_shared_expert_intermediate_size": model.experts.shared_ffn or None,
-            "moe_router_enable_expert_bias": model.experts.correction_bias,
-            "moe_router_score_function": "sigmoid" if model.experts.correction_bias else "softmax",
-            "moe_token_dispatcher_type": "alltoall",
-        }
-    if model.latent:
-        kind = MLATransformerConfig
-        more |= {
-            "multi_latent_attention": True,
-            "q_lora_rank": model.latent.q_rank or None,
-            "kv_lora_rank": model.latent.kv_rank,
-            "qk_head_dim": model.latent.nope_dim,
-            "qk_pos_emb_head_dim": model.latent.rope_dim,
-            "v_head_dim": model.latent.v_dim,
-            "rope_type": "rope",
-        }
-    else:
-        more |= {"num_query_groups": model.kv_heads, "kv_channels": model.head_dim}
-    return kind(
+    from megatron_rl.mcore.model_options import attention_options, expert_options
+
+    return (MLATransformerConfig if model.latent else TransformerConfig)(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
@@ -121,7 +70,9 @@ def config_of(model: ModelGeometry, layout: Layout) -> Any:
         expert_tensor_parallel_size=layout.etp,
         context_parallel_size=layout.cp,
         pipeline_dtype=torch.float32,
-        **more,
+        moe_token_dispatcher_type="alltoall",
+        **attention_options(model),
+        **expert_options(model),
     )
 
 
@@ -159,7 +110,8 @@ def real_parameters(model: ModelGeometry, layout: Layout) -> dict[str, list[int]
         tensors = dict(gpt.named_parameters()) | {name: value for name, value in gpt.named_buffers() if name.endswith("expert_bias")}
         for name, value in tensors.items():
             assert whole_model_name(gpt, name) not in shapes
-            shapes[whole_model_name(gpt, name)] = list(value.shape)
+            split = layout.tp if re.search("linear_(q|kv)_down_proj", name) else 1  # here local linear layers, which Megatron would split
+            shapes[whole_model_name(gpt, name)] = [value.shape[0] * split, *value.shape[1:]]
     return shapes
 
 
@@ -183,7 +135,7 @@ def describe_rank() -> list[dict[str, Any]]:
     for name, layout in CASES:
         restart_megatron(layout)
         geometry, coordinates = ModelGeometry.from_hf_config(MODELS[name]), layout.coordinates(dist.get_rank())
-        shards = build_megatron_shards(geometry, layout, coordinates, split_latent=True)
+        shards = build_megatron_shards(geometry, layout, coordinates)
         real_coordinates = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "cp": parallel_state.get_context_parallel_rank(),

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 from support import megatron_models
-from support.models import ARCHITECTURES, make_model
+from support.families import ARCHITECTURES
+from support.models import make_model
 
 from megatron_rl.config import Config
 from megatron_rl.planner import activation_memory, memory

@@ -48,7 +48,7 @@ from support.engine_faults import Faults, engine_family, strike_while
 from support.engine_faults import sync_through as strike_in_sync
 from support.processes import free_port
 
-MODEL = ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True)
+MODEL = ModelGeometry("qwen3", layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True, qk_norm=True)
 CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 _TOKEN_SECONDS = 0.02
 

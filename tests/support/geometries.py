@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from parallel.hf_widths import MoEGeometry
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
@@ -19,10 +18,10 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 def small_model(**changes: object) -> ModelGeometry:
     """A Qwen3 of two layers, with `changes` to its fields."""
     widths = {"hidden": HIDDEN, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "ffn": FFN, "vocab": VOCAB}
-    return ModelGeometry(**{"layers": 2, **widths, "tied": False, **changes})
+    return ModelGeometry(**{"family": "qwen3", "layers": 2, **widths, "qk_norm": True, **changes})
 
 
-SMALL_MOE = small_model(layers=1, kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
+SMALL_MOE = small_model(layers=1, family="qwen3_moe", experts=MoEGeometry(count=4, ffn=256))
 
 
 def source_shards(case: Case) -> dict[int, list[Shard]]:
@@ -41,13 +40,13 @@ def plan_case(case: Case, roles: frozenset[str] = ROLES) -> list[Transfer]:
 _WIDTHS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
 
 
-def dense_config(kind: str, *widths: int, **more: object) -> dict[str, Any]:
+def dense_config(family: str, *widths: int, **more: object) -> dict[str, Any]:
     """The fields of a dense model's config.json that give its shapes; `widths` are those of _WIDTHS."""
-    return {"model_type": kind, **dict(zip(_WIDTHS, widths, strict=True)), **more}
+    return {"model_type": family, "rope_theta": 1e6, **dict(zip(_WIDTHS, widths, strict=True)), **more}
 
 
 def _qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> dict[str, Any]:
-    more = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": moe_ffn, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    more = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": moe_ffn, "num_experts_per_tok": 8, "norm_topk_prob": True}
     return dense_config("qwen3_moe", layers, hidden, heads, 4, ffn, 151936, **more)
 
 

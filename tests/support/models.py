@@ -18,101 +18,13 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
+from support.families import ENGINE_ARCHITECTURES, VOCABULARY
 
-VOCABULARY = 384
 FP32 = {"mode": "bf16", "high": "fp32"}
 """`precision` of a run without FP8, in float32: what remains is the order of sums."""
 TENSORS = 3 + 4 + 4 * 2
 """What a sync of one layer proves: embedding, last norm, lm_head; four norms; four FP8 weights with their scales."""
 FP8 = {"mode": "fp8_unified", "high": "fp32"}
-
-
-_TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 16384,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "initializer_range": 0.05,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-_HEADS_OF_64 = _TINY | {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": _HEADS_OF_64
-    | {
-        "model_type": "llama",
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    },
-    "qwen2": _HEADS_OF_64 | {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": _TINY | {"model_type": "qwen3", "head_dim": 128},
-    "qwen3_moe": _TINY
-    | {
-        "model_type": "qwen3_moe",
-        "head_dim": 128,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
-    "deepseek_v3": _TINY
-    | {
-        "model_type": "deepseek_v3",
-        "max_position_embeddings": 256,
-        "num_key_value_heads": 4,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "n_group": 4,
-        "topk_group": 2,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-        "topk_method": "noaux_tc",
-        "moe_intermediate_size": 256,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "rope_scaling": {
-            "type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-        },
-    },
-}
-"""Every architecture: widths whose FP8 blocks are whole at a tensor parallel size of 2, and settings that matter within 40 tokens."""
-ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 2,
-    "mlp_only_layers": [],
-}
-ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
-    "q_lora_rank": None,
-    "rope_scaling": None,
-    "n_group": 1,
-    "topk_group": 1,
-}
 
 
 def make_model(folder: Path, config: dict[str, Any], seed: int = 0) -> Path:
@@ -175,71 +87,10 @@ def random_sequences(count: int, seed: int, longest: int = 24) -> list[TrainingS
     return sequences
 
 
-_DENSE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "vocab_size": 384,
-    "max_position_embeddings": 512,
-    "rope_theta": 100.0,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.05,
-}
-ENGINE_ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {"architectures": ["LlamaForCausalLM"], "mlp_bias": False},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": False},
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "use_sliding_window": False},
-    "qwen3_moe": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 2,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "use_sliding_window": False,
-    },
-    "deepseek_v3": {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 64,  # transformers: the rotary part
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
-    },
-}
-
-
 def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[str, Any]:
     """config.json of a tiny model; `changes` overwrite fields."""
     config = {
-        **_DENSE,
         **ENGINE_ARCHITECTURES[kind],
-        "model_type": kind,
         "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[contract.high],
     }
     if quantization := contract.hf_quantization_config():

@@ -11,6 +11,7 @@ short, the cases in BF16 and the plain copy to another process are left out.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -44,12 +45,13 @@ from parallel.model_geometry import ModelGeometry
 from parallel.reshard import scale_name
 from parallel.shards import GeometryError, Shard
 
+_QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
 MODELS = {
-    "tiny": ModelGeometry(layers=4, hidden=512, heads=8, kv_heads=4, head_dim=128, ffn=1536, vocab=4096, tied=True),
-    "0.5gb": ModelGeometry(layers=24, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=4096, vocab=8192, tied=True),
-    "32b_slice": ModelGeometry(layers=2, hidden=5120, heads=64, kv_heads=8, head_dim=128, ffn=25600, vocab=4736, tied=False),
-    "8b": ModelGeometry(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, tied=False),
-    "0.6b": ModelGeometry(layers=28, hidden=1024, heads=16, kv_heads=8, head_dim=128, ffn=3072, vocab=151936, tied=True),
+    "tiny": _QWEN3(layers=4, hidden=512, heads=8, kv_heads=4, ffn=1536, vocab=4096, tied=True),
+    "0.5gb": _QWEN3(layers=24, hidden=1024, heads=16, kv_heads=8, ffn=4096, vocab=8192, tied=True),
+    "32b_slice": _QWEN3(layers=2, hidden=5120, heads=64, kv_heads=8, ffn=25600, vocab=4736),
+    "8b": _QWEN3(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+    "0.6b": _QWEN3(layers=28, hidden=1024, heads=16, kv_heads=8, ffn=3072, vocab=151936, tied=True),
 }
 """Widths of Qwen3 models. `0.5gb` is one of 0.44 GB of FP8 weights and scales, with a small vocabulary, which stays BF16.
 `32b_slice` is a 32nd of Qwen3-32B, 2 of 64 layers and 4,736 of 151,936 words: the bytes of each kind stand as in the whole. `8b` is

@@ -32,7 +32,6 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.hf.config import parse_forward_config
 from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters
 from megatron_rl.mcore.model import build_model, start_megatron
@@ -262,7 +261,6 @@ def main(
     """Check that every byte of every engine parameter is the checkpoint's, quantised on the checkpoint's own grid."""
     try:
         config = read_hf_config(hf_config, layers)
-        parse_forward_config(config)
         layout = Layout(**parse_sizes("--train", train, ("tp", "pp", "vpp", "ep", "etp", "dp", "cp")))
         contract = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified", scale_format=scale_format))
         engine = EngineLayout(**parse_sizes("--rollout", rollout, ("tp", "ep")))

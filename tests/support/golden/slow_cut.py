@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
 
+from parallel.families import FAMILIES
 from parallel.formats import BLOCK
-from parallel.hf_widths import SUPPORTED_MODEL_TYPES, MLAGeometry, MoEGeometry
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, scale_name
 from parallel.shards import FP32_ROLES, Shard
+from support.families import ARCHITECTURES
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
 Arrays = dict[str, np.ndarray]
@@ -37,10 +38,11 @@ def _divisors(length: int, limit: int = 8) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn, kinds: tuple[str, ...] = SUPPORTED_MODEL_TYPES) -> Case:
-    """Models of every kind with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that divide them."""
-    kind = draw(st.sampled_from(kinds))
-    head_dim = draw(st.sampled_from([BLOCK] * 3 + [64])) if kind in ("llama", "qwen2") else BLOCK
+def cases(draw: st.DrawFn) -> Case:
+    """Models of every family with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that divide them."""
+    model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(FAMILIES))])
+    experts, latent = model.experts, model.latent
+    head_dim = BLOCK if latent else draw(st.sampled_from([BLOCK] * 3 + [64]))
     kv_heads, per_kv = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2)]))
     kv_heads *= BLOCK // head_dim  # heads of 64 in pairs: shards of whole blocks, though groups are none
     heads = kv_heads * per_kv
@@ -52,23 +54,23 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = SUPPORTED_MODEL_TYPES) -> Ca
     pp, dp, cp = draw(st.sampled_from([1, 1, 2])), draw(st.integers(1, 2)), draw(st.sampled_from([1, 1, 2]))
     vpp = draw(st.sampled_from([1, 2])) if pp > 1 else 1
     layers = pp * vpp * draw(st.integers(1, 2 if pp == 1 else 1))
-    experts, ep, etp, rollout_ep = None, 1, 1, 1
-    if kind in ("qwen3_moe", "deepseek_v3"):
+    ep, etp, rollout_ep = 1, 1, 1
+    if experts:
         count = draw(st.sampled_from([2, 4, 6]))
         etp = draw(st.sampled_from(_divisors(train_tp * cp * dp, 2)))
         ep = draw(st.sampled_from([size for size in _divisors(count) if train_tp * cp * dp % (size * etp) == 0]))
         rollout_ep = draw(st.sampled_from([size for size in _divisors(count) if rollout_tp % size == 0]))
-        experts = MoEGeometry(
+        experts = replace(
+            experts,
             count=count,
             ffn=BLOCK * math.lcm(etp, rollout_tp // rollout_ep),
-            shared_ffn=BLOCK * math.lcm(train_tp, rollout_tp) if kind == "deepseek_v3" else 0,
-            dense_layers=frozenset(draw(st.sets(st.integers(0, layers - 1))) if kind == "deepseek_v3" else ()),
-            correction_bias=kind == "deepseek_v3",
+            shared_ffn=BLOCK * math.lcm(train_tp, rollout_tp) if experts.shared_ffn else 0,
+            dense_layers=frozenset(draw(st.sets(st.integers(0, layers - 1))) if experts.dense_in_engine else ()),
         )
-    latent = None
-    if kind == "deepseek_v3":
-        latent = MLAGeometry(q_rank=draw(st.sampled_from([0, 128, 256])), kv_rank=128, nope_dim=64, rope_dim=64, v_dim=64)
-    model = ModelGeometry(
+    if latent:
+        latent = replace(latent, q_rank=draw(st.sampled_from([0, 128, 256])), nope_dim=64, v_dim=64)
+    model = replace(
+        model,
         layers=layers,
         hidden=BLOCK * draw(st.integers(1, 3)),
         heads=heads * 2 if latent else heads,
@@ -77,7 +79,6 @@ def cases(draw: st.DrawFn, kinds: tuple[str, ...] = SUPPORTED_MODEL_TYPES) -> Ca
         ffn=BLOCK * math.lcm(train_tp, rollout_tp) * draw(st.integers(1, 2)),
         vocab=draw(st.integers(2, 300)),
         tied=draw(st.booleans()),
-        kind=kind,
         experts=experts,
         latent=latent,
     )

@@ -177,8 +177,9 @@ def test_indexes_that_lie(folder):
 
 
 DEEPSEEK = {
-    "model_type": "deepseek_v3", "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2, "intermediate_size": 512,
-    "vocab_size": 384, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "model_type": "deepseek_v3", "rope_theta": 1e4, "num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 2,
+    "intermediate_size": 512, "vocab_size": 384,
+    "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "n_routed_experts": 2, "moe_intermediate_size": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 

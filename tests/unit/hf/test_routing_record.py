@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import ARCHITECTURES
+from support.families import ARCHITECTURES
 
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample

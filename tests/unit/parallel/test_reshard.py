@@ -14,9 +14,9 @@ from support.golden.slow_cut import ROLES, Case, cases
 
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.formats import BLOCK
-from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
+from parallel.model_geometry import MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards, padded_vocabulary
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
@@ -116,7 +116,7 @@ def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow
 
 def test_equal_parallelism_moves_nothing_across_ranks():
     """With a vocabulary that needs no padding, or the engine's padding; SGLang shifts the ranks' rows of a padded one."""
-    moe, padded = small_model(kind="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512), small_model(vocab=300)
+    moe, padded = small_model(family="qwen3_moe", experts=MoEGeometry(count=8, ffn=512), vocab=512), small_model(vocab=300)
     layouts = [Layout(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
     plans = [plan_case(Case(small_model(vocab=512), layout, layout.tp)) for layout in layouts]
     for ep in (1, 2, 4):

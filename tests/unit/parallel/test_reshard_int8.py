@@ -12,10 +12,9 @@ from support.golden.slow_cut import ROLES, Arrays, Case, cases
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
-from parallel.hf_widths import MoEGeometry
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
-from parallel.model_geometry import ModelGeometry
+from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors, reshard, scale_name
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Rect, Shard
@@ -98,7 +97,7 @@ def test_a_sync_plan_counts_a_byte_per_weight_and_four_per_row():
 def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_channel_of_every_expert():
     """Two of four experts on each engine rank, from trainer ranks that hold half of an expert each (etp = 2): w13 [2, 256, 256] holds gate
     and up of one after the other, w2 [2, 256, 128] is told with two sources of columns and one of scales."""
-    geometry = small_model(kind="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
+    geometry = small_model(family="qwen3_moe", experts=MoEGeometry(count=4, ffn=128))
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
     prefix = "model.layers.0.mlp.experts."

@@ -143,6 +143,6 @@ def test_the_bytes_of_all_moves_are_the_bytes_of_the_model(mode, high, itemsize)
 
 
 def test_a_chunk_smaller_than_a_row_is_refused():
-    wide = ModelGeometry(layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
+    wide = ModelGeometry("qwen3", layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
     with pytest.raises(GeometryError, match=r"sync.bucket_mb = None: one row of .* is \d+ bytes, a chunk holds 1048576; raise it"):
         SyncPlan.make(wide, Layout(), EngineLayout(), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)

@@ -1,0 +1,54 @@
+"""DeepSeek-V3 (arXiv 2412.19437): multi-latent attention, rotary positions stretched by YaRN, the first layers dense, then experts."""
+
+from __future__ import annotations
+
+from parallel.hf_config import HFConfig, refuse
+from parallel.layer_weights import pre_norm_layer
+from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
+
+list_layer = pre_norm_layer
+
+
+def read(config: HFConfig) -> ModelGeometry:
+    every_head_its_own = config.fields | {"num_key_value_heads": config.get("num_attention_heads")}
+    config = HFConfig(every_head_its_own, num_experts_per_tok=8, n_group=8, topk_group=4, routed_scaling_factor=2.5, moe_layer_freq=1)
+    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False, rope_interleave=True)
+    latent = MLAGeometry(
+        q_rank=0 if config.get("q_lora_rank", "missing") is None else config.size("q_lora_rank"),
+        kv_rank=config.size("kv_lora_rank"),
+        nope_dim=config.size("qk_nope_head_dim"),
+        rope_dim=config.size("qk_rope_head_dim"),
+        v_dim=config.size("v_head_dim"),
+    )
+    return ModelGeometry(
+        **config.widths(),
+        head_dim=latent.nope_dim + latent.rope_dim,
+        rope=config.rope("yarn"),
+        experts=read_experts(config, moe_step=config.size("moe_layer_freq")),
+        latent=latent,
+        unused_layers=config.get("num_nextn_predict_layers", 1),
+    )
+
+
+def read_experts(config: HFConfig, moe_step: int = 1) -> MoEGeometry:
+    """Read routing as in section 2.1.2: sigmoid scores, a bias for the choice only, a choice limited to some groups, shared experts."""
+    config.require(scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    top_k, groups, used = config.size("num_experts_per_tok"), config.size("n_group"), config.size("topk_group")
+    if top_k == 1:
+        raise refuse("num_experts_per_tok", 1, "at least 2")
+    if groups > used and top_k // used != 2:  # Megatron ranks a group by its best top_k / topk_group experts, DeepSeek by its best two
+        raise refuse("num_experts_per_tok / topk_group", top_k / used, 2)
+    ffn, first_dense = config.size("moe_intermediate_size"), config.get("first_k_dense_replace", 0)
+    layers = range(config.size("num_hidden_layers"))
+    return MoEGeometry(
+        count=config.size("n_routed_experts"),
+        ffn=ffn,
+        shared_ffn=ffn * (config.get("n_shared_experts") or 0),
+        dense_layers=frozenset(layer for layer in layers if layer < first_dense or layer % moe_step),
+        correction_bias=True,
+        top_k=top_k,
+        sigmoid=True,
+        scale=float(config.get("routed_scaling_factor")),
+        groups=groups,
+        groups_used=used,
+    )

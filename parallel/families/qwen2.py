@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5: biases of q, k and v, which config.json does not mention."""
+
+from __future__ import annotations
+
+from parallel.hf_config import HFConfig
+from parallel.layer_weights import pre_norm_layer
+from parallel.model_geometry import ModelGeometry
+
+list_layer = pre_norm_layer
+
+
+def read(config: HFConfig) -> ModelGeometry:
+    config.require(hidden_act="silu", use_sliding_window=False)
+    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), qkv_bias=True, rope=config.rope())

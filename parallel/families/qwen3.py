@@ -1,0 +1,14 @@
+"""Qwen3: heads of q and k are normalised, and as wide as `head_dim` says."""
+
+from __future__ import annotations
+
+from parallel.hf_config import HFConfig
+from parallel.layer_weights import pre_norm_layer
+from parallel.model_geometry import ModelGeometry
+
+list_layer = pre_norm_layer
+
+
+def read(config: HFConfig) -> ModelGeometry:
+    config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
+    return ModelGeometry(**config.widths(), head_dim=config.size("head_dim"), qk_norm=True, rope=config.rope())

@@ -1,0 +1,144 @@
+"""A config.json as the families read it: field by field, and refused by name where a field is missing, impossible or not built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from parallel.shards import GeometryError
+
+_CORRECT = "correct the model's config.json"
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""The values that Megatron's RotaryEmbedding has as constants; all Llama 3 models have them."""
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it, with its correction of the softmax scale."""
+
+    factor: float
+    original_length: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base, and at most one way of stretching it to longer texts."""
+
+    theta: float = 10000.0
+    share: float = 1.0
+    """Part of a head's width that is rotated; its first elements."""
+    llama3_factor: float | None = None
+    yarn: Yarn | None = None
+
+
+class HFConfig:
+    """The fields of a config.json. `defaults`: values that a family gives to fields that are absent."""
+
+    def __init__(self, fields: Mapping[str, Any], **defaults: Any) -> None:
+        self.fields = {**defaults, **fields}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.fields.get(name, default)
+
+    def require(self, **supported: object) -> None:
+        """Raise GeometryError for a field that is there with another value than the one that the trainer computes."""
+        for name, value in supported.items():
+            if self.get(name) not in (None, value):
+                raise refuse(name, self.get(name), value)
+
+    def size(self, name: str) -> int:
+        """Return a field that must be a positive integer."""
+        if name not in self.fields:
+            raise GeometryError(f"config.json {name}", None, "is missing", "add it")
+        value = self.fields[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise GeometryError(f"config.json {name}", value, "must be a positive integer", _CORRECT)
+        return value
+
+    def widths(self) -> dict[str, Any]:
+        """Return the fields of a ModelGeometry that nearly every family has."""
+        heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
+        if heads % kv_heads:
+            rule = f"must be a multiple of num_key_value_heads ({kv_heads})"
+            raise GeometryError("config.json num_attention_heads", heads, rule, _CORRECT)
+        return {
+            "family": self.get("model_type"),
+            "layers": self.size("num_hidden_layers"),
+            "hidden": self.size("hidden_size"),
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "ffn": self.size("intermediate_size"),
+            "vocab": self.size("vocab_size"),
+            "tied": bool(self.get("tie_word_embeddings")),
+            "norm_eps": float(self.get("rms_norm_eps", 1e-6)),
+        }
+
+    def head_dim(self) -> int:
+        """Return `head_dim`, or where it is absent the hidden width by the number of heads."""
+        if self.get("head_dim") is not None:
+            return self.size("head_dim")
+        hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")
+        if hidden % heads:
+            rule = f"is missing, and hidden_size ({hidden}) is no multiple of {heads} heads"
+            raise GeometryError("config.json head_dim", None, rule, _CORRECT)
+        return hidden // heads
+
+    def rope(self, stretch: str = "llama3", share: float = 1.0) -> Rope:
+        """Read rotary positions, from `rope_parameters` or, as older files have them, from `rope_theta` and `rope_scaling`.
+
+        `stretch`: the one way of stretching that the family has, `llama3` or `yarn`. `share`: the part of a head that must be rotated.
+        """
+        settings = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        theta = (self.get("rope_parameters") or {}).get("rope_theta", self.get("rope_theta"))
+        if not isinstance(theta, int | float):
+            raise GeometryError("config.json rope_theta", theta, "is missing", "add it, or rope_parameters.rope_theta")
+        partial = settings.get("partial_rotary_factor", self.get("partial_rotary_factor", share))
+        if partial != share:
+            raise refuse("partial_rotary_factor", partial, share)
+        kind = settings.get("rope_type", settings.get("type", "default"))
+        if kind not in ("default", stretch):
+            raise refuse("rope scaling", kind, f"default and {stretch}")
+        return Rope(
+            float(theta),
+            share,
+            llama3_factor=_read_llama3(settings) if kind == "llama3" else None,
+            yarn=_read_yarn(settings) if kind == "yarn" else None,
+        )
+
+
+def refuse(name: str, value: object, supported: object) -> GeometryError:
+    """Return the error for a setting that the trainer does not compute."""
+    return GeometryError(f"config.json {name}", value, f"is not built in the trainer, which computes {supported}", "use another model")
+
+
+def _read_llama3(settings: Mapping[str, Any]) -> float:
+    for name, supported in _LLAMA3.items():
+        if settings.get(name) != supported:
+            raise refuse(f"llama3 rope {name}", settings.get(name), supported)
+    return _number(settings, "llama3 rope", "factor")
+
+
+def _read_yarn(settings: Mapping[str, Any]) -> Yarn:
+    for name, supported in {"attention_factor": None, "truncate": True}.items():
+        if settings.get(name, supported) != supported:
+            raise refuse(f"yarn rope {name}", settings[name], supported)
+    return Yarn(
+        factor=_number(settings, "yarn rope", "factor"),
+        original_length=int(_number(settings, "yarn rope", "original_max_position_embeddings")),
+        beta_fast=float(settings.get("beta_fast") or 32),
+        beta_slow=float(settings.get("beta_slow") or 1),
+        mscale=_number(settings, "yarn rope", "mscale"),  # without the two, libraries disagree on what they default to
+        mscale_all_dim=_number(settings, "yarn rope", "mscale_all_dim"),
+    )
+
+
+def _number(settings: Mapping[str, Any], what: str, name: str) -> float:
+    value = settings.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise GeometryError(f"config.json {what} {name}", value, "must be a positive number", _CORRECT)
+    return float(value)

@@ -1,0 +1,104 @@
+"""A tiny config.json of every family, for all tests that run over families. A new family needs one `_add` here, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 384
+CLASSES: dict[str, str] = {}
+"""Family -> its class in transformers and in SGLang."""
+ARCHITECTURES: dict[str, dict[str, Any]] = {}
+"""What the trainer builds, and variants: widths whose FP8 blocks are whole at a tensor parallel size of 2, settings that matter within 40
+tokens."""
+ENGINE_ARCHITECTURES: dict[str, dict[str, Any]] = {}
+"""What an engine on a CPU serves: as small as its FP8 blocks allow."""
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+_TRAINED = _COMMON | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "rope_theta": 500000.0,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+_SERVED = _COMMON | {
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 512,
+    "rope_theta": 100.0,
+    "attention_bias": False,
+}
+
+
+def _add(family: str, architecture: str, trained: dict[str, Any], served: dict[str, Any]) -> None:
+    CLASSES[family] = architecture
+    ARCHITECTURES[family] = _TRAINED | {"model_type": family} | trained
+    ENGINE_ARCHITECTURES[family] = _SERVED | {"model_type": family, "architectures": [architecture]} | served
+
+
+_HEADS_OF_64 = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_add("llama", "LlamaForCausalLM", _HEADS_OF_64 | {"rope_scaling": _LLAMA3}, {"mlp_bias": False})
+_add("qwen2", "Qwen2ForCausalLM", _HEADS_OF_64 | {"tie_word_embeddings": True}, {"use_sliding_window": False})
+_add("qwen3", "Qwen3ForCausalLM", {"head_dim": 128}, {"num_hidden_layers": 2, "use_sliding_window": False})
+
+_QWEN3_MOE = {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "norm_topk_prob": True}
+_add(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    _QWEN3_MOE | {"head_dim": 128, "num_experts": 4, "mlp_only_layers": [1]},
+    _QWEN3_MOE | {"num_hidden_layers": 2, "num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False},
+)
+ARCHITECTURES["qwen3_moe_raw_weights"] = ARCHITECTURES["qwen3_moe"] | {
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 2,
+    "mlp_only_layers": [],
+}
+
+_DEEPSEEK = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32, "beta_slow": 1}
+_add(
+    "deepseek_v3",
+    "DeepseekV3ForCausalLM",
+    _DEEPSEEK
+    | {"max_position_embeddings": 256, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    | {"rope_scaling": _YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    _DEEPSEEK
+    | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
+    | {"head_dim": 64},  # transformers: the rotary part
+)
+ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
+    "q_lora_rank": None,
+    "rope_scaling": None,
+    "n_group": 1,
+    "topk_group": 1,
+}

@@ -1,0 +1,136 @@
+"""What every family reads from config.json, against transformers' own models; and what it refuses rather than computes wrongly."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.families import ARCHITECTURES, CLASSES, ENGINE_ARCHITECTURES
+from support.geometries import published_model
+
+from parallel.families import FAMILIES, load_family
+from parallel.hf_config import Rope, Yarn
+from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
+from parallel.shards import GeometryError
+
+LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK = (ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"))
+DISTINCT = {  # no two widths of a model are equal, so that none can be taken for another
+    **{"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50, "head_dim": 32},
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"num_experts": 8, "n_routed_experts": 8, "moe_intermediate_size": 40, "n_shared_experts": 2},
+}
+VARIANTS: dict[str, dict[str, Any]] = ARCHITECTURES | {"llama tied": LLAMA | {"tie_word_embeddings": True}}
+
+
+def test_every_family_is_in_the_tables_of_the_tests():
+    assert set(FAMILIES) == CLASSES.keys() == ENGINE_ARCHITECTURES.keys() == {config["model_type"] for config in ARCHITECTURES.values()}
+    assert all(callable(load_family(name).read) and callable(load_family(name).list_layer) for name in FAMILIES)
+
+
+def stacked_experts(shapes: dict[str, list[int]]) -> dict[str, list[int]]:
+    """The checkpoint's experts as transformers 5 holds them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]."""
+    stacked: dict[str, list[int]] = {}
+    for name, shape in shapes.items():
+        match = re.match(r"(.*\.experts)\.\d+\.(\w+)_proj\.weight", name)
+        if match is None:
+            stacked[name] = shape
+        elif match[2] == "gate":
+            count = sum(other.startswith(match[1]) and other.endswith("gate_proj.weight") for other in shapes)
+            stacked[f"{match[1]}.gate_up_proj"] = [count, 2 * shape[0], shape[1]]
+            stacked[f"{match[1]}.down_proj"] = [count, shape[1], shape[0]]
+    return stacked
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_tensors_are_those_of_transformers(variant):
+    import transformers
+
+    config = VARIANTS[variant]
+    config = config | {name: value for name, value in DISTINCT.items() if config.get(name) is not None} | {"pad_token_id": None}
+    model_class = getattr(transformers, CLASSES[config["model_type"]])
+    with torch.device("meta"):
+        reference = model_class(model_class.config_class(**config))
+    shapes = {name: list(value.shape) for name, value in reference.named_parameters()}
+    shapes |= {name: list(value.shape) for name, value in reference.named_buffers() if name.endswith("e_score_correction_bias")}
+    geometry = ModelGeometry.from_hf_config(config)
+    own_shapes = {name: [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols] for name, tensor in geometry.tensors().items()}
+    assert stacked_experts(own_shapes) == shapes
+
+
+def test_deepseek_v3_is_read_whole():
+    geometry = published_model("DeepSeek-V3")
+    assert geometry.latent == MLAGeometry(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+    routing = {"top_k": 8, "sigmoid": True, "scale": 2.5, "groups": 8, "groups_used": 4}
+    dense = frozenset({0, 1, 2})
+    assert geometry.experts == MoEGeometry(256, 2048, shared_ffn=2048, dense_layers=dense, correction_bias=True, **routing)
+    assert geometry.head_dim == 192 and geometry.unused_layers == 1
+
+
+def test_the_number_of_parameters_is_the_published_one():
+    published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
+    for name, parameters in published.items():
+        tensors = published_model(name).tensors().values()
+        assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)
+
+
+def test_head_dim_is_hidden_by_heads_where_the_config_leaves_it_open():
+    assert ModelGeometry.from_hf_config(LLAMA).head_dim == ModelGeometry.from_hf_config(LLAMA | {"head_dim": None}).head_dim == 64
+
+
+def test_rotary_positions_in_both_places_plain_and_stretched():
+    assert ModelGeometry.from_hf_config(QWEN3).rope == Rope(5e5)
+    new = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e5}}
+    assert ModelGeometry.from_hf_config(QWEN3 | new).rope == Rope(1e5)
+    assert ModelGeometry.from_hf_config(LLAMA).rope == Rope(5e5, llama3_factor=8.0)
+    assert ModelGeometry.from_hf_config(DEEPSEEK).rope.yarn == Yarn(4.0, 64, 32.0, 1.0, 1.0, 0.7)
+
+
+def test_routing():
+    def routing(config: dict[str, Any]) -> tuple[Any, ...]:
+        moe = ModelGeometry.from_hf_config(config).experts
+        return moe.top_k, moe.sigmoid, moe.normalized, moe.scale, moe.groups, moe.groups_used
+
+    defaults = {name: value for name, value in MOE.items() if name not in ("norm_topk_prob", "num_experts_per_tok")}
+    assert routing(MOE) == (2, False, True, 1.0, 1, 1) and routing(defaults) == (8, False, False, 1.0, 1, 1)
+    assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
+
+
+LLAMA3, YARN = LLAMA["rope_scaling"], DEEPSEEK["rope_scaling"]
+ABSENT = object()
+
+
+@pytest.mark.parametrize(
+    "config, changes, words",
+    [
+        (QWEN3, {"model_type": "mamba"}, "model_type = mamba: is no model family"),
+        (QWEN3, {"model_type": None}, "model_type = None: is no model family"),
+        (LLAMA, {"attention_bias": True}, "attention_bias = True: is not built"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias = True: is not built"),
+        (LLAMA, {"head_dim": None, "hidden_size": 65}, r"head_dim = None: is missing, and hidden_size \(65\)"),
+        (QWEN2, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN3, {"head_dim": None}, "head_dim = None: must be a positive integer"),
+        (QWEN3, {"hidden_act": "gelu"}, "hidden_act"),
+        (QWEN3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (QWEN3, {"rope_theta": ABSENT}, "rope_theta"),
+        (QWEN3, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "yarn"),
+        (QWEN3, {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+        (QWEN3, {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e6}}, "llama3"),
+        (MOE, {"moe_intermediate_size": ABSENT}, "moe_intermediate_size = None: is missing"),
+        (MOE, {"num_experts": ABSENT}, "num_experts = None: is missing"),
+        (MOE, {"num_experts_per_tok": 1}, "norm_topk_prob"),
+        (DEEPSEEK, {"q_lora_rank": ABSENT}, "q_lora_rank = None: is missing"),
+        (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
+        (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+        (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
+        (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
+        (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
+        (DEEPSEEK, {"topk_group": 1}, "topk_group"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_field(config, changes, words):
+    with pytest.raises(GeometryError, match=f"config.json .*{words}"):
+        ModelGeometry.from_hf_config({name: value for name, value in (config | changes).items() if value is not ABSENT})
