@@ -55,7 +55,7 @@ def train(
         if config.startswith("-"):
             raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
         loaded_config = _load_config(Path(config), overrides)
-        from megatron_rl.training.run import run_training
+        from megatron_rl.cli.train import run_training
 
         run_dir = run_training(loaded_config)
         if _rank("RANK") == 0:

@@ -93,7 +93,7 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
-    facts = Facts.here(config, hf_config, folder, option)
+    facts = Facts.here(config, hf_config=hf_config, folder=folder, option=option)
     check(facts, EVAL_MODEL if step is not None or _is_int8(hf_config) else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
     plan = SyncPlan.from_config(facts.model, Layout(), config)
     return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.errors import UserError
 from megatron_rl.plugs import TRACKERS
 
 
@@ -22,13 +22,6 @@ class Tracker(Protocol):
 
     def finish(self, status: str) -> None:
         """End; "finished" or "broken"."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that cannot be imported or called."""
-    with as_user_error():
-        for name in names:
-            TRACKERS.load(name)
 
 
 class Trackers:

@@ -9,10 +9,9 @@ from functools import cached_property, reduce
 from typing import Any, Literal
 
 from megatron_rl.config import Config
-from megatron_rl.errors import UserError
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check, find_corrections, find_mistake
+from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check, find_mistakes
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -132,8 +131,8 @@ class Candidate:
         """Return the number of nodes that have a GPU of an engine."""
         return len({cluster.node_of(self.engine_gpu(rank)) for rank in range(self.engine_gpus)})
 
-    def find_launch_problem(self, job: Workload, cluster: Cluster) -> UserError | None:
-        """Return why no batch script of launch/slurm starts this candidate; None where one does.
+    def find_launch_problem(self, job: Workload, cluster: Cluster) -> str:
+        """Return why no batch script of launch/slurm starts this candidate, "" where one does.
 
         The scripts start as many ranks on every node of the trainer, and as many engines on every node that has any.
         """
@@ -141,7 +140,7 @@ class Candidate:
         trainer_nodes = cluster.nodes if self.colocated else cluster.nodes - engine_nodes
         ranks = min(self.train.world_size, cluster.gpus_per_node) * trainer_nodes
         facts = replace(self.facts(job, cluster), ranks=ranks, engine_nodes=engine_nodes)
-        return find_mistake(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)
+        return next((str(error) for _, error in find_mistakes(facts, LAYOUTS | Needs.LAUNCH, about=Needs.LAUNCH)), "")
 
     def facts(self, job: Workload, cluster: Cluster) -> Facts:
         """Return what the rules of the preflight are to look at."""
@@ -178,7 +177,8 @@ class Candidate:
         staleness = 0 if self.colocated else config.placement.max_staleness or 1  # generation goes on while the trainer trains
         fields["placement.max_staleness"] = staleness
         placement = config.placement.model_copy(update={"max_staleness": staleness})
-        fields |= find_corrections(Facts(config.model_copy(update={"placement": placement}), {}), Needs.TRAINER)
+        for rule, _ in find_mistakes(Facts(config.model_copy(update={"placement": placement})), Needs.TRAINER):
+            fields |= rule.correction
         return [f"--{path}={value}" for path, value in fields.items() if reduce(getattr, path.split("."), config) != value]
 
     def describe(self) -> str:

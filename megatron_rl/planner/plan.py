@@ -64,8 +64,8 @@ def make_plan(config: Config, options: PlanOptions) -> Plan:
             refusal = error
     search = planner.search(("colocated", "disaggregated"), max(options.top, 1))
     if chosen is None:
-        if not search.ranked:
-            raise _nothing_fits(cluster, search)
+        if not search.ranked:  # a mistake that no other layout mends
+            raise refusal if refusal is not None and search.closest is None else _nothing_fits(cluster, search)
         chosen = search.ranked[0]
         if refusal is not None:
             fix = f"{refusal.fix}; " * bool(refusal.fix) + f"the best layout is {' '.join(chosen.candidate.overrides(config))}"

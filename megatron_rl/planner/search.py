@@ -16,7 +16,7 @@ from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memory, spare_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
-from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistake
+from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
 from parallel.layout import Layout
 from parallel.shards import GeometryError
 
@@ -109,7 +109,7 @@ class Planner:
         layout, facts = candidate.train, candidate.facts(self.job, self.cluster)
         for about, sizes in ((Needs.LAYOUT, (layout.tp, layout.cp, layout.ep, layout.etp)), (Needs.ENGINE, candidate.rollout[:2])):
             if sizes not in self._layout_errors:
-                self._layout_errors[sizes] = find_mistake(facts, PLAN | LAYOUTS, about) is not None
+                self._layout_errors[sizes] = any(find_mistakes(facts, PLAN | LAYOUTS, about))
             if self._layout_errors[sizes]:
                 return True
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.errors import UserError
+from megatron_rl.plugs import TRACKERS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 
@@ -59,7 +60,6 @@ def rewards_can_be_computed(facts: Facts) -> None:
 
 
 @rule(Needs.TASK | Needs.TRAINER)
-def trackers_can_be_opened(facts: Facts) -> None:
-    from megatron_rl.observability.trackers import check_trackers
-
-    check_trackers(facts.config.log.trackers)
+def trackers_can_be_loaded(facts: Facts) -> None:
+    for name in facts.config.log.trackers:
+        TRACKERS.load(name)

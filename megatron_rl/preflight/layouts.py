@@ -121,7 +121,7 @@ def engine_divides_the_model(facts: Facts) -> None:
         raise error
 
 
-@rule(Needs.MODEL | Needs.ENGINE)
+@rule(Needs.MODEL)
 def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
     if error := facts.contract.find_engine_error(facts.model):
         raise error

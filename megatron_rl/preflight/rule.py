@@ -18,6 +18,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import add_layout_hints
 from parallel.model_geometry import ModelGeometry
+from parallel.plug import InputError
 from parallel.shards import GeometryError
 
 if TYPE_CHECKING:  # imports torch
@@ -25,41 +26,27 @@ if TYPE_CHECKING:  # imports torch
 
 
 class Needs(Flag):
-    """What a rule is about, and so what must be known to check it."""
+    """What a rule is about, and so what a command must know to check it."""
 
-    TRAINER = auto()
-    """There is a trainer, of `model.path`; `eval` has none."""
-    MODEL = auto()
-    """The model's config.json."""
-    LAYOUT = auto()
-    """The trainer's layout."""
-    ENGINE = auto()
-    """The engines' layout."""
-    LAUNCH = auto()
-    """How many ranks were started, and how many nodes have engines."""
-    NODE = auto()
-    """The GPUs of a node."""
-    MACHINE = auto()
-    """This process: its environment, libraries and devices."""
-    PLUGS = auto()
-    """The user's own modules may be imported."""
-    TASK = auto()
-    """Problems are asked and scored. Reads files and starts workers, so rank 0 alone checks it."""
-    WEIGHTS = auto()
-    """The checkpoint's files. Reads all headers, so rank 0 alone checks it."""
+    TRAINER = auto()  # there is a trainer, of model.path: eval has none
+    MODEL = auto()  # the model's config.json
+    LAYOUT = auto()  # the trainer's layout
+    ENGINE = auto()  # the engines' layout
+    LAUNCH = auto()  # how many ranks were started, and how many nodes have engines
+    NODE = auto()  # the GPUs of a node
+    MACHINE = auto()  # this process: its environment, libraries and devices
+    PLUGS = auto()  # the user's modules may be imported
+    TASK = auto()  # problems are asked, scored and logged; on rank 0, as it reads files and starts workers
+    WEIGHTS = auto()  # the checkpoint's files; on rank 0, as it reads all headers
 
 
 RANK_0 = Needs.TASK | Needs.WEIGHTS
-"""What takes too long for every rank."""
 TRAIN = ~Needs(0)
 GRAPH = ~Needs.TASK
 PLAN = Needs.TRAINER | Needs.MODEL
-"""Of a plan, whatever layout it proposes."""
-LAYOUTS = Needs.LAYOUT | Needs.ENGINE | Needs.NODE
+LAYOUTS = Needs.LAYOUT | Needs.ENGINE | Needs.NODE  # of each layout that is planned
 EVAL = Needs.ENGINE | Needs.LAUNCH | Needs.NODE | Needs.MACHINE | Needs.PLUGS | Needs.TASK
-"""Of an evaluation, whatever it evaluates."""
-EVAL_MODEL = Needs.MODEL | Needs.ENGINE
-"""Of each model that it evaluates."""
+EVAL_MODEL = Needs.MODEL | Needs.ENGINE  # of each model that is evaluated
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,19 +74,12 @@ class Facts:
     """GPUs of a node; 0: it has only its CPU."""
 
     @classmethod
-    def here(cls, config: Config, hf_config: Mapping[str, Any] | None = None, folder: Path = Path(), option: str = "model.path") -> Facts:
-        """Return the facts of this process, a rank of a run or an evaluation."""
+    def here(cls, config: Config, **model: Any) -> Facts:
+        """Return the facts of this process, a rank of a run or an evaluation. `model`: fields that say which, by default none."""
         import torch
 
-        return cls(
-            config,
-            hf_config or {},
-            folder,
-            option,
-            ranks=int(os.environ.get("WORLD_SIZE", "1")),
-            engine_nodes=len(config.rollout.hosts),
-            node_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
-        )
+        gpus, ranks = torch.cuda.device_count() if torch.cuda.is_available() else 0, int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(config, ranks=ranks, engine_nodes=len(config.rollout.hosts), node_gpus=gpus, **model)
 
     @cached_property
     def model(self) -> ModelGeometry:
@@ -149,65 +129,39 @@ def rule(needs: Needs, correction: Mapping[str, object] | None = None) -> Callab
     return add
 
 
-def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
-    """Raise UserError for the first mistake. `about`: only rules that need one of these."""
-    for each in _select(known, about):
-        with as_user_error():
+def find_mistakes(facts: Facts, known: Needs, about: Needs | None = None) -> Iterator[tuple[Rule, UserError | InputError]]:
+    """Yield the rules that are broken, each with its error. `about`: only rules that need one of these."""
+    for each in RULES:
+        if each.needs in known and (about is None or each.needs & about):
             try:
                 each.check(facts)
-            except GeometryError as error:
-                raise _add_hints(error, facts) from None
+            except (UserError, InputError) as error:
+                yield each, error
+
+
+def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
+    """Raise UserError for the first mistake. One of the layouts names those that work, which takes a search."""
+    for _, error in find_mistakes(facts, known, about):
+        with as_user_error():
+            if isinstance(error, GeometryError):
+                roles = facts.contract.fp8_roles
+                raise add_layout_hints(error, facts.model, facts.layout, facts.engine, roles, quantized=bool(roles))
+            raise error
 
 
 def check_run(config: Config, known: Needs = TRAIN) -> Layout:
-    """Check a run that this process is a rank of, and return the trainer's layout. No collective: where there are several ranks, none of
-    them checks here what rank 0 alone checks (`check_on_rank_0`)."""
-    facts = _run_facts(config)
+    """Check the run that this process is a rank of, and return the trainer's layout. Raise UserError. No collective: of several ranks,
+    none checks what takes long; that is left to `check_on_rank_0`."""
+    facts = Facts.here(config, hf_config=read_model_config(config), folder=config.model.path)
     check(facts, known if facts.ranks == 1 else known & ~RANK_0)
     return facts.layout
 
 
 def check_on_rank_0(config: Config, known: Needs = TRAIN) -> None:
-    """Check what `check_run` left out. To be called on rank 0 once its error reaches the other ranks."""
-    facts = _run_facts(config)
+    """Check what `check_run` left out; to be called on rank 0 alone, once its UserError reaches the other ranks."""
+    facts = Facts.here(config, hf_config=read_model_config(config), folder=config.model.path)
     if facts.ranks > 1:
         check(facts, known, about=RANK_0)
-
-
-def _run_facts(config: Config) -> Facts:
-    return Facts.here(config, read_model_config(config), config.model.path)
-
-
-def find_mistake(facts: Facts, known: Needs, about: Needs) -> UserError | None:
-    """Return the first mistake, None without one. For use in bulk: without `check`'s search for layouts that work."""
-    try:
-        for each in _select(known, about):
-            with as_user_error():
-                each.check(facts)
-    except UserError as error:
-        return error
-    return None
-
-
-def find_corrections(facts: Facts, known: Needs) -> dict[str, object]:
-    """Return the overrides with which the rules hold that have a correction."""
-    overrides: dict[str, object] = {}
-    for each in _select(known):
-        if each.correction:
-            try:
-                each.check(facts)
-            except UserError:
-                overrides |= each.correction
-    return overrides
-
-
-def _select(known: Needs, about: Needs | None = None) -> Iterator[Rule]:
-    return (each for each in RULES if each.needs in known and (about is None or each.needs & about))
-
-
-def _add_hints(error: GeometryError, facts: Facts) -> GeometryError:
-    roles = facts.contract.fp8_roles
-    return add_layout_hints(error, facts.model, facts.layout, facts.engine, roles, quantized=bool(roles))
 
 
 def read_model_config(config: Config) -> dict[str, Any]:

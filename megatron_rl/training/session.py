@@ -239,6 +239,6 @@ class Session:
 
 
 def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:
-    """Run once and end everything afterwards; see `run.run_training` and `resume.find_run_to_resume`."""
+    """Run once and end everything afterwards; see `cli.train.run_training` and `resume.find_run_to_resume`."""
     with ExitStack() as resources:
         return Session(config, layout, resources, resumed).run()

@@ -32,12 +32,12 @@ def config(tmp_path):
 
 @pytest.fixture
 def train(monkeypatch, config):
-    """Runs `train` in this process with the given stand-in for megatron_rl.training.run.run_training."""
+    """Runs `train` in this process with the given stand-in for megatron_rl.cli.train.run_training."""
 
     def _train(run_training, *overrides: str):
-        module = types.ModuleType("megatron_rl.training.run")
+        module = types.ModuleType("megatron_rl.cli.train")
         module.run_training = run_training
-        monkeypatch.setitem(sys.modules, "megatron_rl.training.run", module)
+        monkeypatch.setitem(sys.modules, "megatron_rl.cli.train", module)
         return CliRunner().invoke(app, ["train", config, *overrides])
 
     return _train

@@ -223,7 +223,8 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
     ],
 )
 def test_a_plan_says_what_no_batch_script_starts(candidate, nodes, problem):
-    assert str(candidate.find_launch_problem(job(), Cluster.from_options(nodes, 8, "h100")) or "").startswith(problem)
+    found = candidate.find_launch_problem(job(), Cluster.from_options(nodes, 8, "h100"))
+    assert bool(found) == bool(problem) and found.startswith(problem)
 
 
 def test_a_plans_batch_file_says_how_many_nodes_the_engines_have(tmp_path):

@@ -1,0 +1,339 @@
+"""Every rule of the preflight by a mistake that breaks it: all commands that know what the rule needs refuse it with the same line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.fp8_checkpoints import with_random_blocks
+from support.geometries import PUBLISHED
+from support.models import make_checkpoint
+from typer.testing import CliRunner
+
+from megatron_rl.cli import evaluate
+from megatron_rl.cli.main import app
+from megatron_rl.config import load_config
+from megatron_rl.errors import UserError
+from megatron_rl.preflight import (
+    EVAL,
+    EVAL_MODEL,
+    LAYOUTS,
+    PLAN,
+    RULES,
+    TRAIN,
+    Facts,
+    Needs,
+    check_on_rank_0,
+    check_run,
+    files,
+    find_mistakes,
+    layouts,
+    machine,
+    read_model_config,
+    settings,
+)  # fmt: skip
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
+
+COMMANDS = {"train": TRAIN, "eval": EVAL | EVAL_MODEL | Needs.WEIGHTS, "plan": PLAN | LAYOUTS}
+AHEAD = ("--placement.kind=disaggregated", "--placement.max_staleness=1", "--algorithm.correction=tis")
+CREATED = ("--model.path=new", "--model.create.num_experts=4")
+TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
+GLOO = "--sync.transport=gloo"  # works on a GPU and without
+
+
+class Mistake(NamedTuple):
+    rule: Callable[[Facts], None]
+    line: str
+    """How the line begins; MODEL stands for the field or option that names the model."""
+    overrides: tuple[str, ...] = ()
+    model: Mapping[str, Any] = MappingProxyType({})
+    """Changes to its config.json."""
+    ranks: int = 1
+    gpus: int = 0
+    launchers: str = ""
+
+
+def layout(*sizes: str) -> tuple[str, ...]:
+    return tuple(f"--train.layout.{size}" for size in sizes)
+
+
+MISTAKES = [
+    Mistake(
+        settings.updates_share_the_prompts,
+        "algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (32); change one of them",
+        ("--algorithm.updates_per_step=3",),
+    ),
+    Mistake(
+        settings.calibration_has_fp8_ratios,
+        "algorithm.calibrate_every = 9: calibrates FP8 ratios, which precision.mode bf16 has none of in the trainer; set it to 0",
+        ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
+    ),
+    Mistake(
+        settings.backend_computes_in_high,
+        "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
+        ("--precision.backend=deep_gemm", "--precision.high=fp32"),
+    ),
+    Mistake(
+        settings.stale_tokens_are_corrected,
+        "placement.max_staleness = 1: trains on tokens of older versions, and nothing corrects for that; set algorithm.correction",
+        AHEAD[:2],
+    ),
+    Mistake(
+        settings.replayed_routing_is_of_one_version,
+        "algorithm.routing_replay = 'engine': replays one routing per token, and a completion that goes on over a switch",
+        (*AHEAD, "--algorithm.routing_replay=engine", "--sync.running=continue"),
+    ),
+    Mistake(
+        settings.attributed_tokens_are_of_one_version,
+        "log.attribute_every = 2: tells causes apart for tokens of the trainer's own version only; set it to 0",
+        (*AHEAD, "--log.attribute_every=2"),
+    ),
+    Mistake(
+        settings.waits_are_no_hangs,
+        "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900); raise it, lower rollout.request_timeout",
+        ("--log.stuck_after=700", "--rollout.request_timeout=900"),
+    ),
+    Mistake(
+        layouts.ranks_are_those_of_the_layout,
+        "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2",
+        layout("tp=2"),
+    ),
+    Mistake(
+        layouts.nodes_have_as_many_engines,
+        "rollout.engines = 3: must be a multiple of the nodes with engines (2), for each runs as many; use 4, or other nodes",
+        (TWO_HOSTS[0], "--rollout.engines=3"),
+    ),
+    Mistake(
+        layouts.model_is_of_a_known_kind,
+        "MODEL = 'mamba': is an architecture the trainer does not build; use one of",
+        model={"model_type": "mamba"},
+    ),
+    Mistake(
+        layouts.created_model_is_the_one_on_disk,
+        "model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder, name another model.path",
+        ("--model.create.hidden_size=384",),
+    ),
+    Mistake(
+        layouts.longest_sequence_fits,
+        "rollout.max_new_tokens = 1000: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
+        ("--rollout.max_new_tokens=1000",),
+    ),
+    Mistake(
+        layouts.settings_of_experts_have_experts,
+        "train.router_aux_loss = 0.1: needs a model with experts, qwen3 has none; leave it out",
+        ("--train.router_aux_loss=0.1",),
+    ),
+    Mistake(
+        layouts.correction_bias_is_there_to_move,
+        "train.router_bias_rate = 0.1: needs routers with a correction bias (DeepSeek-V3), qwen3_moe has none; use train.router_aux_loss",
+        (*CREATED, "--train.router_bias_rate=0.1"),
+    ),
+    Mistake(
+        layouts.vocabulary_needs_no_padding,
+        "train.layout.tp = 5: must divide vocab_size (384); use a divisor of it",
+        layout("tp=5"),
+        ranks=5,
+    ),
+    Mistake(
+        layouts.context_parallel_ranks_have_heads,
+        "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one",
+        layout("tp=2", "cp=2"),
+        ranks=4,
+    ),
+    Mistake(
+        layouts.experts_have_sequence_parallelism,
+        "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out",
+        (*CREATED, *layout("tp=2", "sequence_parallel=false")),
+        ranks=2,
+    ),
+    Mistake(
+        layouts.expert_tensor_parallelism_has_experts,
+        "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out",
+        layout("tp=2", "etp=1"),
+        ranks=2,
+    ),
+    Mistake(
+        layouts.trainer_divides_the_model,
+        "model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block in "
+        "decoder.layers.0.mlp.linear_fc1.weight, at its row 0; train layouts that work: tp=1; use a smaller",
+        layout("tp=2"),
+        {"intermediate_size": 384},
+        ranks=2,
+    ),
+    Mistake(
+        layouts.engine_divides_the_model,
+        "rollout.tp = 3: must divide num_attention_heads (2); rollout layouts that work: tp=2 or tp=1; use a divisor of 2",
+        ("--rollout.tp=3",),
+    ),
+    Mistake(
+        layouts.engine_serves_the_model_in_this_precision,
+        "precision.mode = 'int8_rollout': is not built for latent attention (MLA)",
+        ("--precision.mode=int8_rollout",),
+        {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
+    ),
+    Mistake(
+        layouts.backend_gets_whole_blocks,
+        "precision.backend = 'deep_gemm': needs widths in multiples of 128, and decoder.layers.0.self_attention.linear_qkv.weight is "
+        "[768, 192] on rank 0; use emulated, or another train.layout.tp",
+        ("--precision.backend=deep_gemm",),
+        {"hidden_size": 192},
+    ),
+    Mistake(
+        layouts.rows_fit_into_a_chunk,
+        "sync.bucket_mb: one row of model.embed_tokens.weight is 524544 bytes, a chunk holds 524288; raise it",
+        ("--sync.bucket_mb=1",),
+        {"hidden_size": 262272},
+    ),
+    Mistake(
+        machine.backend_runs_here,
+        "precision.backend = 'deep_gemm': cannot run here: ",
+        ("--precision.backend=deep_gemm",),
+    ),
+    Mistake(
+        machine.transport_works_here,
+        "sync.transport = 'cuda_ipc': needs CUDA, and this machine has no CUDA device; use shared_memory",
+        ("--sync.transport=cuda_ipc",),
+    ),
+    Mistake(
+        machine.engine_fits_on_a_node,
+        "rollout.tp = 2: is more than a node's 1 GPUs, and an engine has one node; lower it",
+        ("--rollout.tp=2", GLOO),
+        gpus=1,
+    ),
+    Mistake(
+        machine.engines_fit_on_their_nodes,
+        "rollout.engines = 2: needs 2 * 1 GPUs of a machine (rollout.engines * rollout.tp), this one has 1; lower one of them",
+        ("--rollout.engines=2", GLOO),
+        gpus=1,
+    ),
+    Mistake(
+        machine.nodes_have_launchers,
+        f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them; start with launch/slurm",
+        TWO_HOSTS,
+    ),
+    Mistake(
+        machine.launchers_differ,
+        f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; give it a line of its own for each",
+        TWO_HOSTS,
+        launchers="srun a\nsrun a",
+    ),
+    Mistake(
+        machine.transport_reaches_the_engines,
+        f"sync.transport = 'shared_memory': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others; use",
+        TWO_HOSTS,
+        launchers="srun a\nsrun b",
+    ),
+    Mistake(
+        files.environment_can_be_loaded,
+        "environment.name = 'json:nothing': cannot be imported (AttributeError",
+        ("--environment.name=json:nothing", "--environment.max_tokens=8"),
+    ),
+    Mistake(
+        files.warm_start_has_its_tool,
+        "model.warm_start.tool_share = 0.5: shows calls of the calculator, which the run does not have; add [environment] with name",
+        ("--model.warm_start.tool_share=0.5",),
+    ),
+    Mistake(
+        files.loss_and_advantage_can_be_computed,
+        "algorithm.loss = 'ppo': failed on a toy batch (TypeError",
+        ("--algorithm.loss_settings.tau=2.0",),
+    ),
+    Mistake(
+        files.tensors_are_those_of_the_model,
+        "MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight has shape [512, 256], config.json says [640, 256]",
+        model={"intermediate_size": 640},
+    ),
+    Mistake(
+        files.scales_are_those_of_the_contract,
+        "MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are no powers of two",
+        ("--model.path=fp8",),
+    ),
+    Mistake(files.problems_can_be_read, "data.train = 'no.jsonl': does not exist; ", ("--data.train=no.jsonl",)),
+    Mistake(
+        files.rewards_can_be_computed,
+        "reward.function = 'json:nothing': a reward worker with 4096 MiB could not load its functions: cannot be imported (AttributeError",
+        ("--reward.function=json:nothing",),
+    ),
+    Mistake(
+        files.trackers_can_be_loaded,
+        "log.trackers = 'json:nothing': cannot be imported (AttributeError",
+        ('--log.trackers=["json:nothing"]',),
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with two checkpoints, one of them FP8 with scales that are no powers of two."""
+    folder = tmp_path_factory.mktemp("models")
+    make_checkpoint(folder / "model", num_hidden_layers=2)
+    with_random_blocks(make_checkpoint(folder / "fp8"), "fp32", 1)
+    return folder
+
+
+@pytest.fixture
+def workplace(models, tmp_path, monkeypatch) -> Path:
+    """A folder with good checkpoints and a good run.toml, and no launcher's environment; no engine starts."""
+    for model in models.iterdir():
+        (tmp_path / model.name).mkdir()
+        for file in model.iterdir():
+            (tmp_path / model.name / file.name).symlink_to(file)
+    (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[train.layout]\ntp = 1\n[rollout]\nmax_new_tokens = 64\n')
+    monkeypatch.chdir(tmp_path)
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", LAUNCHER_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(evaluate, "start_engines", None)
+    return tmp_path
+
+
+def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mistake.model:
+        config = json.loads((workplace / "model" / "config.json").read_text())
+        (workplace / "model" / "config.json").unlink()
+        (workplace / "model" / "config.json").write_text(json.dumps({**config, **mistake.model}))
+    monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
+    monkeypatch.setenv(LAUNCHER_VARIABLE, mistake.launchers)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: mistake.gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: mistake.gpus)
+
+
+def refused(command: str, mistake: Mistake) -> str:
+    """The line that the command prints; checks that it is one, and exit code 2."""
+    options = {"eval": ["--checkpoint", "model"], "plan": ["--top", "1", "--gpus-per-node", str(mistake.gpus or 8)]}
+    result = CliRunner().invoke(app, [command, "run.toml", *options.get(command, []), *mistake.overrides])
+    assert result.exit_code == 2, result.output
+    assert result.stderr.startswith("megatron-rl: ") and result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("megatron-rl: ").rstrip()
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.rule.__name__)
+def test_all_commands_refuse_the_same_mistake_with_the_same_line(mistake, workplace, monkeypatch):
+    set_scene(mistake, workplace, monkeypatch)
+    config = load_config(workplace / "run.toml", mistake.overrides)
+    facts = Facts.here(config, hf_config=read_model_config(config), folder=config.model.path)
+    rule, _ = next(find_mistakes(facts, TRAIN))
+    assert rule.check is mistake.rule
+    for command, known in COMMANDS.items():
+        if rule.needs in known:
+            line = mistake.line.replace("MODEL", "--checkpoint" if command == "eval" else "model.path")
+            assert refused(command, mistake).startswith(line), command
+
+
+def test_no_rule_is_dead():
+    assert {mistake.rule.__name__ for mistake in MISTAKES} == {rule.check.__name__ for rule in RULES}
+    assert all(any(rule.needs in known for known in COMMANDS.values()) for rule in RULES)
+
+
+def test_of_several_ranks_only_rank_0_reads_files(workplace, monkeypatch):
+    mistake = load_config(workplace / "run.toml", ["--data.train=no.jsonl", "--train.layout.dp=2"])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert check_run(mistake).world_size == 2
+    with pytest.raises(UserError, match="data.train = 'no.jsonl': does not exist"):
+        check_on_rank_0(mistake)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_on_rank_0(mistake)  # `check_run` has done it
