@@ -109,8 +109,8 @@ MISTAKES = [
         (TWO_HOSTS[0], "--rollout.engines=3"),
     ),
     Mistake(
-        layouts.model_is_of_a_known_kind,
-        "MODEL = 'mamba': is an architecture the trainer does not build; use one of",
+        layouts.model_is_of_a_known_family,
+        "config.json model_type = 'mamba': is no model family known here; use one of ",
         model={"model_type": "mamba"},
     ),
     Mistake(
@@ -130,7 +130,7 @@ MISTAKES = [
     ),
     Mistake(
         layouts.correction_bias_is_there_to_move,
-        "train.router_bias_rate = 0.1: needs routers with a correction bias (DeepSeek-V3), qwen3_moe has none; use train.router_aux_loss",
+        "train.router_bias_rate = 0.1: needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss",
         (*CREATED, "--train.router_bias_rate=0.1"),
     ),
     Mistake(
