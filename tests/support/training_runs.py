@@ -31,7 +31,7 @@ from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
-from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
+from megatron_rl.metrics import UndeclaredMetricWarning, declare, warn_undeclared
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
@@ -51,6 +51,7 @@ from support.models import random_sequences
 from support.trainer import Trainer, negative_log_likelihood, start
 
 T = TypeVar("T")
+LEAD = declare("eval/lead", "how much likelier a good token is than a bad one", "nats")
 
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
@@ -101,7 +102,7 @@ class ScriptedWorker:
         """How much likelier a good token is than a bad one, in nats."""
         logprobs = self.actor.compute_logprobs(self.sequences())[0]
         good, bad = (torch.cat([part for number, part in enumerate(logprobs) if number % 2 == which]).mean() for which in (1, 0))
-        return {"eval/lead": float(good - bad)}
+        return {LEAD: float(good - bad)}
 
 
 class NullSync:
