@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import megatron_rl.training.loop  # noqa: F401 - with all that declares metrics
 from megatron_rl.errors import UserError
 from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_rl.training.loop  # noqa: F401 - with all that declares metrics
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_rl.training.loop  # noqa: F401 - with all that declares metrics
 from megatron_rl.errors import UserError
 from megatron_rl.observability.run_log import RunLog, read_metrics, read_run
 
