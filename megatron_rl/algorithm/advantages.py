@@ -29,8 +29,8 @@ class AdvantageFunction(Protocol):
     """What `algorithm.advantage` names."""
 
     def __call__(self, rewards: torch.Tensor, counted: torch.Tensor, /) -> torch.Tensor:
-        """Return float64 [P, G]: of rewards float64 [P, G], and bool [P, G]: False for an excluded completion, which gets 0 and does not
-        count in its group."""
+        """Return float64 [P, G]. `rewards` float64 [P, G]; `counted` bool [P, G], False for an excluded completion, which gets 0 and does
+        not count in its group."""
 
 
 def group_mean(rewards: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:

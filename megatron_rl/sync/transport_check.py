@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 
 import torch
 
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.errors import UserError
+from megatron_rl.errors import UserError, as_user_error
+from parallel.transport import TRANSPORTS
 
 _ON_OTHER_DEVICES = {
     "cuda": (
@@ -22,10 +22,9 @@ _ON_OTHER_DEVICES = {
 def check_transport(settings: SyncConfig, shared: bool = False) -> None:
     """Raise UserError for a transport that cannot work on this machine. `shared`: trainer and engines have the same devices."""
     transport, device = settings.load_transport(), "cuda" if torch.cuda.is_available() else "cpu"
-    halves = importlib.import_module(transport.module)
-    if missing := [name for name in ("Outbox", "Inbox") if not hasattr(halves, name)]:
-        rule = f"must name a module with the classes Outbox and Inbox; {transport.module} has no {missing[0]}"
-        raise UserError("sync.transport", settings.transport, rule, "see docs/extending.md")
+    with as_user_error():
+        for half in ("Outbox", "Inbox"):
+            TRANSPORTS.load(f"{transport.module}:{half}")
     if device not in transport.devices:
         raise UserError("sync.transport", settings.transport, *_ON_OTHER_DEVICES[device])
     if shared and device == "cuda" and not transport.shares_gpus:
