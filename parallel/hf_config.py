@@ -32,6 +32,8 @@ class Rope:
     theta: float = 10000.0
     share: float = 1.0
     """Part of a head's width that is rotated; its first elements."""
+    interleaved: bool = False
+    """Rotated by neighbouring pairs, otherwise by the two halves of that part. MLA's is always by pairs."""
     llama3_factor: float | None = None
     yarn: Yarn | None = None
 

@@ -78,6 +78,8 @@ class ModelGeometry:
     qkv_bias: bool = False
     qk_norm: bool = False
     """q and k heads are normalised."""
+    post_norms: bool = False
+    """What attention and MLP add to the residual stream is normalised too."""
     rope: Rope = field(default_factory=Rope)
     experts: MoEGeometry | None = None
     latent: MLAGeometry | None = None

@@ -149,6 +149,7 @@ def _megatron_config(geometry: ModelGeometry, layout: Layout, contract: Precisio
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
         fp8_scale_format=contract.scale_format,
         fp8_backend=contract.backend,
+        post_norms=geometry.post_norms,
         **layout_options(layout, train),
         **recompute_options(train, geometry),
         **attention_options(geometry),

@@ -38,7 +38,7 @@ def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
     """Return heads of plain attention, or ranks and head dimensions of latent attention with its own rotary embedding."""
     latent, rope, yarn = geometry.latent, geometry.rope, geometry.rope.yarn
     if latent is None:
-        return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim}
+        return {"num_query_groups": geometry.kv_heads, "kv_channels": geometry.head_dim, "rotary_interleaved": rope.interleaved}
     options: dict[str, Any] = {
         "multi_latent_attention": True,
         "q_lora_rank": latent.q_rank or None,

@@ -4,7 +4,7 @@ operators keep counts once. Attention is fused, so no scores are kept; dropout i
 T tokens of a micro-batch on a rank (S = T / tp of them between the linear layers under sequence parallelism, else S = T), h the hidden
 width, q and kv the widths of a rank's query and key heads of d, f its part of the MLP's width, b the bytes of the high dtype:
 
-    two norms       S (h b + 4) each: their inputs, the residual stream, and FP32 statistics
+    two norms, or four   S (h b + 4) each: their inputs, the residual stream, and FP32 statistics
     linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
     attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, with 4 T d b cosines and sines;
                     T b q, the result; 4 T heads of statistics
@@ -79,7 +79,8 @@ def count_layer_activations(inputs: FormulaInputs, has_experts: bool) -> float:
 
 def _norms_and_attention(inputs: FormulaInputs) -> float:
     attention = _attention(inputs) if inputs.job.model.latent is None else _latent_attention(inputs)
-    return 2 * _norm(inputs, inputs.rows, inputs.job.model.hidden) + attention
+    norms = 4 if inputs.job.model.post_norms else 2
+    return norms * _norm(inputs, inputs.rows, inputs.job.model.hidden) + attention
 
 
 def _norm(inputs: FormulaInputs, rows: float, width: float, own_input: bool = True) -> float:

@@ -55,6 +55,9 @@ _add("llama", "LlamaForCausalLM", _HEADS_OF_64 | {"rope_scaling": _LLAMA3}, {"ml
 _add("qwen2", "Qwen2ForCausalLM", _HEADS_OF_64 | {"tie_word_embeddings": True}, {"use_sliding_window": False})
 _add("qwen3", "Qwen3ForCausalLM", {"head_dim": 128}, {"num_hidden_layers": 2, "use_sliding_window": False})
 
+_HALF_ROTATED = {"head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5}
+_add("glm4", "Glm4ForCausalLM", _HALF_ROTATED, _HALF_ROTATED)
+
 _QWEN3_MOE = {"moe_intermediate_size": 256, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _add(
     "qwen3_moe",

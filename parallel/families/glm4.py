@@ -1,0 +1,44 @@
+"""GLM-4 (GLM-4-0414, GLM-Z1): what attention and MLP add is normed too, gate and up are one tensor of the checkpoint, and half of each head
+is rotated, in pairs of neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from parallel.hf_config import HFConfig
+from parallel.layer_weights import list_attention
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import HFTensor, take_rows
+from parallel.weights import Weight, make_vector, make_weight
+
+
+def read(config: HFConfig) -> ModelGeometry:
+    config = HFConfig(config.fields, head_dim=128, attention_bias=True, rms_norm_eps=1.5625e-7)  # as in transformers
+    config.require(hidden_act="silu", use_sliding_window=False)
+    return ModelGeometry(
+        **config.widths(),
+        head_dim=config.size("head_dim"),
+        qkv_bias=bool(config.get("attention_bias")),
+        rope=replace(config.rope(share=0.5), interleaved=True),
+        post_norms=True,
+    )
+
+
+def list_layer(model: ModelGeometry, layer: int) -> list[Weight]:
+    hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+    gate_up = HFTensor(hf + "mlp.gate_up_proj.weight", 2 * model.ffn, model.hidden, "mlp_in")
+    halves = take_rows(gate_up, 0, model.ffn), take_rows(gate_up, model.ffn, model.ffn)
+    down = HFTensor(hf + "mlp.down_proj.weight", model.hidden, model.ffn, "mlp_out")
+
+    def norm(name: str, megatron_name: str) -> Weight:
+        return make_vector(f"{hf}{name}_layernorm.weight", model.hidden, f"{megatron}{megatron_name}.weight")
+
+    return [
+        norm("input", "input_layernorm"),
+        *list_attention(model, hf + "self_attn.", megatron + "self_attention."),
+        norm("post_self_attn", "self_attn_bda.norm"),
+        norm("post_attention", "pre_mlp_layernorm"),
+        Weight(halves, megatron + "mlp.linear_fc1.weight", gate_up.name, "rows"),
+        make_weight(down, megatron + "mlp.linear_fc2.weight", "cols"),
+        norm("post_mlp", "mlp_bda.norm"),
+    ]
