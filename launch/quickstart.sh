@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
 # The main job on a plain machine: a small model learns arithmetic by reinforcement learning in unified FP8. No GPU.
-# Arguments go to `megatron-rl train`: bash launch/quickstart.sh --train.steps=5
+#   bash launch/quickstart.sh [NAME] [--section.key=value ...]
+# NAME: quickstart (the default), quickstart_moe, calculator or gsm8k. Its model is made by a warm start, unless it is there.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 bash "$root/launch/setup.sh"
 cd "$root" # the config's paths are relative to it
+name=quickstart
+if [[ ${1:--} != -* ]]; then name=$1 && shift; fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads slow down a model this small
-exec .venv/bin/python -m megatron_rl train configs/quickstart.toml "$@"
+.venv/bin/python -m examples.arithmetic.warm_start "configs/$name.toml" "examples/arithmetic/$name.toml" "$@"
+exec .venv/bin/python -m megatron_rl train "configs/$name.toml" "$@"

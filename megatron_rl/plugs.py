@@ -19,7 +19,6 @@ ADVANTAGES = Plug(
 REWARDS = Plug(
     "reward.function",
     {
-        "arithmetic": "megatron_rl.rewards.arithmetic:reward",
         "math": "megatron_rl.rewards.math:reward",
         "exact": "megatron_rl.rewards.match:match_answer",
         "format": "megatron_rl.rewards.match:match_format",
@@ -30,8 +29,16 @@ REWARDS = Plug(
 )
 """Reward functions, `megatron_rl.types.RewardFunction`; `length` and `http` are called by `rewards.scorer` in their own way."""
 
-ENVIRONMENTS = Plug("environment.name", {"calculator": "megatron_rl.rollout.environments.calculator:Calculator"}, takes=("problem",))
+ENVIRONMENTS = Plug("environment.name", {}, takes=("problem",))
 """Environments, `megatron_rl.rollout.environments.base.EnvironmentClass`."""
+
+DATA_SOURCES = Plug("data.train", {})
+"""Problems that are neither in a file nor on the hub, `megatron_rl.data.own_source`."""
+
+DATA_FORMATS = Plug(
+    "data.format", {name: f"megatron_rl.data.formats:{name}" for name in ("gsm8k", "math", "deepmath", "aime")}, takes=("row",)
+)
+"""How a row becomes a question with a gold answer, `megatron_rl.data.formats.RowReader`."""
 
 TRACKERS = Plug(
     "log.trackers", {"tensorboard": "megatron_rl.observability.tensorboard:TensorBoard"}, takes=("folder", "config", "resume_step")

@@ -47,6 +47,8 @@ class Reward:
     """Values of several reward functions before weighting, by label; empty for a single function or an error."""
     excluded: bool = False
     """No reward could be computed, and the sample is left out of training and of its group's mean (`reward.on_error`)."""
+    answer: str | None = None
+    """The answer that was read, "" for none: what majority votes count. None where the function does not say."""
 
 
 @dataclass

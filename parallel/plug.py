@@ -41,9 +41,13 @@ class Plug:
     def _choices(self) -> str:
         return f"one of {', '.join(self.builtin)}, or " * bool(self.builtin) + "your own as module:attribute"
 
+    def is_own(self, name: str) -> bool:
+        """Return whether a name is not built in and of the form `module:attribute`."""
+        return name not in self.builtin and _OWN.fullmatch(name) is not None
+
     def check_name(self, name: str) -> str:
         """Return the name. Raise ValueError where it is neither built in nor of the form `module:attribute`."""
-        if name not in self.builtin and not _OWN.fullmatch(name):
+        if name not in self.builtin and not self.is_own(name):
             raise ValueError(f"must be {self._choices}")
         return name
 

@@ -22,12 +22,12 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
-from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import EvalCheckpoint, check_checkpoint
 from megatron_rl.evaluation.sampling import CompletionsFile, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.observability.console import ProgressDisplay
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.signals import install_signal_handlers

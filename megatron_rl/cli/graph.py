@@ -23,7 +23,6 @@ from megatron_rl.precision.graph.tables import print_graphs
 from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.training.graph_check import GraphComparison, read_training_graph
-from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from parallel.layout import Layout
 
 
@@ -50,7 +49,6 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
     folder = Path(run_on_rank0(lambda: tempfile.mkdtemp(prefix="megatron-rl-graph-")))
     if is_rank0():
         resources.callback(shutil.rmtree, folder, ignore_errors=True)
-    config = _with_checkpoint(config, layout, folder)
     hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
     shards = build_rank_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
@@ -68,16 +66,6 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
             engine.stop()
 
     return Rank0(compare)
-
-
-def _with_checkpoint(config: Config, layout: Layout, folder: Path) -> Config:
-    """Return the configuration with random weights in place of a checkpoint that a run would first have to make."""
-    if (config.model.path / "config.json").is_file():
-        return config
-    warm = config.model.warm_start.model_copy(update={"steps": 0})
-    config = config.model_copy(update={"model": config.model.model_copy(update={"path": folder / "model", "warm_start": warm})})
-    make_warm_start_checkpoint(config, layout, lambda _: None)
-    return config
 
 
 def _report(comparison: GraphComparison, svg: Path | None, json_file: Path | None) -> bool:

@@ -51,7 +51,7 @@ def train(
     overrides: Overrides = None,
 ) -> None:
     """Train the policy that CONFIG describes, in this process or under torchrun."""
-    with _expected_errors():
+    with expected_errors():
         if config.startswith("-"):
             raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
         loaded_config = _load_config(Path(config), overrides)
@@ -76,7 +76,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(help="New folder for the results; default: RUN_DIR/eval/STEP, or in log.dir.")] = None,
 ) -> None:
     """Measure a checkpoint on the held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
-    with _expected_errors():
+    with expected_errors():
         loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
@@ -99,7 +99,7 @@ def plan(
 ) -> None:
     """Tell what a run would hold, move and wait for on a cluster, without a GPU: memory by phase, block alignment, the sync, and the best
     layouts. Of the model, config.json alone is read."""
-    with _expected_errors():
+    with expected_errors():
         loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.plan import PlanOptions, run_plan
 
@@ -116,7 +116,7 @@ def graph(
     """Show the precision of every tensor in trainer and engine, read from both live, and exit with 1 where the rollout's graph is no
     subgraph of the training's forward pass. Of the modes only fp8_unified and bf16 promise that; in fp8_rollout the differences are
     the mode itself."""
-    with _expected_errors():
+    with expected_errors():
         loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.graph import show_graph
 
@@ -132,7 +132,7 @@ def export(
     precision: Annotated[Literal["bf16", "fp8", "int8"], typer.Option(help="fp8, int8: the very bytes that the engine served.")] = "bf16",
 ) -> None:
     """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint."""
-    with _expected_errors():
+    with expected_errors():
         from megatron_rl.mcore.export import export_checkpoint
 
         export_checkpoint(checkpoint, output, precision)
@@ -142,7 +142,7 @@ def export(
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="A folder that `train` wrote.", show_default=False)]) -> None:
     """Write report.html, one self-contained page, from what a run logged so far."""
-    with _expected_errors():
+    with expected_errors():
         from megatron_rl.reporting.report import write_report
 
         print(f"report: {write_report(run_dir)}")
@@ -151,7 +151,7 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A folder that `train` w
 @app.command()
 def doctor() -> None:
     """Show what is installed, what each job of a run will use here, and what is missing."""
-    with _expected_errors():
+    with expected_errors():
         from megatron_rl.cli.doctor import print_diagnosis
 
         print_diagnosis()
@@ -169,7 +169,7 @@ def _load_config(path: Path, overrides: list[str] | None) -> Config:
 
 
 @contextmanager
-def _expected_errors() -> Iterator[None]:
+def expected_errors() -> Iterator[None]:
     """Turn expected errors into their line and exit code; every other exception is a bug and keeps its traceback."""
     try:
         yield

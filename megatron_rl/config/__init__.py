@@ -7,7 +7,7 @@ Every field carries its documentation below it. Unknown keys are errors that sug
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.loading import apply_overrides, load_config
-from megatron_rl.config.model import ArchitectureConfig, ModelConfig, WarmStartConfig
+from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig

@@ -4,35 +4,51 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
 
-GENERATED_SOURCE = "arithmetic"
-"""The source of generated problems."""
 HUB_PREFIX = "hf:"
 """Prefix of a source on the Hugging Face hub."""
 
-FormatName = Literal["gsm8k", "math", "deepmath", "aime", "arithmetic"]
+FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
+"""gsm8k, math, deepmath, aime, or your own as module:attribute."""
 
 
 class DataSourceConfig(ConfigSection):
     """One set of problems."""
 
     source: str = Field(min_length=1)
-    """`arithmetic` (generated), the path of a JSONL, JSON or Parquet file, or `hf:OWNER/NAME[:CONFIG]:SPLIT` from the hub."""
+    """The path of a JSONL, JSON or Parquet file, `hf:OWNER/NAME[:CONFIG]:SPLIT` from the hub, or your own as `module:attribute`."""
     format: FormatName | None = None
     """Format of the rows; `data.format` where it is not given."""
+    settings: dict[str, Any] | None = None
+    """Keyword arguments of a source of your own; `data.settings` where it is not given."""
     name: str = ""
-    """The set's name in metrics; its folder and file, or its name on the hub and its split, where it is not given."""
+    """The set's name in metrics; where it is not given the folder and file, the name on the hub and the split, or the attribute in lower
+    case."""
+
+    @model_validator(mode="after")
+    def _takes_settings(self) -> DataSourceConfig:
+        if self.settings is not None and not self.is_own:
+            raise ValueError(f"settings are for a source of your own, which {self.source!r} is not")
+        return self
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this is the user's own function or class."""
+        return DATA_SOURCES.is_own(self.source) and not self.source.startswith(HUB_PREFIX)
 
     @property
     def label(self) -> str:
         """`name`, or one derived from `source`: data/gsm8k/test.jsonl and hf:openai/gsm8k:test are both gsm8k/test."""
-        if self.name or self.source == GENERATED_SOURCE:
-            return self.name or GENERATED_SOURCE
+        if self.name:
+            return self.name
+        if self.is_own:
+            return self.source.replace(":", ".").rpartition(".")[2].lower()
         if self.source.startswith(HUB_PREFIX):
             repository, *rest = self.source.removeprefix(HUB_PREFIX).split(":")
             return "/".join([Path(repository).name, *rest])
@@ -59,16 +75,14 @@ def _as_tables(value: Any) -> Any:
 class DataConfig(ConfigSection):
     """Where problems come from."""
 
-    train: Annotated[tuple[TrainDataSourceConfig, ...], BeforeValidator(_as_tables)] = Field(
-        default_factory=lambda: (TrainDataSourceConfig(source=GENERATED_SOURCE),)
-    )
-    """A `source` in one text, or several as tables `[[data.train]]` with their weights."""
-    eval: Annotated[tuple[DataSourceConfig, ...], BeforeValidator(_as_tables)] = Field(
-        default_factory=lambda: (DataSourceConfig(source=GENERATED_SOURCE),)
-    )
+    train: Annotated[tuple[TrainDataSourceConfig, ...], BeforeValidator(_as_tables)] = ()
+    """A `source` in one text, or several as tables `[[data.train]]` with their weights. Only training needs it."""
+    eval: Annotated[tuple[DataSourceConfig, ...], BeforeValidator(_as_tables)] = ()
     """Held-out sets, as `train`; an empty text for no evaluation. `train` loses every question that one of them holds."""
     format: FormatName | None = None
-    """Format of a file's rows where the source names none; generated problems need none."""
+    """Format of rows where the source names none; generated problems need none."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of sources of your own that name none."""
     prompt_template: str = "{question}"
     """Text around each question; must hold `{question}`."""
     prompt_template_file: Path | None = None
@@ -83,14 +97,10 @@ class DataConfig(ConfigSection):
     """Problems of each held-out set that an evaluation scores."""
     eval_every: int = Field(5, ge=1)
     """RL steps between evaluations; the first (step 0) and the last step are always evaluated."""
-    levels: tuple[int, ...] = (2, 3, 4, 5)
-    """Difficulty levels of generated problems: the number of operations."""
     seed: int = 0
 
     @model_validator(mode="after")
     def _sets_have_names_of_their_own(self) -> DataConfig:
-        if not self.train:
-            raise ValueError("train must name at least one source, such as arithmetic or the path of a file")
         for field, sources in (("train", self.train), ("eval", self.eval)):
             for label, count in Counter(source.label for source in sources).items():
                 if count > 1:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.plugs import ENVIRONMENTS
@@ -11,8 +13,8 @@ from megatron_rl.plugs import ENVIRONMENTS
 class EnvironmentConfig(ConfigSection):
     """What the policy talks to while it answers. Without this section an answer is one turn."""
 
-    name: str
-    """`calculator`, or a class of your own as `module:attribute`."""
+    name: Annotated[str, AfterValidator(ENVIRONMENTS.check_name)]
+    """A class of your own as `module:attribute`; `examples.arithmetic.calculator:Calculator` is one."""
     max_turns: int = Field(4, ge=2)
     """Turns of the policy in one answer; together they sample at most rollout.max_new_tokens."""
     max_tokens: int = Field(512, ge=1)
@@ -23,8 +25,3 @@ class EnvironmentConfig(ConfigSection):
     """Seconds for one message; then the worker is replaced, and the answer ends and gets what `reward.on_error` says."""
     memory_mb: int = Field(4096, ge=256)
     """Address-space limit of one worker in MiB."""
-
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return ENVIRONMENTS.check_name(name)

@@ -25,6 +25,7 @@ _RULES = {
     "extra_forbidden": "unknown key",
     "model_type": "must be a table",
     "model_attributes_type": "must be a table",
+    "dict_type": "must be a table",
 }
 
 

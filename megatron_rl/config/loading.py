@@ -8,7 +8,7 @@ import tomllib
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,17 +16,26 @@ from megatron_rl.config.errors import find_field, to_user_error
 from megatron_rl.config.run import Config
 from megatron_rl.errors import UserError
 
+ConfigT = TypeVar("ConfigT", bound=Config)
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+
+def load_config(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    root: type[ConfigT] = Config,  # type: ignore[assignment]
+    more: Path | None = None,
+) -> ConfigT:
     """Read a TOML file, apply `--section.key=value` overrides, validate. Relative paths in it are relative to the working directory.
 
-    Raise UserError: file missing or unreadable, TOML syntax (file and line), unknown key, wrong type or value.
+    `root` may be a configuration with further sections, and `more` a second file that has them. Raise UserError: file missing or
+    unreadable, TOML syntax (file and line), unknown key, wrong type or value.
     """
-    table = apply_overrides(_read_toml(path), overrides)
+    table = apply_overrides(_read_toml(path) | (_read_toml(more) if more else {}), overrides)
     try:  # JSON, as in it a string may become a Path and a list a tuple although the models are strict
-        return Config.model_validate_json(json.dumps(table, default=str))
+        return root.model_validate_json(json.dumps(table, default=str))
     except ValidationError as error:
-        raise to_user_error(error, Config) from None
+        raise to_user_error(error, root) from None
 
 
 def apply_overrides(table: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class RewardFunctionConfig(ConfigSection):
     """One of several reward functions whose weighted sum is the reward."""
 
     name: str
-    """`arithmetic`, `math`, `exact`, `format`, `length`, `http`, or your own Python function as `module:attribute`."""
+    """`math`, `exact`, `format`, `length`, `http`, or your own Python function as `module:attribute`."""
     weight: float = 1.0
     """Factor of this function's value in the sum; 0 only measures."""
     pattern: str = Field("", min_length=1)
@@ -80,8 +80,8 @@ class RewardConfig(ConfigSection):
     """How a completion is scored."""
 
     function: str | None = None
-    """The only reward function: `arithmetic` (integer after `#`; where nothing is named), `math` (exact integer match first, then
-    math-verify), `exact` (the completion is the answer), or your own as `module:attribute`."""
+    """The only reward function: `math` (exact integer match first, then math-verify; where nothing is named), `exact` (the completion is
+    the answer), or your own as `module:attribute`."""
     functions: tuple[RewardFunctionConfig, ...] | None = Field(None, min_length=1)
     """Instead of `function`: several, or one with settings. The first that judges the answer (neither `format` nor `length`) decides
     what counts as correct."""
@@ -115,7 +115,7 @@ class RewardConfig(ConfigSection):
         """The functions by label: the name, with a number where it occurs again."""
         counts: Counter[str] = Counter()
         parts = {}
-        for part in self.functions or (RewardFunctionConfig(name=self.function or "arithmetic"),):
+        for part in self.functions or (RewardFunctionConfig(name=self.function or "math"),):
             counts[part.name] += 1
             parts[part.name if counts[part.name] == 1 else f"{part.name}_{counts[part.name]}"] = part
         return parts

@@ -1,6 +1,6 @@
 """Problems: where they come from, which are held out, and the order in which the loop sees them.
 
-`load_problems` is the entry. Its parts: `sets` reads one set (`files`, `hub`, `formats`), `arithmetic` generates one, `prompt_template`
+`load_problems` is the entry. Its parts: `sets` reads one set (`files`, `hub`, `formats`), `own_source` is the user's, `prompt_template`
 makes a prompt of a question, `stream` orders and mixes. Questions that differ only in white space and case are the same question.
 """
 
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config import Config
-from megatron_rl.config.data import GENERATED_SOURCE, DataConfig, DataSourceConfig
-from megatron_rl.data import arithmetic
-from megatron_rl.data.prompt_template import make_prompt_formatter, missing_chat_template_error, read_template
+from megatron_rl.config.data import DataConfig, DataSourceConfig
+from megatron_rl.data.files import SOURCE_FIX
+from megatron_rl.data.own_source import ProblemGenerator, load_generator
+from megatron_rl.data.prompt_template import make_prompt_formatter, read_template
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.data.stream import ProblemOrder, ProblemStream, compute_fingerprint, mix_orders, shuffle_epochs
 from megatron_rl.errors import UserError
@@ -26,6 +27,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+_FIRST_POSITIONS = 64
+"""Problems of a generator that are made at once: one that is sure to fail must not do so in the middle of a run."""
 
 
 def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[ProblemStream, list[Problem]]:
@@ -34,7 +37,7 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     Held-out problems come set by set in the order of `data.eval`, each with its set's label as `source`: `data.eval_size` of a set, or
     all when it has fewer, no question twice within a set. The train sets lose every question that any held-out set has, scored or not, and
     repetitions within themselves and of earlier sets; prompts of more than `data.max_prompt_tokens` tokens are left out everywhere.
-    All counts are logged as warnings. Raise UserError for bad files, bad levels, bad templates, and when a set has nothing left.
+    All counts are logged as warnings. Raise UserError for bad files, sources or templates, and when a set has nothing left.
     """
     data = cfg.data
     builder = _PromptBuilder(make_prompt_formatter(data, tokenizer), tokenizer, data.max_prompt_tokens)
@@ -49,19 +52,17 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
 def check_data(data: DataConfig, model: Path) -> None:
     """Read every set and the template once, so that their errors appear now and not after minutes of start-up.
 
-    `model` is the folder of the checkpoint with the tokenizer, which need not exist yet.
+    `model` is the folder of the checkpoint with the tokenizer.
     """
     read_template(data)
+    if not data.train:
+        raise UserError("data.train", None, "names no problems", SOURCE_FIX)
     for field, sources in (("data.train", data.train), ("data.eval", data.eval)):
         for source in sources:
-            if source.source == GENERATED_SOURCE:
-                arithmetic.check_levels(data.levels)
-            else:
-                read_problem_set(source, data.format, field, quiet=True)
+            if load_generator(source, data, field) is None:
+                read_problem_set(source, data, field, quiet=True)
     if data.chat:
-        if not model.is_dir():  # it will get the project's byte-level tokenizer, which has no chat template
-            raise missing_chat_template_error(model)
-        from megatron_rl.data.byte_tokenizer import load_tokenizer
+        from megatron_rl.hf.tokenizer import load_tokenizer
 
         make_prompt_formatter(data, load_tokenizer(model))
 
@@ -102,10 +103,9 @@ class _PromptBuilder:
 
 def _candidates(source: DataSourceConfig, data: DataConfig) -> list[Problem]:
     """Return the distinct questions of a held-out set."""
-    if source.source == GENERATED_SOURCE:
-        problems = arithmetic.generate(data.eval_size, data.levels, data.seed, "eval")
-        return [dataclasses.replace(problem, source=source.label) for problem in problems]
-    return _distinct(read_problem_set(source, data.format, "data.eval"), set(), f"data.eval ({source.label})")
+    if generator := load_generator(source, data, "data.eval"):
+        return [dataclasses.replace(problem, source=source.label) for problem in generator.held_out(data.eval_size)]
+    return _distinct(read_problem_set(source, data, "data.eval"), set(), f"data.eval ({source.label})")
 
 
 def _sample(usable: list[Problem], source: DataSourceConfig, data: DataConfig) -> list[Problem]:
@@ -133,8 +133,8 @@ def _train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str])
     seen: set[str] = set()
     orders = []
     for source in data.train:
-        if source.source == GENERATED_SOURCE:
-            orders.append(_generated(source, data, builder, reserved))
+        if generator := load_generator(source, data, "data.train"):
+            orders.append(_generated(generator, source, data, builder, reserved))
         else:
             orders.append(_from_set(source, data, builder, reserved, seen))
     return mix_orders(orders, [source.weight for source in data.train])
@@ -142,7 +142,7 @@ def _train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str])
 
 def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str], seen: set[str]) -> ProblemOrder:
     name = f"data.train ({source.label})"
-    problems = read_problem_set(source, data.format, "data.train")
+    problems = read_problem_set(source, data, "data.train")
     allowed = [problem for problem in problems if normalize_question(problem.prompt) not in reserved]
     if len(allowed) < len(problems):
         _log.warning("%s: left out %d problems that data.eval also holds", name, len(problems) - len(allowed))
@@ -154,16 +154,17 @@ def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilde
     return shuffle_epochs(builder.build(distinct, name), f"{data.seed}/{source.label}")
 
 
-def _generated(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str]) -> ProblemOrder:
+def _generated(
+    generator: ProblemGenerator, source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str]
+) -> ProblemOrder:
     def accept(problem: Problem) -> bool:
         return normalize_question(problem.prompt) not in reserved and builder.check_lengths([builder.apply_template(problem)])[0]
 
     def problem_at(position: int) -> Problem:
-        problem = arithmetic.make_train_problem(position, data.levels, data.seed, accept)
+        problem = generator.train_problem(position, accept)
         return dataclasses.replace(builder.apply_template(problem), source=source.label)
 
-    arithmetic.check_levels(data.levels)
-    for position in range(len(data.levels)):  # a level that can never fit fails now, not in the middle of a run
+    for position in range(_FIRST_POSITIONS):
         problem_at(position)
     prompt = builder.format_prompt("{question}")
-    return ProblemOrder(problem_at, compute_fingerprint(data.levels, data.seed, prompt, data.max_prompt_tokens, sorted(reserved)))
+    return ProblemOrder(problem_at, compute_fingerprint(*generator.fingerprint, prompt, data.max_prompt_tokens, sorted(reserved)))

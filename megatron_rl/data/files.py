@@ -6,26 +6,26 @@ Each row comes with its number from 1, of the line in JSONL and of the row elsew
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
-from megatron_rl.data.formats import KNOWN_COLUMNS, RowError
+from megatron_rl.data.formats import RowError
 from megatron_rl.errors import UserError
 
-SOURCE_FIX = "give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on the hub, or arithmetic for generated problems"
+SOURCE_FIX = "give a JSONL, JSON or Parquet file, hf:OWNER/NAME:SPLIT for one on the hub, or your own as module:attribute"
 
 
-def read_file_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
+def read_file_rows(path: Path, field: str, columns: Container[str] | None) -> Iterator[tuple[int, object]]:
     """Yield (number, decoded row) of every row in file order; blank lines are skipped.
 
-    `field` is the configuration field that named the file. Raise UserError for a missing or unreadable file, and for a row that is not
-    JSON, with its number.
+    `field` is the configuration field that named the file; `columns` are those that are needed, None for all. Raise UserError for a
+    missing or unreadable file, and for a row that is not JSON, with its number.
     """
     if not path.is_file():
         raise UserError(field, str(path), "is a folder" if path.is_dir() else "does not exist", SOURCE_FIX)
     try:
         if path.suffix == ".parquet":
-            yield from _parquet_rows(path, field)
+            yield from _parquet_rows(path, field, columns)
             return
         content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
@@ -50,14 +50,14 @@ def _array_rows(content: bytes, path: Path, field: str) -> Iterator[tuple[int, o
     yield from enumerate(rows, start=1)
 
 
-def _parquet_rows(path: Path, field: str) -> Iterator[tuple[int, object]]:
-    """Yield the first row whole, so that an error can name all columns, and of the others what formats read: worked solutions are long."""
+def _parquet_rows(path: Path, field: str, columns: Container[str] | None) -> Iterator[tuple[int, object]]:
+    """Yield the first row whole, so that an error can name all columns, and of the others `columns`: worked solutions are long."""
     import pyarrow.lib  # tens of milliseconds, and most runs read no Parquet
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
-        rows = file.read(columns=[name for name in file.schema_arrow.names if name in KNOWN_COLUMNS]).to_pylist()
+        rows = file.read(columns=[name for name in file.schema_arrow.names if columns is None or name in columns]).to_pylist()
         rows[:1] = next(file.iter_batches(batch_size=1)).to_pylist() if rows else []
     except pyarrow.lib.ArrowException as error:
         reason = str(error).splitlines()[0][:200]

@@ -1,12 +1,13 @@
 r"""Formats: the columns in which a published data set keeps question, gold answer and level, and how the gold answer is written.
 
     gsm8k       question, answer: a worked solution that ends in `#### 1,080`
-    arithmetic  question, answer: a worked solution that ends in `#62`
     math        problem, answer; or problem, solution with the answer in its last `\boxed{}`; level or difficulty
     deepmath    question, final_answer, difficulty; also as prompt, ground_truth
     aime        problem or question, answer or expected_answer: an integer from 0 to 999
 
 Other columns are ignored. A row whose answer is null or blank has no gold answer: published files contain some.
+
+A format of your own is a function from a row to a `ProblemRow`, which raises `RowError` for a row that is malformed.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from megatron_rl.config.data import FormatName
+from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.rewards.math import last_boxed
 
 _GROUPED_NUMBER = re.compile(r"[-+]?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _LEVEL = re.compile(r"(?:Level )?([0-9]+)(?:\.[0-9]+)?")
 _AIME_ANSWER = re.compile(r"\$?([0-9]{1,3})(?:\^\{?\\circ\}?)?\$?")  # one answer of 2025 is published as 336^\circ
+_HASHES = re.compile("(?<!#)####(?!#)")
 _CORRECT = "correct or remove this row"
 
 
@@ -40,27 +42,41 @@ class ProblemRow:
 
     question: str
     gold: str
-    level: int
+    level: int = 0
 
 
-def read_row(row: object, format: FormatName) -> ProblemRow:
-    """Return question, gold and level of one decoded row. Raise RowError for another format, with the format that would fit."""
+class RowReader(Protocol):
+    """A format. Gets a row with all its columns; raises RowError for a malformed one."""
+
+    def __call__(self, row: Mapping[str, Any]) -> ProblemRow: ...
+
+
+def read_row(row: object, format: str, read: RowReader | None = None) -> ProblemRow:
+    """Return question, gold and level of one decoded row. Raise RowError for another format, with the format that would fit.
+
+    `read`: what `format` names, where the caller has loaded it.
+    """
     if not isinstance(row, Mapping):
         raise RowError(f"must be a JSON object, not {type(row).__name__}")
     try:
-        return _READERS[format].read(row)
+        result = (read or DATA_FORMATS.load(format))(row)
+        if not isinstance(result, ProblemRow):
+            raise TypeError(f"it returned {type(result).__name__}, not a ProblemRow")
+        return result
     except _ColumnError as missing:
         fix = f"set {formats}" if (formats := _fitting_formats(row)) else _CORRECT
         raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
     except RowError as error:
         raise RowError(error.rule, f"{_CORRECT}, or set {formats}" if (formats := _fitting_formats(row)) else _CORRECT) from None
+    except Exception as error:  # whatever a format of the user's own raises
+        raise RowError(f"format {format} fails ({type(error).__name__}: {error})") from None
 
 
 def missing_format_error(row: object) -> RowError:
     """Return the error for a file without a configured format: its columns and the formats that they fit."""
     if not isinstance(row, Mapping):
         return RowError(f"must be a JSON object, not {type(row).__name__}")
-    formats = _fitting_formats(row) or f"format to one of {', '.join(_READERS)}, and name the fields as it does"
+    formats = _fitting_formats(row) or f"format to one of {', '.join(DATA_FORMATS.builtin)}, and name the fields as it does"
     return RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {formats}")
 
 
@@ -80,7 +96,7 @@ class _Reader:
     def columns(self) -> tuple[str, ...]:
         return (*self.question, *self.answer, *self.level)
 
-    def read(self, row: Mapping[str, Any]) -> ProblemRow:
+    def __call__(self, row: Mapping[str, Any]) -> ProblemRow:
         question_column = _find_column(row, self.question)
         question = _text(row, question_column)
         if not question.strip():
@@ -125,17 +141,12 @@ def _strip(column: str, text: str) -> str:
     return text.strip()
 
 
-def _after(marker: str) -> Callable[[str, str], str]:
-    pattern = re.compile(rf"(?<!#){marker}(?!#)")
-
-    def read_gold(column: str, text: str) -> str:
-        matches = list(pattern.finditer(text))
-        if not matches:
-            raise RowError(f"the field {column} has no {marker} before the gold answer")
-        number = text[matches[-1].end() :].strip()
-        return number.replace(",", "") if _GROUPED_NUMBER.fullmatch(number) else number
-
-    return read_gold
+def _after_hashes(column: str, text: str) -> str:
+    matches = list(_HASHES.finditer(text))
+    if not matches:
+        raise RowError(f"the field {column} has no #### before the gold answer")
+    number = text[matches[-1].end() :].strip()
+    return number.replace(",", "") if _GROUPED_NUMBER.fullmatch(number) else number
 
 
 def _boxed(column: str, text: str) -> str:
@@ -155,19 +166,16 @@ def _up_to_three_digits(column: str, text: str) -> str:
     return str(int(match[1]))
 
 
-_READERS: dict[FormatName, _Reader] = {
-    "gsm8k": _Reader(("question",), {"answer": _after("####")}),
-    "arithmetic": _Reader(("question",), {"answer": _after("#")}),
-    "math": _Reader(("problem",), {"answer": _strip, "solution": _boxed}, ("level", "difficulty")),
-    "deepmath": _Reader(("question", "prompt"), {"final_answer": _strip, "ground_truth": _strip}, ("difficulty",)),
-    "aime": _Reader(
-        ("problem", "Problem", "question"),
-        {"answer": _up_to_three_digits, "Answer": _up_to_three_digits, "expected_answer": _up_to_three_digits},
-    ),
-}
+gsm8k = _Reader(("question",), {"answer": _after_hashes})
+math = _Reader(("problem",), {"answer": _strip, "solution": _boxed}, ("level", "difficulty"))
+deepmath = _Reader(("question", "prompt"), {"final_answer": _strip, "ground_truth": _strip}, ("difficulty",))
+aime = _Reader(
+    ("problem", "Problem", "question"),
+    {"answer": _up_to_three_digits, "Answer": _up_to_three_digits, "expected_answer": _up_to_three_digits},
+)
 
-KNOWN_COLUMNS = frozenset(column for reader in _READERS.values() for column in reader.columns)
-"""Every column that some format reads."""
+KNOWN_COLUMNS = frozenset(column for reader in (gsm8k, math, deepmath, aime) for column in reader.columns)
+"""Every column that some built-in format reads."""
 
 
 def _list_columns(row: Mapping[str, Any]) -> str:
@@ -177,8 +185,8 @@ def _list_columns(row: Mapping[str, Any]) -> str:
 def _fitting_formats(row: Mapping[str, Any]) -> str:
     """Return the formats that can read this row; empty where none can."""
     formats = []
-    for name, reader in _READERS.items():
+    for name in DATA_FORMATS.builtin:
         with contextlib.suppress(RowError, _ColumnError):
-            if reader.read(row).gold:
+            if DATA_FORMATS.load(name)(row).gold:
                 formats.append(f'format = "{name}"')
     return " or ".join(formats)

@@ -6,16 +6,15 @@ OWNER/NAME. Data sets that are programs are not run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 from megatron_rl.config.data import HUB_PREFIX
-from megatron_rl.data.formats import KNOWN_COLUMNS
 from megatron_rl.errors import UserError
 
 
-def read_hub_rows(source: str, field: str) -> Iterator[tuple[int, object]]:
-    """Yield (number from 1, row) of every row of the split. The first row is whole, the others hold what formats read.
+def read_hub_rows(source: str, field: str, columns: Container[str] | None) -> Iterator[tuple[int, object]]:
+    """Yield (number from 1, row) of every row of the split. The first row is whole, the others hold `columns`; None for all.
 
     Raise UserError for a name of another shape, and for a data set, configuration or split that cannot be had.
     """
@@ -24,7 +23,7 @@ def read_hub_rows(source: str, field: str) -> Iterator[tuple[int, object]]:
         rule = "is not of the form hf:OWNER/NAME:SPLIT or hf:OWNER/NAME:CONFIG:SPLIT"
         raise UserError(field, source, rule, "write it so, e.g. hf:openai/gsm8k:main:train")
     data_set = _load(source, repository, rest[0] if len(rest) == 2 else None, rest[-1], field)
-    narrow = data_set.select_columns([name for name in data_set.column_names if name in KNOWN_COLUMNS])
+    narrow = data_set.select_columns([name for name in data_set.column_names if columns is None or name in columns])
     for number, row in enumerate(narrow, start=1):
         yield number, data_set[0] if number == 1 else row
 

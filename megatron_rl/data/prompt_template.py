@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.config.data import DataConfig
@@ -30,7 +29,8 @@ def make_prompt_formatter(data: DataConfig, tokenizer: PreTrainedTokenizerBase) 
     if not data.chat:
         return fill_template
     if not tokenizer.chat_template:
-        raise missing_chat_template_error(tokenizer.name_or_path)
+        rule = f"the tokenizer of {tokenizer.name_or_path} has no chat template"
+        raise UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
 
     def apply_chat_template(question: str) -> str:
         system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
@@ -56,11 +56,6 @@ def read_template(data: DataConfig) -> str:
     if _PLACEHOLDER not in text:
         raise UserError(field, str(file), f"holds no {_PLACEHOLDER}", "put it where the question belongs")
     return text
-
-
-def missing_chat_template_error(folder: str | Path) -> UserError:
-    rule = f"the tokenizer of {folder} has no chat template"
-    return UserError("data.chat", None, rule, "set it to false, or add chat_template.jinja to that folder")
 
 
 def _check_chat(format_prompt: Callable[[str], str], data: DataConfig, folder: str) -> None:

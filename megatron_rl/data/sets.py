@@ -3,33 +3,37 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.data import HUB_PREFIX, DataSourceConfig, FormatName
+from megatron_rl.config.data import HUB_PREFIX, DataConfig, DataSourceConfig
 from megatron_rl.data.files import SOURCE_FIX, read_file_rows
-from megatron_rl.data.formats import RowError, missing_format_error, read_row
+from megatron_rl.data.formats import KNOWN_COLUMNS, RowError, missing_format_error, read_row
 from megatron_rl.data.hub import read_hub_rows
-from megatron_rl.errors import UserError
+from megatron_rl.data.own_source import read_own_rows
+from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.plugs import DATA_FORMATS
 from megatron_rl.types import Problem
 
 _log = logging.getLogger(__name__)
 
 
-def read_problem_set(source: DataSourceConfig, default_format: FormatName | None, field: str, quiet: bool = False) -> list[Problem]:
-    """Return the problems of a file or hub data set in their order; `prompt` is the bare question, `source` the set's label.
+def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, quiet: bool = False) -> list[Problem]:
+    """Return the problems of a file, hub data set or function of rows in their order; `prompt` is the bare question, `source` the label.
 
-    `default_format` applies where `source` names none; `field` is the configuration field that named the set. Rows without a gold answer
-    are left out, counted and, unless `quiet`, logged. Raise UserError for what cannot be read, a malformed row (with its number), a format
-    that is missing or does not fit (with the columns found and what fits), and a set without problems.
+    `data.format` and `data.settings` apply where `source` names none; `field` is the configuration field that named the set. Rows without
+    a gold answer are left out, counted and, unless `quiet`, logged. Raise UserError for what cannot be read, a malformed row (with its
+    number), a format that is missing or does not fit (with the columns found and what fits), and a set without problems.
     """
-    format, location = source.format or default_format, source.source
-    rows = read_hub_rows(location, field) if location.startswith(HUB_PREFIX) else read_file_rows(Path(location), field)
+    format, location = source.format or data.format, source.source
+    with as_user_error():
+        reader = DATA_FORMATS.load(format) if format else None
     problems, unanswered = [], []
-    for number, content in rows:
+    for number, content in _read_rows(source, data, field, whole=format not in DATA_FORMATS.builtin):
         try:
             if format is None:
                 raise missing_format_error(content)
-            row = read_row(content, format)
+            row = read_row(content, format, reader)
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None
         if row.gold:
@@ -41,3 +45,12 @@ def read_problem_set(source: DataSourceConfig, default_format: FormatName | None
     if unanswered and not quiet:
         _log.warning("%s = %s: left out %d rows without a gold answer, the first is %d", field, location, len(unanswered), unanswered[0])
     return problems
+
+
+def _read_rows(source: DataSourceConfig, data: DataConfig, field: str, whole: bool) -> Iterator[tuple[int, object]]:
+    columns = None if whole else KNOWN_COLUMNS
+    if source.is_own:
+        return read_own_rows(source, data, field)
+    if source.source.startswith(HUB_PREFIX):
+        return read_hub_rows(source.source, field, columns)
+    return read_file_rows(Path(source.source), field, columns)

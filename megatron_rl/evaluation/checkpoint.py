@@ -74,7 +74,7 @@ def check_checkpoint(folder: Path, option: str, config: Config) -> EvalCheckpoin
     except UserError as error:
         if error.field not in ("--checkpoint", "model.path"):
             raise
-        raise UserError(option, error.value, error.rule, error.fix.replace(", or add [model.create]", "")) from None
+        raise UserError(option, error.value, error.rule, error.fix) from None
 
 
 def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from megatron_rl.config.data import GENERATED_SOURCE
 from megatron_rl.evaluation.statistics import Estimate, estimate_difference, estimate_mean, majority_at_k, pass_at_k, sign_flip_p_value
-from megatron_rl.rewards import arithmetic, math
+from megatron_rl.rewards import math
 from megatron_rl.types import Problem, Reward
 
 
@@ -30,14 +29,13 @@ class Outcome:
         """Return the answer that the completion votes for; None if it has no vote.
 
         All that the reward calls correct state the same answer, however they spell it: the gold. Others are told apart by what the
-        reward functions read: the integer after the last `#`, and except in generated problems whatever `rewards.math.final_answer` finds.
+        reward function read; where it does not say, by what `rewards.math.final_answer` finds.
         """
         if self.reward.correct:
             return problem.answer
         if self.reward.error:
             return None
-        answer = arithmetic.final_answer(self.text)
-        return answer if answer is not None or problem.source == GENERATED_SOURCE else math.final_answer(self.text)
+        return math.final_answer(self.text) if self.reward.answer is None else self.reward.answer or None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a Hugging Face checkpoint. Raise UserError when it is missing or not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError("model.path", str(folder), "holds no config.json", "give a Hugging Face checkpoint folder, or add [model.create]")
+        raise UserError("model.path", str(folder), "holds no config.json", "give a Hugging Face checkpoint folder")
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

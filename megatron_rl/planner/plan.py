@@ -8,12 +8,13 @@ from typing import Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import read_config
 from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
 from megatron_rl.planner.search import CandidateEstimate, Planner, SearchResult, explain_rank
-from megatron_rl.preflight import LAYOUTS, PLAN, check, read_model_config
+from megatron_rl.preflight import LAYOUTS, PLAN, check
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Plan:
 
 def make_plan(config: Config, options: PlanOptions) -> Plan:
     """Plan the run from config.json alone: no process, no torch, no weights. Raise UserError where nothing works."""
-    job = Workload.from_config(config, read_model_config(config))
+    job = Workload.from_config(config, read_config(config.model.path))
     nodes = options.nodes if options.nodes is not None else -(-config.train.layout.ranks // max(options.gpus_per_node, 1))
     cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
     planner = Planner(job, cluster)

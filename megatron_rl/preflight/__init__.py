@@ -13,5 +13,5 @@ line. Rules on the fields of one section alone are pydantic's, in `megatron_rl.c
 from megatron_rl.preflight import settings, layouts, machine, files  # noqa: I001 - in the order in which rules are checked
 from megatron_rl.preflight.rule import (
     EVAL, EVAL_MODEL, GRAPH, LAYOUTS, PLAN, RULES, TRAIN, Facts, Needs, check, check_on_rank_0, check_run,
-    find_mistakes, read_model_config,
+    find_mistakes,
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.errors import UserError
 from megatron_rl.plugs import TRACKERS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
@@ -15,14 +14,6 @@ def environment_can_be_loaded(facts: Facts) -> None:
         load_environment(facts.config.environment.name)
 
 
-@rule(Needs.TRAINER)
-def warm_start_has_its_tool(facts: Facts) -> None:
-    share, environment = facts.config.model.warm_start.tool_share, facts.config.environment
-    if share and (environment is None or environment.name != "calculator"):
-        rule = "shows calls of the calculator, which the run does not have"
-        raise UserError("model.warm_start.tool_share", share, rule, 'add [environment] with name = "calculator"')
-
-
 @rule(Needs.TRAINER | Needs.PLUGS)
 def loss_and_advantage_can_be_computed(facts: Facts) -> None:
     from megatron_rl.algorithm.trial import try_algorithm
@@ -33,15 +24,13 @@ def loss_and_advantage_can_be_computed(facts: Facts) -> None:
 @rule(Needs.WEIGHTS | Needs.MODEL)
 def tensors_are_those_of_the_model(facts: Facts) -> None:
     """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
-    if facts.folder.exists():  # else it is still to be made
-        facts.checkpoint.check(facts.model)
+    facts.checkpoint.check(facts.model)
 
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
 def scales_are_those_of_the_contract(facts: Facts) -> None:
-    if facts.folder.exists():
-        contract = facts.contract
-        facts.checkpoint.check_scales(facts.model.tensors().values(), contract.scale_format if contract.train_fp8 else None)
+    contract = facts.contract
+    facts.checkpoint.check_scales(facts.model.tensors().values(), contract.scale_format if contract.train_fp8 else None)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

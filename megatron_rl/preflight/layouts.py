@@ -31,17 +31,6 @@ def model_is_of_a_known_family(facts: Facts) -> None:
     facts.model  # noqa: B018 - its family refuses what is not built
 
 
-@rule(Needs.MODEL | Needs.TRAINER)
-def created_model_is_the_one_on_disk(facts: Facts) -> None:
-    """A checkpoint made earlier is reused, so other widths would be ignored silently."""
-    create = facts.config.model.create
-    for name, value in create.model_dump().items() if create else ():
-        existing = facts.model.rope.theta if name == "rope_theta" else facts.hf_config.get(name, 0 if name == "num_experts" else value)
-        if existing != value:
-            rule = f"the checkpoint already at {facts.config.model.path} has {existing}"
-            raise UserError(f"model.create.{name}", value, rule, "remove that folder, name another model.path, or set it back")
-
-
 @rule(Needs.MODEL)
 def longest_sequence_fits(facts: Facts) -> None:
     config, longest = facts.config, facts.config.longest_sequence

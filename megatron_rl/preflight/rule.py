@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError, as_user_error
-from megatron_rl.hf.create import make_hf_config
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import EngineLayout, Layout
@@ -152,23 +151,13 @@ def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
 def check_run(config: Config, known: Needs = TRAIN) -> Layout:
     """Check the run that this process is a rank of, and return the trainer's layout. Raise UserError. No collective: of several ranks,
     none checks what takes long; that is left to `check_on_rank_0`."""
-    facts = Facts.here(config, hf_config=read_model_config(config), folder=config.model.path)
+    facts = Facts.here(config, hf_config=read_config(config.model.path), folder=config.model.path)
     check(facts, known if facts.ranks == 1 else known & ~RANK_0)
     return facts.layout
 
 
 def check_on_rank_0(config: Config, known: Needs = TRAIN) -> None:
     """Check what `check_run` left out; to be called on rank 0 alone, once its UserError reaches the other ranks."""
-    facts = Facts.here(config, hf_config=read_model_config(config), folder=config.model.path)
+    facts = Facts.here(config, hf_config=read_config(config.model.path), folder=config.model.path)
     if facts.ranks > 1:
         check(facts, known, about=RANK_0)
-
-
-def read_model_config(config: Config) -> dict[str, Any]:
-    """Return the config.json of the model to train, made from `model.create` where there is none yet. Raise UserError."""
-    folder, create = config.model.path, config.model.create
-    if create is None or (folder / "config.json").is_file():
-        return read_config(folder)
-    if folder.exists():
-        raise UserError("model.path", str(folder), "exists but holds no config.json", "remove it, or name another folder")
-    return make_hf_config(create, 0, config.precision.high)

@@ -72,15 +72,15 @@ class Scorer:
             error = next(iter(errors.values()))
             labels = [label for label in errors if errors[label] == error]
             return Reward(0.0, False, error=error if len(self._parts) == 1 else f"{', '.join(labels)}: {error}")
-        correct = verdicts[self._correctness_label].correct
+        judge = verdicts[self._correctness_label]
         values = {
-            label: correct * compute_length_reward(tokens, part.full_tokens, part.zero_tokens)
+            label: judge.correct * compute_length_reward(tokens, part.full_tokens, part.zero_tokens)
             if part.name == "length"
             else verdicts[label].value
             for label, part in self._parts.items()
         }
         total = sum(part.weight * values[label] for label, part in self._parts.items())
-        return Reward(total, correct, parts=values if len(values) > 1 else {})
+        return Reward(total, judge.correct, parts=values if len(values) > 1 else {}, answer=judge.answer)
 
     def _apply_on_error(self, rewards: list[Reward], problems_B: Sequence[Problem]) -> list[Reward]:
         """Report the completions without a verdict, and treat them as `reward.on_error` says."""

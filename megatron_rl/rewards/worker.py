@@ -61,7 +61,10 @@ def call_reward_function(function: RewardFunction, text: str, problem: Problem) 
             raise TypeError(f"the reward function must return a Reward, not {type(verdict).__name__}")
         if not math.isfinite(verdict.value):
             raise ValueError(f"the reward function returned {verdict.value}")
-        return Reward(float(verdict.value), bool(verdict.correct), str(verdict.error))  # plain types: the parent unpickles them
+        answer = None if verdict.answer is None else str(verdict.answer)
+        return Reward(
+            float(verdict.value), bool(verdict.correct), str(verdict.error), answer=answer
+        )  # plain types: the parent unpickles them
     except BaseException as error:  # libraries raise SystemExit and BaseExceptions of their own; none may end the worker
         return Reward(0.0, False, error=describe_error(error))
 

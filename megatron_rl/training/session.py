@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
-from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.distributed import Rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import is_fp8_checkpoint
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
@@ -49,7 +49,6 @@ from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import ResumePoint, choose_checkpoint, describe_layout
-from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
@@ -132,10 +131,6 @@ class Session:
 
     def _build_loop(self) -> Loop:
         model_path = self.config.model.path
-        if not (model_path / "config.json").is_file():
-            hang_watchdog.enter_phase("the warm start")
-            make_warm_start_checkpoint(self.config, self.layout, self.notify)
-            self.notify(f"warm start saved to {model_path}")
         hang_watchdog.enter_phase("loading the model")
         hf_config = read_config(model_path)
         shards = build_rank_shards(hf_config, self.layout)

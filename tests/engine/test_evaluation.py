@@ -10,15 +10,17 @@ import pytest
 from support import training_runs
 from support.processes import ROOT, Command, Done
 
+from examples.arithmetic.config import DemoConfig
+from examples.arithmetic.task import Arithmetic
 from megatron_rl.config import load_config
-from megatron_rl.data import arithmetic
 from megatron_rl.reporting.report import write_report
 
 pytestmark = pytest.mark.timeout(4000)
 
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-SETTINGS = [f"--data.eval_size={PROBLEMS}", "--data.levels=[2, 3]", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32"]
+LEVELS = "--data.settings.levels=[2, 3]"
+SETTINGS = [f"--data.eval_size={PROBLEMS}", LEVELS, "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32"]
 
 
 def evaluate(folder: Path, *arguments: object) -> Done:
@@ -30,8 +32,9 @@ def evaluate(folder: Path, *arguments: object) -> Done:
 def run(new_world, tmp_path_factory) -> Path:
     """A run folder with the checkpoint of a model that gets some problems right."""
     folder = tmp_path_factory.mktemp("evaluated")
-    small = ["--model.create.num_hidden_layers=1", "--model.warm_start.steps=60", "--data.levels=[2, 3]"]
-    config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small])
+    small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", LEVELS]
+    model = ROOT / "examples" / "arithmetic" / "quickstart.toml"
+    config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small], root=DemoConfig, more=model)
     new_world().call(training_runs.make_run, config, folder / "run", 3)
     return folder / "run"
 
@@ -51,7 +54,7 @@ def test_every_problem_has_all_its_completions_of_both_sides(evaluated):
     _, results, rows = evaluated
     assert Counter(row["side"] for row in rows) == {"checkpoint": PROBLEMS * SAMPLES, "baseline": PROBLEMS * SAMPLES}
     assert set(Counter((row["side"], row["problem"]) for row in rows).values()) == {SAMPLES}
-    drawn = [problem.id for problem in arithmetic.generate(PROBLEMS, (2, 3), 0, "eval")]
+    drawn = [problem.id for problem in Arithmetic(0, (2, 3)).held_out(PROBLEMS)]
     for side in results["sides"].values():
         assert sorted(problem["id"] for problem in side["problems"]) == sorted(drawn)
         assert [problem["source"] for problem in side["problems"]] == ["arithmetic"] * PROBLEMS

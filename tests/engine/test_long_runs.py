@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 from support import train_command
-from support.models import read_weights
+from support.models import make_checkpoint, read_weights
 from support.processes import ROOT, Command, Done
 from support.train_command import TORCHRUN, finish, latest, read_json, read_rows, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 
 LEARNING = {
-    "model.warm_start.batch_size": 16,
-    "model.warm_start.steps": 80,  # so that some answers earn something, and the weights move
+    "warm_start.batch_size": 16,
+    "warm_start.steps": 80,  # so that some answers earn something, and the weights move
     "train.steps": 4,
     "rollout.group_size": 4,
-    "data.levels": "[1]",
+    "data.settings.levels": "[1]",
     "checkpoint.every": 1,
     "checkpoint.keep": 2,
     "checkpoint.resume": "auto",
@@ -81,7 +81,7 @@ def test_the_engines_bytes_are_those_of_the_run_that_nothing_happened_to(runs, f
 
 
 def test_a_run_over_pipeline_stages_whose_rank_is_killed_ends_the_other_and_the_engine(tmp_path):
-    stages = {"train.layout.pp": 2, "model.create.num_hidden_layers": 2, "train.steps": 500}
+    stages = {"train.layout.pp": 2, "architecture.num_hidden_layers": 2, "train.steps": 500}
     with train(tmp_path, stages, launcher=TORCHRUN) as command:
         train_command.wait_for_rows(command, tmp_path, 3)
         done = train_command.end_by(train_command.kill_rank_1, command)
@@ -120,10 +120,10 @@ def test_a_run_whose_engine_is_killed_without_a_restart_left_keeps_what_it_had(t
 
 
 def test_the_graph_of_fp8_rollout_shows_where_the_engine_quantizes_and_the_trainer_does_not(tmp_path):
-    config = (ROOT / "configs" / "quickstart.toml", f"--model.path={tmp_path / 'none'}", "--precision.mode=fp8_rollout")
+    model = make_checkpoint(tmp_path / "model", num_hidden_layers=2)
+    config = (ROOT / "configs" / "quickstart.toml", f"--model.path={model}", "--precision.mode=fp8_rollout")
     done = finish(Command(tmp_path, "megatron_rl", "graph", *config, "--svg", tmp_path / "g.svg", "--json", tmp_path / "g.json"))
     assert done.code == 1, done.err
     line = "layers 0..1: mlp.down.weight -> mlp.down (weight) is e4m3 128x128 pow2 in the rollout, fp32 in training"
     assert line in done.out and line in read_json(tmp_path / "g.json")["differences"]
     assert "8 differences" in (tmp_path / "g.svg").read_text()
-    assert not (tmp_path / "none").exists()

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.timeout(6000)
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k" / "train.jsonl"
 
+TASK = "examples.arithmetic.task:Arithmetic"
+
 
 class Runs(NamedTuple):
     run: Path
@@ -37,9 +39,9 @@ def mixture(folder: Path) -> dict[str, object]:
         lines.write_text("\n".join(json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(40)))
     parquet.write_table(pyarrow.table({"problem": ["2+3?", "1+1?"], "solution": [r"\boxed{5}", r"\boxed{2}"]}), folder / "math.parquet")
     return {
-        "data.train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "arithmetic"}}]',
-        "data.eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "arithmetic"}}]',
-        "model.warm_start.steps": 2,
+        "data.train": f'[{{source = "{lines}", weight = 3, name = "published"}}, {{source = "{TASK}"}}]',
+        "data.eval": f'[{{source = "{folder}/math.parquet", format = "math", name = "math"}}, {{source = "{TASK}"}}]',
+        "warm_start.steps": 2,
         "algorithm.kl_coef": 0.001,
         "checkpoint.every": 1,
         "checkpoint.keep": 2,

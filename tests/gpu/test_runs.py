@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import ROOT, Command
+from support.processes import Command
+from support.train_command import make_model
 
 from megatron_rl.config import load_config
 from megatron_rl.precision.backends import requirements
@@ -18,11 +19,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "sync by CUDA IPC": {  # three policy versions
         "sync.transport": "cuda_ipc",
         "precision.high": "bf16",
-        "model.create.hidden_size": 1024,
-        "model.create.intermediate_size": 3072,
-        "model.create.num_hidden_layers": 4,
-        "model.create.num_attention_heads": 8,
-        "model.warm_start.steps": 0,
+        "architecture.hidden_size": 1024,
+        "architecture.intermediate_size": 3072,
+        "architecture.num_hidden_layers": 4,
+        "architecture.num_attention_heads": 8,
+        "warm_start.steps": 0,
         "train.steps": 2,
         "data.eval_size": 16,
         "rollout.start_timeout": 70.0,
@@ -31,16 +32,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "precision.mode": "fp8_unified",
         "precision.high": "bf16",
         "sync.transport": "cuda_ipc",
-        "model.warm_start.steps": 150,
+        "warm_start.steps": 150,
         "train.steps": 5,
         "rollout.start_timeout": 60.0,
     },
 }
 
 
-def make_options(name: str, folder: Path, backend: str) -> list[str]:
-    settings = {**RUNS[name], "precision.backend": backend, "model.path": folder / "model", "log.dir": folder / "runs"}
-    return [f"--{key}={value}" for key, value in settings.items()]
+def make_settings(name: str, folder: Path, backend: str) -> dict[str, Any]:
+    return {**RUNS[name], "precision.backend": backend, "model.path": folder / "model", "log.dir": folder / "runs"}
 
 
 @pytest.mark.gpu
@@ -49,8 +49,8 @@ def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
     """The quickstart takes the first back end that a run accepts here."""
     backends = ("deep_gemm", "transformer_engine") if "quickstart" in name else ()
     backend = next((name for name in backends if not requirements.find_missing(name)), "emulated")
-    config = ROOT / "configs" / "quickstart.toml"
-    with Command(tmp_path / "console", "megatron_rl", "train", config, *make_options(name, tmp_path, backend)) as command:
+    arguments = make_model(tmp_path, make_settings(name, tmp_path, backend))
+    with Command(tmp_path / "console", "megatron_rl", "train", *arguments) as command:
         done = command.wait(110)
     run = tmp_path / "runs" / "latest"
     logs = "".join(f"--- {log.name}\n{log.read_text()[-3000:]}\n" for log in run.glob("*.log"))
@@ -67,5 +67,5 @@ def test_a_run_proves_every_tensor_it_syncs(name, tmp_path, record_property):
 def test_settings_of_the_runs_are_accepted(name, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # all that transport and engines ask before a run
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    config = load_config(ROOT / "configs" / "quickstart.toml", make_options(name, tmp_path, "emulated"))
-    assert check_run(config).world_size == 1
+    config, *options = make_model(tmp_path, {**make_settings(name, tmp_path, "emulated"), "warm_start.steps": 0})
+    assert check_run(load_config(config, options)).world_size == 1

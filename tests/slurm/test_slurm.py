@@ -14,7 +14,7 @@ import psutil
 import pytest
 from support.processes import ROOT, command_lines, until
 from support.slurm import Cluster, NoSlurmError, unpack_slurm
-from support.train_command import TINY, read_rows
+from support.train_command import TINY, make_model, read_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(4000)]
@@ -208,9 +208,7 @@ def test_a_bad_variable_is_one_line(cluster, tmp_path):
 
 def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], script: Path) -> Job:
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs" / "small", **CHANGES, **changes}
-    return Job(
-        cluster, folder, ROOT / "configs" / "quickstart.toml", *(f"--{name}={value}" for name, value in settings.items()), script=script
-    )
+    return Job(cluster, folder, *make_model(folder, settings), script=script)
 
 
 def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:

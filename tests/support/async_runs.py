@@ -13,7 +13,7 @@ import torch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
-from megatron_rl.data.byte_tokenizer import load_tokenizer
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.layers.fp8_linear import quantize_model
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
@@ -25,6 +25,7 @@ from support.trainer_engine import MIB, current, make_samples, train
 from support.training_runs import NullCheckpointManager, RecordingLog, loop_of
 
 TOKENS = 48
+TASK = "examples.arithmetic.task:Arithmetic"
 
 
 class RecordingWorker(RolloutWorker):
@@ -53,8 +54,8 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
             "algorithm": {"correction": "tis"},
             "placement": {"kind": "disaggregated", "max_staleness": max_staleness},
             "sync": {"running": running, "transport": "shared_memory"},
-            "data": {"train": "arithmetic", "levels": (2,), "eval_size": 4, "eval_every": 100},
-            "reward": {"function": "arithmetic", "workers": 1},
+            "data": {"train": TASK, "eval": TASK, "settings": {"levels": (2,)}, "eval_size": 4, "eval_every": 100},
+            "reward": {"function": "examples.arithmetic.reward:reward", "workers": 1},
         }
     )
     tokenizer = load_tokenizer(served.trainer.folder)

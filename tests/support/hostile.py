@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from megatron_rl.types import Reward
+from megatron_rl.types import Problem, Reward
 
 
 def reward(text, problem):
@@ -76,6 +76,8 @@ class Environment:
 
 class Speechless:
     """Has no `step`."""
+
+    def __init__(self, problem: Problem) -> None: ...
 
 
 class Unstoppable(Environment):

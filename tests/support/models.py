@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from examples.arithmetic.byte_tokenizer import SPECIAL_TOKENS, make_byte_tokenizer
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config, make_random_tensors
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import ArchitectureConfig, PrecisionConfig
-from megatron_rl.data.byte_tokenizer import SPECIAL_TOKENS, load_tokenizer, make_byte_tokenizer
-from megatron_rl.hf.create import make_hf_config, make_random_tensors
+from megatron_rl.config import PrecisionConfig
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
@@ -44,11 +46,7 @@ def make_checkpoint(folder: Path, seed: int = 0, **widths: Any) -> Path:
     make_byte_tokenizer(folder)
     architecture = ArchitectureConfig(**{"num_hidden_layers": 1, "initializer_range": 0.05, "rope_theta": 100.0, **widths})
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
-    shapes = {
-        tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
-        for tensor in ModelGeometry.from_hf_config(config).tensors().values()
-    }
-    tensors = make_random_tensors(config, shapes, seed)
+    tensors = make_random_tensors(config, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:  # norms that are not all one, so that a forgotten one is noticed
@@ -100,9 +98,7 @@ def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[st
 
 def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     """Random FP32 tensors of a model by their Hugging Face names; vectors are around one, so that a forgotten norm is noticed."""
-    model = ModelGeometry.from_hf_config(config)
-    shapes = {tensor.name: (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols) for tensor in model.tensors().values()}
-    tensors = make_random_tensors(config, shapes, seed)
+    tensors = make_random_tensors(config, seed)
     generator = torch.Generator().manual_seed(seed)
     for name, tensor in tensors.items():
         if tensor.dim() == 1:

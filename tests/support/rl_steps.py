@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import ArchitectureConfig, Config, PrecisionConfig
+from megatron_rl.config import Config, PrecisionConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.distributed import Rank0
-from megatron_rl.hf.create import make_hf_config
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron

@@ -9,12 +9,15 @@ from typing import Any
 
 import psutil
 
+from examples.arithmetic.config import DemoConfig
+from examples.arithmetic.new_model import make_random_checkpoint
+from megatron_rl.config import load_config
 from megatron_rl.metrics import ROW_KEYS, describe, read_declarations
 from support.processes import ROOT, Command, Done, alive_after, command_lines, end, family, until
 
 TINY = {  # over configs/quickstart.toml
-    "model.warm_start.steps": 0,
-    "model.create.num_hidden_layers": 1,
+    "warm_start.steps": 0,
+    "architecture.num_hidden_layers": 1,
     "train.steps": 2,
     "rollout.prompts_per_step": 4,
     "rollout.group_size": 2,
@@ -35,8 +38,20 @@ LONG = 1500.0
 def train(folder: Path, changes: dict[str, Any] | None = None, *, launcher: tuple = (), config: str = "quickstart") -> Command:
     """Start the command; `changes` of the configuration over `TINY`, a model made from random numbers, its folders in `folder`."""
     settings = {**TINY, "model.path": folder / "model", "log.dir": folder / "runs", **(changes or {})}
+    return Command(folder, *launcher, "megatron_rl", "train", *make_model(folder, settings, launcher, config))
+
+
+def make_model(folder: Path, settings: dict[str, Any], launcher: tuple = (), config: str = "quickstart") -> list[object]:
+    """Make the model of `settings` where there is none, by the warm start's command where it learns; return the arguments of `train`."""
+    files = [ROOT / "configs" / f"{config}.toml", ROOT / "examples" / "arithmetic" / f"{config}.toml"]
     overrides = [f"--{name}={value}" for name, value in settings.items()]
-    return Command(folder, *launcher, "megatron_rl", "train", ROOT / "configs" / f"{config}.toml", *overrides)
+    demo = load_config(files[0], overrides, root=DemoConfig, more=files[1])
+    if demo.warm_start.steps and not demo.model.path.exists():
+        done = finish(Command(folder / "warm_start", *launcher, "examples.arithmetic.warm_start", *files, *overrides))
+        assert done.code == 0, done.err
+    elif not demo.model.path.exists():
+        make_random_checkpoint(demo.model.path, demo.architecture, demo.warm_start.seed)
+    return [files[0], *(word for word in overrides if not word.startswith(("--architecture.", "--warm_start.")))]
 
 
 def finish(command: Command, seconds: float = LONG) -> Done:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
+from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
@@ -29,7 +30,6 @@ from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tens
 from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.training.sft_warmup import negative_log_likelihood
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 

@@ -18,9 +18,9 @@ from megatron_rl.config import Config
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.sync import SyncConfig
-from megatron_rl.data.byte_tokenizer import load_tokenizer
 from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
+from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.export import export_checkpoint, save_hf

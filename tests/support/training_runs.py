@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from examples.arithmetic import warm_start
+from examples.arithmetic.config import DemoConfig
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
@@ -43,7 +45,6 @@ from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
 from megatron_rl.training.resume import choose_checkpoint, describe_layout
-from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
@@ -439,11 +440,11 @@ def measure_causes(folder: Path, precision: dict[str, Any], batch: list[Training
     return causes.finish()
 
 
-def make_run(config: Config, folder: Path, step: int) -> Path:
+def make_run(config: DemoConfig, folder: Path, step: int) -> Path:
     """Makes `config.model` and saves it as the checkpoint of `step` in the run folder `folder`; returns the checkpoint."""
+    warm_start.make_model(config)
     layout = Layout()
     start_megatron(layout, 0)
-    make_warm_start_checkpoint(config, layout, print)
     hf_config = read_config(config.model.path)
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision))
     load_checkpoint(model, config.model.path, build_rank_shards(hf_config, layout))

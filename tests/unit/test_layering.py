@@ -18,9 +18,9 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
     "parallel": {"parallel"},
     "megatron_rl": {"megatron_rl", "parallel"},
     "rollout_sglang": {"rollout_sglang", "megatron_rl", "parallel"},
-    "tools": {"rollout_sglang", "megatron_rl", "parallel"},
+    "tools": {"examples", "rollout_sglang", "megatron_rl", "parallel"},
     "launch": {"rollout_sglang", "megatron_rl", "parallel"},
-    "examples": {"examples", "rollout_sglang", "megatron_rl", "parallel"},  # and nobody imports them
+    "examples": {"examples", "rollout_sglang", "megatron_rl", "parallel"},  # and only tools import them
 }
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it

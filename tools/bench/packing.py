@@ -29,10 +29,11 @@ import torch
 import typer
 from torch.nn.utils.rnn import pad_sequence
 
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import ArchitectureConfig, PrecisionConfig, TrainConfig
-from megatron_rl.hf.create import make_hf_config
+from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.config.reward import RewardConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.rewards.worker_pool import RewardPool
@@ -44,7 +44,7 @@ def main(
     count: Annotated[int, typer.Option(help="Completions of each kind.")] = 1000,
 ) -> None:
     """Measure and print."""
-    rows = zip(_solutions(file), read_problem_set(DataSourceConfig(source=str(file)), "gsm8k", "FILE"), strict=True)
+    rows = zip(_solutions(file), read_problem_set(DataSourceConfig(source=str(file)), DataConfig(format="gsm8k"), "FILE"), strict=True)
     pairs = list(islice(cycle(rows), count))
     jobs = {kind: [(make(steps, problem.answer), problem) for steps, problem in pairs] for kind, make in KINDS.items()}
     jobs["all, mixed"] = [completion for row in zip(*jobs.values(), strict=True) for completion in row]

@@ -26,10 +26,12 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_random_checkpoint
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import format_error
-from megatron_rl.config import ArchitectureConfig, Config, load_config
+from megatron_rl.config import Config, load_config
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.activation_hooks import record_activations
@@ -39,7 +41,6 @@ from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tens
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import GRAPH, check_run
-from megatron_rl.training.sft_warmup import make_warm_start_checkpoint
 from megatron_rl.types import SamplingParams
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
@@ -142,8 +143,6 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
     with ExitStack() as resources:
         start_megatron(layout, config.train.seed)
         resources.callback(stop_megatron)
-        if not (config.model.path / "config.json").is_file():
-            make_warm_start_checkpoint(config, layout, lambda _: None)
         hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
         shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.path, shards)
@@ -205,17 +204,15 @@ def _format_difference(difference: dict[str, Any]) -> str:
 def make_config(
     folder: Path, file: Path | None, model: Path | None, mode: str, high: str, layers: int, tokens: int, overrides: list[str]
 ) -> Config:
-    """Return a run's configuration: without a file one of a tiny engine, without a model one of a random model that is never trained."""
+    """Return a run's configuration: without a file one of a tiny engine, without a model one of a random model."""
     if file is not None:
-        config = load_config(file, overrides)
-        warm = config.model.warm_start.model_copy(update={"steps": 0})
-        new_path = {} if (config.model.path / "config.json").is_file() else {"path": folder / "model"}
-        return config.model_copy(update={"model": config.model.model_copy(update={"warm_start": warm, **new_path})})
-    tiny = ArchitectureConfig(num_hidden_layers=layers, initializer_range=0.05, rope_theta=100.0).model_dump()
-    model_section = {"path": model} if model else {"path": folder / "model", "create": tiny, "warm_start": {"steps": 0}}
+        return load_config(file, overrides)
+    if model is None:
+        model = folder / "model"
+        make_random_checkpoint(model, ArchitectureConfig(num_hidden_layers=layers, initializer_range=0.05, rope_theta=100.0), seed=0)
     rollout = {"max_running_requests": 64, "max_total_tokens": 16384, "max_new_tokens": tokens}
     others = {"precision": {"mode": mode, "high": high}, "rollout": rollout, "data": {"max_prompt_tokens": _LONGEST_PROMPT}}
-    return Config.model_validate({"model": model_section, **others})
+    return Config.model_validate({"model": {"path": model}, **others})
 
 
 def main(

@@ -31,13 +31,13 @@ SETTINGS: dict[str, tuple[str, list[str]]] = {
     "quickstart": ("The config as it is.", []),
     "long_answers": (
         "Twelve operations in place of two to five: an answer that works step by step has 26 tokens, each a chance to leave the policy.",
-        ["--data.levels=[12]", "--rollout.max_new_tokens=48"],
+        ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48"],
     ),
     "high_learning_rate": ("Two and a half times the learning rate.", ["--train.learning_rate=1e-3"]),
     "many_updates": ("Eight optimizer steps per rollout in place of two.", ["--algorithm.updates_per_step=8"]),
     "all_at_once": (
         "Long answers, the high learning rate and many updates together.",
-        ["--data.levels=[12]", "--rollout.max_new_tokens=48", "--train.learning_rate=1e-3", "--algorithm.updates_per_step=8"],
+        ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48", "--train.learning_rate=1e-3", "--algorithm.updates_per_step=8"],
     ),
 }
 """Name -> what is harder in it, and the overrides that make it so."""
@@ -147,7 +147,7 @@ def draw_section(setting: str, variants: dict[str, Variant]) -> str:
 def make_overrides(setting: str, mode: str, tis: bool, seed: int, steps: int, out: Path, replay: str = "") -> list[str]:
     """Return what a run changes in the config. Runs on the same problems share a warm-started model, which the first of them makes."""
     changes = SETTINGS[setting][1]
-    model = "model_long_answers" if any(change.startswith("--data.levels") for change in changes) else "model"
+    model = "model_long_answers" if any(change.startswith("--data.settings.levels") for change in changes) else "model"
     return [
         f"--model.path={out / model}",
         f"--precision.mode={mode}",

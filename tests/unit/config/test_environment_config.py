@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_random_checkpoint
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import check_run
@@ -14,22 +16,21 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "configs" / "calculator.toml"
 
 
 def example(tmp_path: Path, *overrides: str) -> Config:
+    make_random_checkpoint(tmp_path / "model", ArchitectureConfig(num_hidden_layers=1, max_position_embeddings=256), 0)
     return load_config(EXAMPLE, [f"--model.path={tmp_path / 'model'}", *overrides])
 
 
 def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
     config = example(tmp_path)
     check_run(config)
-    assert config.environment is not None and config.environment.name == "calculator"
+    assert config.environment is not None and config.environment.name == "examples.arithmetic.calculator:Calculator"
     assert Config.model_validate({"model": {"path": "m"}}, strict=False).environment is None
-    with pytest.raises(UserError, match=r"model.warm_start.tool_share = 0.3: shows calls of the calculator"):
-        check_run(config.model_copy(update={"environment": None}))
 
 
 @pytest.mark.parametrize(
     "override, line",
     [
-        ("--environment.name=calculater", "environment.name = 'calculater': must be one of calculator, or your own as module:attribute"),
+        ("--environment.name=calculater", "environment.name = 'calculater': must be your own as module:attribute"),
         ("--environment.name=json:loads", "environment.name = 'json:loads': has no method step[(]text[)]"),
         ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
         (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import UserError
 
@@ -27,7 +27,7 @@ def write(folder: Path, content: bytes, name: str = "train.jsonl") -> Path:
 
 
 def read(path: Path, format: str | None = "gsm8k", name: str = ""):
-    return read_problem_set(DataSourceConfig(source=str(path), name=name), format, "data.train")
+    return read_problem_set(DataSourceConfig(source=str(path), name=name), DataConfig(format=format), "data.train")
 
 
 def test_a_row_becomes_a_problem(tmp_path):
@@ -35,7 +35,7 @@ def test_a_row_becomes_a_problem(tmp_path):
     assert (problem.prompt, problem.answer) == ("How many {clips} of 0?", "1070")
     assert (problem.id, problem.source, problem.level) == ("gsm8k/train:1", "gsm8k/train", 0)
     named = DataSourceConfig(source=str(tmp_path / "gsm8k" / "train.jsonl"), name="sums", format="gsm8k")
-    [problem] = read_problem_set(named, "math", "data.eval")
+    [problem] = read_problem_set(named, DataConfig(format="math"), "data.eval")
     assert (problem.id, problem.source) == ("sums:1", "sums"), "a set may have a name and a format of its own"
 
 
@@ -88,7 +88,7 @@ def test_a_malformed_line_is_named(tmp_path, line, wrong):
 def test_a_format_is_asked_for_by_what_fits(tmp_path):
     with pytest.raises(UserError, match=r'needs a format; its fields are question, answer, note; set format = "gsm8k"$'):
         read(write(tmp_path, GOOD), None)
-    with pytest.raises(UserError, match=r"its fields are x; set format to one of gsm8k, arithmetic, math, deepmath, aime, and name"):
+    with pytest.raises(UserError, match=r"its fields are x; set format to one of gsm8k, math, deepmath, aime, and name"):
         read(write(tmp_path, b'{"x": 1}'), None)
     with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):  # rows of an array are counted from one
         read(write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.formats import RowError, read_row
 from megatron_rl.data.sets import read_problem_set
 
@@ -23,7 +23,6 @@ MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, 
         ("gsm8k", {"question": "q", "answer": "#### -1,234,567"}, "-1234567", 0),
         ("gsm8k", {"question": "q", "answer": "#### 1,080.5"}, "1080.5", 0),
         ("gsm8k", {"question": "q", "answer": "#### (1,234)"}, "(1,234)", 0),  # no number with separators
-        ("arithmetic", {"question": "q", "answer": "57+8=65,65-3=62#62"}, "62", 0),
         # Hendrycks' own files, MATH-500, deepscaler's file
         ("math", {"problem": "q", "level": "Level 5", "type": "Algebra", "solution": MATH_SOLUTION}, r"\left( 3, \frac{\pi}{2} \right)", 5),
         ("math", {"problem": "q", "level": "Level ?", "type": "Geometry", "solution": r"so \fbox{7}"}, "7", 0),
@@ -60,9 +59,9 @@ def test_one_row_of_each_published_shape(format, row, gold, level):
         ("aime", {"problem": "q", "answer": "1000"}, "must hold an integer from 0 to 999, not '1000'"),
         ("aime", {"problem": "q", "answer": "-1"}, "must hold an integer from 0 to 999, not '-1'"),
         (
-            "arithmetic",
-            {"question": "q", "answer": "#### 5"},
-            'no # before the gold answer; correct or remove this row, or set format = "gsm8k"',
+            "math",
+            {"problem": "q", "question": "q", "solution": "none", "answer": None, "final_answer": "5"},
+            r'no \boxed{} with the gold answer; correct or remove this row, or set format = "deepmath"',
         ),
     ],
 )
@@ -85,7 +84,7 @@ def test_another_shape_is_refused_with_the_format_that_fits(format, row, wrong):
     ],
 )
 def test_the_real_files_load_whole(file, format, levels):
-    problems = read_problem_set(DataSourceConfig(source=str(REAL / file)), format, "data.eval")
+    problems = read_problem_set(DataSourceConfig(source=str(REAL / file)), DataConfig(format=format), "data.eval")
     assert Counter(problem.level for problem in problems) == levels
 
 

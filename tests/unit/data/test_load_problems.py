@@ -18,6 +18,7 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.data import load_problems, normalize_question
 from megatron_rl.errors import UserError
 
+SUMS = "examples.arithmetic.task:Arithmetic"
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 HUB_CARD = """---
 configs:
@@ -31,12 +32,14 @@ configs:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer  # a fresh process below does without transformers
+    from examples.arithmetic.byte_tokenizer import make_byte_tokenizer  # a fresh process below does without transformers
+    from megatron_rl.hf.tokenizer import load_tokenizer
 
     folder = tmp_path_factory.mktemp("model")
     make_byte_tokenizer(folder)
     tokenizer = load_tokenizer(folder)
-    return lambda **data: load_problems(Config(model=ModelConfig(path=folder), data=DataConfig(**data)), tokenizer)
+    defaults = {"train": SUMS, "eval": SUMS}
+    return lambda **data: load_problems(Config(model=ModelConfig(path=folder), data=DataConfig(**{**defaults, **data})), tokenizer)
 
 
 @pytest.fixture
@@ -58,10 +61,10 @@ def test_generated_problems_carry_the_template_and_stay_apart(load):
     assert {problem.level for problem in train} == {2, 3, 4, 5}
 
 
-@pytest.mark.parametrize("eval_source", ["", "arithmetic"])
+@pytest.mark.parametrize("eval_source", ["", SUMS])
 @pytest.mark.parametrize("generated", [True, False])
 def test_a_stream_resumes_exactly(load, jsonl, generated, eval_source):
-    source = "arithmetic" if generated else jsonl("train.jsonl", [f"q{i}" for i in range(10)])
+    source = SUMS if generated else jsonl("train.jsonl", [f"q{i}" for i in range(10)])
     fresh = lambda: load(train=source, eval=eval_source, format="gsm8k")  # noqa: E731
     stream, held_out = fresh()
     assert len(held_out) == (128 if eval_source else 0)
@@ -85,8 +88,8 @@ def test_train_loses_what_any_row_of_the_eval_file_holds(load, jsonl, caplog):
 
 
 def test_generated_train_avoids_an_eval_file(load, jsonl):
-    seen = {problem.prompt for problem in load(eval="", levels=(1,))[0].next_batch(300)}
-    stream, _ = load(eval=jsonl("eval.jsonl", sorted(seen)), format="gsm8k", levels=(1,))
+    seen = {problem.prompt for problem in load(eval="", settings={"levels": [1]})[0].next_batch(300)}
+    stream, _ = load(eval=jsonl("eval.jsonl", sorted(seen)), format="gsm8k", settings={"levels": [1]})
     assert not {problem.prompt for problem in stream.next_batch(300)} & seen
 
 
@@ -107,8 +110,8 @@ def test_nothing_left_is_refused(load, jsonl):
         load(train=train, eval="", format="gsm8k", max_prompt_tokens=3)
     with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 128 prompts of data.eval \(arithmetic\)"):
         load(max_prompt_tokens=3)
-    with pytest.raises(UserError, match="data.levels = .*level 6"):
-        load(eval="", levels=(5, 6), max_prompt_tokens=12)
+    with pytest.raises(UserError, match="data.settings.levels = .*level 6"):
+        load(eval="", settings={"levels": [5, 6]}, max_prompt_tokens=12)
     with pytest.raises(UserError, match="data.train = .*also in data.eval"):
         load(train=train, eval=train, format="gsm8k")
     again = jsonl("again.jsonl", ["question two"])
@@ -134,8 +137,8 @@ def test_questions_that_repeat_are_left_out_and_counted(load, jsonl, caplog):
 
 def test_a_mixture_of_generated_and_published_problems(load, jsonl):
     """Weights are kept, held-out sets stand side by side with their names, nothing is in both, and the stream resumes."""
-    train = [{"source": "arithmetic", "weight": 3}, {"source": jsonl("train.jsonl", list("abcdef")), "format": "gsm8k", "name": "letters"}]
-    sets = [{"source": jsonl("eval.jsonl", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": "arithmetic", "name": "sums"}]
+    train = [{"source": SUMS, "weight": 3}, {"source": jsonl("train.jsonl", list("abcdef")), "format": "gsm8k", "name": "letters"}]
+    sets = [{"source": jsonl("eval.jsonl", list("fgh")), "format": "gsm8k", "name": "rest"}, {"source": SUMS, "name": "sums"}]
     fresh = lambda: load(train=train, eval=sets, eval_size=20, prompt_template="{question}?")  # noqa: E731
     stream, held_out = fresh()
     assert [problem.source for problem in held_out] == ["rest"] * 3 + ["sums"] * 20
@@ -156,7 +159,7 @@ def count_bytes(prompts: list[str], add_special_tokens: bool) -> dict[str, list[
 
 
 def draw_prompts(train: str) -> tuple[list[str], list[str], dict]:
-    data = DataConfig(train=[{"source": "arithmetic"}, {"source": train}], format="gsm8k", eval_size=10)
+    data = DataConfig(train=[{"source": SUMS}, {"source": train}], format="gsm8k", eval_size=10)
     stream, held_out = load_problems(Config(model=ModelConfig(path=Path("m")), data=data), count_bytes)
     return [p.prompt for p in held_out], [p.prompt for p in stream.next_batch(60)], stream.state_dict()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from megatron_rl.config.data import DataConfig
 from megatron_rl.data import check_data
-from megatron_rl.data.byte_tokenizer import load_tokenizer, make_byte_tokenizer
 from megatron_rl.data.prompt_template import make_prompt_formatter
 from megatron_rl.errors import UserError
+from megatron_rl.hf.tokenizer import load_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -86,10 +87,8 @@ def test_a_chat_template_that_does_not_do(chat, template, data, line):
 
 
 def test_preflight_asks_the_tokenizer_that_will_be_used(tmp_path):
-    with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path}/new has no chat template"):
-        check_data(DataConfig(chat=True), tmp_path / "new")
     make_byte_tokenizer(tmp_path)
     with pytest.raises(UserError, match=f"data.chat: the tokenizer of {tmp_path} has no chat template"):
-        check_data(DataConfig(chat=True), tmp_path)
+        check_data(DataConfig(chat=True, train="examples.arithmetic.task:Arithmetic"), tmp_path)
     (tmp_path / "chat_template.jinja").write_text(CHATML)
-    check_data(DataConfig(chat=True), tmp_path)
+    check_data(DataConfig(chat=True, train="examples.arithmetic.task:Arithmetic"), tmp_path)

@@ -24,13 +24,14 @@ def outcome(text: str, correct: bool = False, error: str = "", finish: str = "st
     return Outcome(text, Reward(float(correct), correct, error), len(text), finish)
 
 
+def test_what_the_reward_function_read_is_the_vote_of_a_wrong_completion():
+    assert Outcome("#12", Reward(0.0, False, answer="3"), 3, "stop").answer(problem(1)) == "3"
+    assert Outcome("it is 12", Reward(0.0, False, answer=""), 8, "stop").answer(problem(1)) is None
+
+
 @pytest.mark.parametrize(
     "text, source, answer",
     [
-        ("1,3#3", "arithmetic", "3"),
-        ("1,3#03", "arithmetic", "3"),
-        ("1,3", "arithmetic", None),
-        ("1#3 or so", "arithmetic", None),
         ("# Solution\nThe answer is 1,080.", "gsm8k", "1080"),
         ("#### 7", "gsm8k", "7"),
         (r"so \boxed{ \frac{1}{2} }", "math", r"\frac{1}{2}"),
@@ -46,14 +47,14 @@ def test_a_wrong_completion_votes_for_what_it_states_and_a_correct_one_for_the_g
 
 
 def test_a_tally_counts_votes_lengths_and_errors():
-    texts = [outcome("#2", True), outcome("2#2", True), outcome("#3"), outcome("1,", finish="length"), outcome("#4", error="died")]
+    texts = [outcome("2", True), outcome("2=2", True), outcome("is 3"), outcome("a,", finish="length"), outcome("is 4", error="died")]
     result = Tally.of(problem(1), texts)
     assert (result.samples, result.correct, result.votes) == (5, 2, ((2, 2), (1, 0)))
-    assert (result.tokens, result.truncated, result.errors, result.reward) == ((2, 3, 2, 2, 2), 1, 1, 2.0)
+    assert (result.tokens, result.truncated, result.errors, result.reward) == ((1, 3, 4, 2, 4), 1, 1, 2.0)
 
 
 def tally(number: int, correct: int, level: int = 1, source: str = "arithmetic", samples: int = 4) -> Tally:
-    outcomes = [outcome("#2", True)] * correct + [outcome("#3")] * (samples - correct)
+    outcomes = [outcome("is 2", True)] * correct + [outcome("is 3")] * (samples - correct)
     return Tally.of(problem(number, level, source), outcomes)
 
 
@@ -85,7 +86,7 @@ def test_a_comparison_pairs_the_problems():
 
 
 class Letters:
-    """A tokenizer of letters, an engine that answers each prompt with `#` and how often it was asked before, rewards for "#1"."""
+    """A tokenizer of letters, an engine that answers each prompt with ` #### ` and how often it was asked before, rewards for "1"."""
 
     def __init__(self, failing: str = "") -> None:
         self.seen: dict[str, int] = {}
@@ -103,12 +104,12 @@ class Letters:
             for prompt in map(self.decode, prompts_B, [True] * len(prompts_B)):
                 if prompt == self.failing:
                     raise RunError("the engine is gone")
-                result.append(Generation(self.encode(f"{prompt}#{self.seen.get(prompt, 0)}", False), [], "stop", 0))
+                result.append(Generation(self.encode(f"{prompt} #### {self.seen.get(prompt, 0)}", False), [], "stop", 0))
                 self.seen[prompt] = self.seen.get(prompt, 0) + 1
             return result
 
     def score(self, texts, problems, lengths, broken):
-        return [Reward(float(text.endswith("#1")), text.endswith("#1")) for text in texts]
+        return [Reward(float(text.endswith(" 1")), text.endswith(" 1")) for text in texts]
 
 
 def run(letters: Letters, path, problems: int = 5, samples: int = 3, chunk: int = 4) -> list[Tally]:

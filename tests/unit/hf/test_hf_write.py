@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 
@@ -10,9 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.config import ArchitectureConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf.create import make_hf_config, make_random_tensors
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import atomic_folder, write_checkpoint
 
@@ -73,27 +70,3 @@ def test_a_bad_config_json_is_the_users_error_in_one_line(tmp_path, content, rul
     with pytest.raises(UserError, match=rule) as caught:
         read_config(tmp_path)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_transformers_reads_a_new_config(tmp_path):
-    from transformers import AutoConfig
-
-    def read(architecture: ArchitectureConfig, dtype: str):
-        (tmp_path / "config.json").write_text(json.dumps(make_hf_config(architecture, 7, dtype)))
-        return AutoConfig.from_pretrained(tmp_path)
-
-    dense = read(ArchitectureConfig(hidden_size=384, tie_word_embeddings=True, rope_theta=5000.0), "bf16")
-    assert (type(dense).__name__, dense.hidden_size, dense.tie_word_embeddings, dense.eos_token_id) == ("Qwen3Config", 384, True, 7)
-    assert dense.dtype == torch.bfloat16
-    widths = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
-    moe = read(ArchitectureConfig(**widths), "fp32")
-    assert (type(moe).__name__, moe.norm_topk_prob, moe.decoder_sparse_step, moe.mlp_only_layers) == ("Qwen3MoeConfig", True, 1, [])
-    assert {name: getattr(moe, name) for name in widths} == widths
-
-
-def test_random_weights_repeat_with_the_seed_and_norms_are_one():
-    shapes = {"w": (300, 400), "norm": (400,)}
-    first, again, other = (make_random_tensors({"initializer_range": 0.02}, shapes, seed) for seed in (1, 1, 2))
-    assert torch.equal(first["w"], again["w"]) and not torch.equal(first["w"], other["w"])
-    assert (first["norm"] == 1).all() and all(tensor.dtype == torch.float32 for tensor in first.values())
-    assert first["w"].std().item() == pytest.approx(0.02, rel=0.02) and abs(first["w"].mean().item()) < 1e-3

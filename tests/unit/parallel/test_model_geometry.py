@@ -9,8 +9,8 @@ import pytest
 from support.geometries import HIDDEN, KV_HEADS, SMALL_MOE, VOCAB, filled_rows, small_model
 from support.golden import slow_cut
 
-from megatron_rl.config import ArchitectureConfig
-from megatron_rl.hf.create import make_hf_config
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config
 from parallel.families import FAMILIES
 from parallel.layout import Coordinates, Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order

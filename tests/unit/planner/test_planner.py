@@ -258,12 +258,6 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
     subprocess.run(["bash", "-n", tmp_path / "job.sbatch"], check=True)
 
 
-def test_a_model_that_is_still_to_be_made():
-    result = CliRunner().invoke(app, ["plan", "configs/quickstart.toml", "--gpus-per-node", "2", "--model.path=nowhere"])
-    assert result.exit_code == 0, result.output
-    assert "The best layout" in result.stdout
-
-
 @pytest.mark.parametrize(
     "options, line, best",
     [

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl.config import ArchitectureConfig, Config, ModelConfig, PrecisionConfig, SyncConfig, load_config
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config
+from megatron_rl.config import Config, ModelConfig, PrecisionConfig, SyncConfig, load_config
 from megatron_rl.errors import UserError
-from megatron_rl.hf.create import make_hf_config
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight import Facts, Needs, check, check_run
 from parallel.layout import Layout

@@ -10,10 +10,12 @@ from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import list_tensors, make_fp8_checkpoint, write_sparse_safetensors
 from typer.testing import CliRunner
 
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
+from examples.arithmetic.config import ArchitectureConfig
+from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.cli.main import app
-from megatron_rl.config import ArchitectureConfig, load_config
+from megatron_rl.config import load_config
 from megatron_rl.data.files import SOURCE_FIX
-from megatron_rl.hf.create import make_hf_config
 from megatron_rl.preflight import check_run
 from parallel.families import FAMILIES
 from parallel.layout import Layout
@@ -29,7 +31,8 @@ def workplace(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     write_config(tmp_path)
-    (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[data]\nmax_prompt_tokens = 512\n[rollout]\nmax_new_tokens = 512\n')
+    data = '[data]\ntrain = "examples.arithmetic.task:Arithmetic"\nmax_prompt_tokens = 512\n'
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "model"\n{data}[rollout]\nmax_new_tokens = 512\n')
     return tmp_path
 
 
@@ -51,9 +54,6 @@ def refused(*overrides: str) -> str:
 
 def test_a_good_configuration_passes(workplace):
     assert check_run(load_config(workplace / "run.toml")) == Layout()
-    created = ["--model.path=new", "--model.create.hidden_size=128"]
-    assert check_run(load_config(workplace / "run.toml", created)) == Layout()
-    assert not (workplace / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,7 @@ def test_a_good_configuration_passes(workplace):
         ),
         (
             ["--model.path=nowhere"],
-            "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder, or add [model.create]",
-        ),
-        (
-            ["--model.path=notes", "--model.create.hidden_size=128"],
-            "model.path = 'notes': exists but holds no config.json; remove it, or name another folder",
+            "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder",
         ),
         (
             ["--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3"],
@@ -94,6 +90,7 @@ def test_a_good_configuration_passes(workplace):
             ["--sync.transport=json:loads"],
             "sync.transport = 'json:loads': must be a parallel.transport.base.Transport, not a function; see docs/extending.md",
         ),
+        (["--data.train="], f"data.train: names no problems; {SOURCE_FIX}"),
         (["--data.train=no.jsonl"], f"data.train = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.eval=no.jsonl"], f"data.eval = 'no.jsonl': does not exist; {SOURCE_FIX}"),
         (["--data.train=model"], f"data.train = 'model': is a folder; {SOURCE_FIX}"),
@@ -112,17 +109,14 @@ def test_each_mistake_is_one_line_with_its_fix(workplace, overrides, line):
     assert refused(*overrides) == line
 
 
-EXPERTS = ["--model.path=new", "--model.create.num_experts=4"]
-
-
-def test_experts_that_are_to_be_created(workplace, monkeypatch):
-    check_run(load_config(workplace / "run.toml", [*EXPERTS, "--algorithm.routing_replay=engine", "--train.router_aux_loss=0.1"]))
+def test_experts(workplace, monkeypatch):
+    write_config(workplace, **make_hf_config(ArchitectureConfig(num_experts=4), 0, "fp32"))
+    check_run(load_config(workplace / "run.toml", ["--algorithm.routing_replay=engine", "--train.router_aux_loss=0.1"]))
     rule = "needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss"
-    assert refused(*EXPERTS, "--train.router_bias_rate=0.1") == f"train.router_bias_rate = 0.1: {rule}"
-    assert refused(*EXPERTS[1:]).startswith("model.create.num_experts = 4: the checkpoint already at model has 0; ")
+    assert refused("--train.router_bias_rate=0.1") == f"train.router_bias_rate = 0.1: {rule}"
     monkeypatch.setenv("WORLD_SIZE", "2")
     layout = ["--train.layout.dp=2", "--train.layout.ep=2"]
-    assert check_run(load_config(workplace / "run.toml", [*EXPERTS, *layout])) == Layout(dp=2, ep=2)
+    assert check_run(load_config(workplace / "run.toml", layout)) == Layout(dp=2, ep=2)
 
 
 def test_layouts_that_pass(workplace, monkeypatch):
@@ -205,13 +199,6 @@ def test_a_malformed_line_of_data_and_a_missing_chat_template_are_named(workplac
     (workplace / "bad.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": "2+2?"}\n')
     line = refused("--data.train=bad.jsonl", "--data.format=gsm8k", "--data.eval=")
     assert line == "data.train = 'bad.jsonl:2': format gsm8k needs the field answer, found question; correct or remove this row"
-    line = refused("--data.chat=true", "--model.path=new", "--model.create.hidden_size=128")
-    assert line == "data.chat: the tokenizer of new has no chat template; set it to false, or add chat_template.jinja to that folder"
-    assert refused("--data.chat=true") == line.replace("new", "model")
-
-
-def test_widths_that_differ_from_the_checkpoint_already_there_are_refused(workplace):
-    check_run(load_config(workplace / "run.toml", ["--model.create.hidden_size=256"]))
-    line = refused("--model.create.hidden_size=384")
-    assert line.startswith("model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder")
-    assert "rope_theta" in refused("--model.create.rope_theta=5.0")
+    make_byte_tokenizer(workplace / "model")
+    line = "data.chat: the tokenizer of model has no chat template; set it to false, or add chat_template.jinja to that folder"
+    assert refused("--data.chat=true") == line

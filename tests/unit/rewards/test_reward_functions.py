@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
-from megatron_rl.rewards import arithmetic, load_function, match
+from megatron_rl.rewards import load_function, match
 from megatron_rl.rewards import math as math_reward
 from megatron_rl.types import Problem, Reward
 from parallel.plug import InputError
@@ -21,19 +21,6 @@ GSM8K_TEST, MATH_500 = DATA / "gsm8k" / "test.jsonl", DATA / "math500" / "test.j
 
 def _problem(answer: str) -> Problem:
     return Problem("p", "?", answer)
-
-
-def test_arithmetic_accepts_the_integer_after_the_last_hash_alone():
-    for text in ("#62", "57+8=65,65-3=62#62", "#1#62", "#062"):
-        assert arithmetic.reward(text, _problem("62")) == Reward(1.0, True), text
-    wrong = ["", "62", "#", "#63", "#62 ", "#62\n", "#62.", "#62#", "# 62", "#+62", "#٦٢", "#62<|endoftext|>", "#" + "9" * 9999]
-    for text in wrong:
-        assert arithmetic.reward(text, _problem("62")) == Reward(0.0, False), text
-
-
-@given(st.text(), st.integers(0, 99), st.integers(0, 99))
-def test_arithmetic_depends_on_the_last_integer_only(text, stated, gold):
-    assert arithmetic.reward(f"{text}#{stated}", _problem(str(gold))).correct == (stated == gold)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +104,6 @@ def with_defaults(text, problem, extra=1): ...
 
 
 def test_functions_are_found_by_name_and_what_is_none_is_refused():
-    assert load_function("arithmetic") is arithmetic.reward
     assert load_function("math") is load_function("megatron_rl.rewards.math:reward") is math_reward.reward
     assert load_function("format", {"pattern": "a+"})("aa", _problem("")).correct
     assert load_function(f"{__name__}:with_defaults") is with_defaults
@@ -136,7 +122,7 @@ def _correct(texts: list[str], golds: list[str]) -> int:
 
 @needs_gsm8k
 def test_real_gsm8k_golds_verify_and_another_problems_gold_does_not():
-    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
+    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval")
     golds = [problem.answer for problem in problems]
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     assert _correct(texts, golds) == _correct([rf"\boxed{{{gold}}}" for gold in golds], golds) == len(golds) == 1319

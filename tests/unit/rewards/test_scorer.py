@@ -39,10 +39,10 @@ def load(tmp_path):
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("[reward]\nfunction = 'magic'", "reward.function = 'magic': must be one of arithmetic, math, exact, format, length, http, or your"
+        ("[reward]\nfunction = 'magic'", "reward.function = 'magic': must be one of math, exact, format, length, http, or your"
                                          " own as module:attribute"),
         ("[reward]\nfunction = 'http'", "reward.function = 'http': http needs url, in a table [[reward.functions]]"),
-        ("[[reward.functions]]\nname = 'a b:c'", "reward.functions.0.name = 'a b:c': must be one of arithmetic, math"),
+        ("[[reward.functions]]\nname = 'a b:c'", "reward.functions.0.name = 'a b:c': must be one of math"),
         ("[[reward.functions]]\nname = 'format'", "reward.functions.0: format needs pattern, in a table"),
         ("[[reward.functions]]\nname = 'math'\nurl = 'x'", "reward.functions.0: math takes no url"),
         ("[[reward.functions]]\nname = 'my.module:f'\npattern = 'x'", "reward.functions.0: my.module:f takes no pattern"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.data import DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import RunError
 from megatron_rl.rewards.worker_pool import RewardPool
@@ -45,7 +45,7 @@ def _problems(count: int) -> list[Problem]:
 def test_rewards_come_in_the_order_of_the_samples():
     problems = _problems(300)
     texts = [f"#{problem.answer}" if index % 3 else "#-1" for index, problem in enumerate(problems)]
-    with pool_of("arithmetic", 3, 5.0) as pool:
+    with pool_of("examples.arithmetic.reward:reward", 3, 5.0) as pool:
         for _ in range(2):
             assert [reward.correct for reward in judged(pool, texts, problems)] == [bool(index % 3) for index in range(300)]
         assert judged(pool, [], []) == []
@@ -161,7 +161,7 @@ def test_math_verify_runs_in_the_workers_and_hostile_mathematics_is_bounded():
 
 @pytest.mark.skipif(not GSM8K_TEST.is_file(), reason=f"the GSM8K file is not at {GSM8K_TEST}")
 def test_real_gsm8k_golds_verify_in_the_pool():
-    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), "gsm8k", "data.eval")
+    problems = read_problem_set(DataSourceConfig(source=str(GSM8K_TEST)), DataConfig(format="gsm8k"), "data.eval")
     texts = [json.loads(line)["answer"] for line in GSM8K_TEST.read_text().splitlines()]
     with pool_of("math", 2, 5.0) as pool:
         assert all(reward.correct for reward in judged(pool, texts, problems))

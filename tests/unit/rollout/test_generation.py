@@ -180,7 +180,7 @@ def test_a_broken_environment_costs_its_own_answer_only(caplog):
 
 def test_a_bad_name_is_refused_before_anything_starts():
     wrong = {
-        "calculater": "must be one of calculator, or your own as module:attribute",
+        "calculater": "must be your own as module:attribute",
         "no_such_module:Tool": "cannot be imported [(]ModuleNotFoundError",
         "support.hostile:Missing": "cannot be imported [(]AttributeError",
         "support.hostile:Speechless": "has no method step",

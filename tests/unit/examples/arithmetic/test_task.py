@@ -7,18 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.data.arithmetic import HELD_OUT_ONE_IN, WIDTH, generate, is_held_out, write_demonstration
+from examples.arithmetic.reward import reward
+from examples.arithmetic.task import HELD_OUT_ONE_IN, WIDTH, Arithmetic, is_held_out, write_demonstration
 from megatron_rl.errors import UserError
-from megatron_rl.rewards.arithmetic import reward
 from megatron_rl.types import Problem
 
 seeds = st.integers(0, 2**32)
 level_lists = st.lists(st.integers(1, 8), min_size=1, max_size=4)
 
 
+def train(count, levels, seed):
+    return [Arithmetic(seed, levels).train_problem(position) for position in range(count)]
+
+
 @given(level_lists, seeds)
 def test_a_question_keeps_every_value_in_range_and_has_the_right_answer(levels, seed):
-    for index, problem in enumerate(generate(8, levels, seed, "train")):
+    for index, problem in enumerate(train(8, levels, seed)):
         assert re.fullmatch(r"\d([+-][1-9])+ *=", problem.prompt)
         assert len(problem.prompt) == max(WIDTH, 1 + 2 * problem.level) + 1
         start, *changes = map(int, re.findall(r"^\d|[+-]\d", problem.prompt))
@@ -30,20 +34,19 @@ def test_a_question_keeps_every_value_in_range_and_has_the_right_answer(levels, 
 
 @given(level_lists, seeds, seeds)
 def test_no_prompt_is_on_both_sides_whatever_the_seeds(levels, one_seed, other_seed):
-    train = {problem.prompt for problem in generate(32, levels, one_seed, "train")}
-    held_out = {problem.prompt for problem in generate(8, levels, other_seed, "eval")}
+    trained_on = {problem.prompt for problem in train(32, levels, one_seed)}
+    held_out = {problem.prompt for problem in Arithmetic(other_seed, levels).held_out(8)}
     assert len(held_out) == 8
-    assert not train & held_out
-    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, train))
+    assert not trained_on & held_out
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, trained_on))
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_the_seed_alone_decides_and_bad_levels_are_refused(split):
-    assert generate(20, (1, 3), 7, split) == generate(20, (1, 3), 7, split)
-    assert generate(20, (1, 3), 7, split) != generate(20, (1, 3), 8, split)
-    for levels in ([], [0], [2, -1]):
-        with pytest.raises(UserError, match="data.levels"):
-            generate(1, levels, 0, split)
+@pytest.mark.parametrize("draw", [lambda seed: train(20, (1, 3), seed), lambda seed: Arithmetic(seed, (1, 3)).held_out(20)])
+def test_the_seed_alone_decides_and_bad_levels_are_refused(draw):
+    assert draw(7) == draw(7) != draw(8)
+    for levels in ([], [0], [2, -1], ["x"]):
+        with pytest.raises(UserError, match="data.settings.levels"):
+            Arithmetic(0, levels)
 
 
 def test_level_one_can_be_held_out_to_its_last_question_and_no_further():
@@ -52,9 +55,9 @@ def test_level_one_can_be_held_out_to_its_last_question_and_no_further():
     }
     held_out = {question for question in every_question if is_held_out(question)}
     assert len(held_out) == pytest.approx(len(every_question) / HELD_OUT_ONE_IN, rel=0.5)
-    assert {problem.prompt for problem in generate(len(held_out), [1], 0, "eval")} == held_out
+    assert {problem.prompt for problem in Arithmetic(0, [1]).held_out(len(held_out))} == held_out
     with pytest.raises(UserError, match=f"data.eval_size: .*level 1, and there are {len(held_out)}"):
-        generate(len(held_out) + 1, [1], 0, "eval")
+        Arithmetic(0, [1]).held_out(len(held_out) + 1)
 
 
 def test_the_two_kinds_of_worked_example():
@@ -64,12 +67,10 @@ def test_the_two_kinds_of_worked_example():
     rng = random.Random(0)
     step_by_step = sum("," in write_demonstration(problem, rng, 0.25) for _ in range(2000))
     assert step_by_step == pytest.approx(500, abs=100)
-    with pytest.raises(UserError, match="model.warm_start.steps"):  # a problem from a file has none
-        write_demonstration(Problem("gsm8k/train:1", "How many?", "3"), random.Random(0), 1.0)
 
 
 @given(level_lists, seeds, st.sampled_from([0.0, 0.5, 1.0]))
 def test_every_worked_example_earns_the_reward(levels, seed, share):
     rng = random.Random(seed)
-    for problem in generate(8, levels, seed, "train"):
+    for problem in train(8, levels, seed):
         assert reward(write_demonstration(problem, rng, share), problem).correct

@@ -1,4 +1,9 @@
-"""The generated task: a chain of additions and subtractions, easy to verify and graded in difficulty.
+"""A data source that generates problems: a chain of additions and subtractions, easy to verify and graded in difficulty.
+
+    [data]
+    train = "examples.arithmetic.task:Arithmetic"
+    eval = "examples.arithmetic.task:Arithmetic"
+    settings = {levels = [2, 3, 4, 5]}
 
 A problem of level n starts with a digit and applies n operations, + or - with a digit 1..9, from left to right; every intermediate
 result is a digit again. The question of level 2 `5+3-6      =` has two worked examples: step by step, every intermediate result
@@ -18,12 +23,11 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Literal
 
-from megatron_rl.config.data import GENERATED_SOURCE
 from megatron_rl.errors import UserError
 from megatron_rl.types import Problem
 
+SOURCE = "examples.arithmetic.task:Arithmetic"
 HELD_OUT_ONE_IN = 8
 """One question in this many is held out."""
 ENUMERATED_LEVELS = 3
@@ -35,66 +39,53 @@ WIDTH = 11
 MOST_REDRAWS = 1_000
 
 
+class Arithmetic:
+    """Problems of `levels`, which take turns; a level named twice gets twice the share. Raise UserError for bad levels."""
+
+    def __init__(self, seed: int, levels: Sequence[int] = (2, 3, 4, 5)) -> None:
+        if not levels or not all(isinstance(level, int) for level in levels) or min(levels) < 1:
+            raise UserError("data.settings.levels", list(levels), "must name at least one level, each 1 or more", "use e.g. [1, 2, 3, 4]")
+        self.seed, self.levels = seed, tuple(levels)
+        self.fingerprint = (self.levels, seed)
+
+    def train_problem(self, position: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
+        """Return the first draw on the train side that `accept` accepts. Raise UserError when it refuses all of many draws."""
+        level = self.levels[position % len(self.levels)]
+        rng = random.Random(f"{self.seed}/train/{position}")
+        for _ in range(MOST_REDRAWS):
+            question = _draw_question(rng, level)
+            if not is_held_out(question) and accept(problem := _problem(question, level)):
+                return problem
+        rule = f"no train problem of level {level} is left once prompts that are too long or held out are removed"
+        raise UserError("data.settings.levels", list(self.levels), rule, "raise data.max_prompt_tokens or change the levels")
+
+    def held_out(self, count: int) -> list[Problem]:
+        """Return distinct questions. Raise UserError when there are not so many."""
+        cycle = [self.levels[index % len(self.levels)] for index in range(count)]
+        rng = random.Random(f"{self.seed}/eval")
+        drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(cycle).items())}
+        return [_problem(next(drawn[level]), level) for level in cycle]
+
+
 def is_held_out(question: str) -> bool:
     """Return whether `question` (without template) is held out; depends on its text only."""
     return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
-def generate(count: int, levels: Sequence[int], seed: int, split: Literal["train", "eval"]) -> list[Problem]:
-    """Return `count` problems, cycling through `levels`; the same arguments give the same list on every machine.
-
-    `train` draws with replacement; `eval` has distinct questions. A level named twice gets twice the share. Raise UserError for a bad
-    level, and when `eval` needs more questions than exist.
-    """
-    check_levels(levels)
-    if split == "train":
-        return [make_train_problem(position, levels, seed) for position in range(count)]
-    cycle = [levels[index % len(levels)] for index in range(count)]
-    rng = random.Random(f"{seed}/eval")
-    drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(cycle).items())}
-    return [_problem(next(drawn[level]), level) for level in cycle]
-
-
-def make_train_problem(position: int, levels: Sequence[int], seed: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
-    """Return the problem at `position` of the endless train stream of `seed`: the first draw on the train side that `accept` accepts.
-
-    Raise UserError when `accept` refuses all of many draws.
-    """
-    level = levels[position % len(levels)]
-    rng = random.Random(f"{seed}/train/{position}")
-    for _ in range(MOST_REDRAWS):
-        question = _draw_question(rng, level)
-        if not is_held_out(question) and accept(problem := _problem(question, level)):
-            return problem
-    rule = f"no train problem of level {level} is left once prompts that are too long or held out are removed"
-    raise UserError("data.levels", list(levels), rule, "raise data.max_prompt_tokens or change the levels")
-
-
 def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
-    """Return a worked answer to a generated problem, without end token: step by step with probability `step_by_step_share`, else direct.
-
-    Raise UserError for a problem that this module did not generate: it has no steps to show.
-    """
-    prefix = f"{GENERATED_SOURCE}:"
-    if not problem.id.startswith(prefix):
-        raise UserError("model.warm_start.steps", None, "worked examples exist for generated problems only", "set it to 0")
+    """Return a worked answer, without end token: step by step with probability `step_by_step_share`, else direct."""
     if rng.random() >= step_by_step_share:
         return f"#{problem.answer}"
-    start, *changes = re.findall(r"^\d|[+-]\d", problem.id.removeprefix(prefix))
+    start, *changes = re.findall(r"^\d|[+-]\d", problem.id.removeprefix("arithmetic:"))
     results = list(itertools.accumulate(map(int, changes), initial=int(start)))[1:]
     return ",".join(map(str, results)) + f"#{problem.answer}"
-
-
-def check_levels(levels: Sequence[int]) -> None:
-    if not levels or min(levels) < 1:
-        raise UserError("data.levels", list(levels), "must name at least one level, each 1 or more", "use e.g. [1, 2, 3, 4]")
 
 
 def _problem(question: str, level: int) -> Problem:
     """Return the problem; its id holds the bare expression: unique, equal in every run, and read by `write_demonstration`."""
     expression = question.rstrip("= ")
     answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
-    return Problem(f"{GENERATED_SOURCE}:{expression}", question, str(answer), level, GENERATED_SOURCE)
+    return Problem(f"arithmetic:{expression}", question, str(answer), level)
 
 
 def _operations(value: int) -> list[int]:

@@ -1,15 +1,18 @@
-"""A new model from `[model.create]`: its config.json and random weights. Imports without torch."""
+"""A new model of the Qwen3 architecture: its config.json, random weights and a byte-level tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from megatron_rl.config import ArchitectureConfig
+import torch
+
+from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
+from examples.arithmetic.config import ArchitectureConfig
+from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.write import write_checkpoint
 from parallel.formats import dtype_name
-
-if TYPE_CHECKING:
-    import torch
+from parallel.model_geometry import ModelGeometry
 
 _EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
 
@@ -50,12 +53,19 @@ def _expert_fields(architecture: ArchitectureConfig) -> dict[str, Any]:
     }
 
 
-def make_random_tensors(config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+def make_random_tensors(config: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
     """Return fresh float32 weights: norms are one, everything else is N(0, initializer_range)."""
-    import torch
-
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * config["initializer_range"]
-        for name, shape in shapes.items()
+        tensor.name: torch.ones(tensor.rows)
+        if tensor.vector
+        else torch.randn((tensor.rows, tensor.cols), generator=generator) * config["initializer_range"]
+        for tensor in ModelGeometry.from_hf_config(config).tensors().values()
     }
+
+
+def make_random_checkpoint(folder: Path, architecture: ArchitectureConfig, seed: int) -> None:
+    """Write a checkpoint with random FP32 weights and the byte-level tokenizer into `folder` (made when absent)."""
+    make_byte_tokenizer(folder)
+    hf_config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, "fp32")
+    write_checkpoint(folder, hf_config, make_random_tensors(hf_config, seed), None)

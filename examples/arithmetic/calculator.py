@@ -1,4 +1,7 @@
-"""A calculator as environment: the policy writes `<<5+3-6>>`, the calculator continues with `2`. Also demonstrations of its use.
+"""An environment: the policy writes `<<5+3-6>>`, the calculator continues with `2`. Also demonstrations of its use.
+
+    [environment]
+    name = "examples.arithmetic.calculator:Calculator"
 
 Integers only, with + - * / // and brackets. No code is executed: the expression is parsed, and its syntax tree evaluated.
 """
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from megatron_rl.rollout.environments.base import Message
 from megatron_rl.types import Problem
 
+ENVIRONMENT = "examples.arithmetic.calculator:Calculator"
 MAX_EXPRESSION_LENGTH = 64
 MAX_ABS_VALUE = 10**15
 """Limit of every intermediate result, which also bounds the time of a product."""

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from megatron_rl.config import WarmStartConfig
-from megatron_rl.data.arithmetic import generate
-from megatron_rl.rewards.arithmetic import reward
+from examples.arithmetic import supervised
+from examples.arithmetic.calculator import Calculator, evaluate_expression, write_demonstration
+from examples.arithmetic.config import WarmStartConfig
+from examples.arithmetic.reward import reward
+from examples.arithmetic.task import Arithmetic
 from megatron_rl.rollout.environments.base import Message
-from megatron_rl.rollout.environments.calculator import Calculator, evaluate_expression, write_demonstration
-from megatron_rl.training import sft_warmup
 from megatron_rl.types import Problem
 
 PROBLEM = Problem("arithmetic:5+3-6", "5+3-6      =", "2", 2, "arithmetic")
@@ -53,7 +53,7 @@ def test_a_turn_that_ends_with_a_call_is_answered(text, reply):
 
 def test_worked_examples_call_the_calculator_and_are_right():
     assert write_demonstration(PROBLEM) == ["<<5+3-6>>", "2", "#2"]
-    for problem in generate(40, [2, 3, 4, 5], 0, "train"):
+    for problem in map(Arithmetic(0).train_problem, range(40)):
         call, result, answer = write_demonstration(problem)
         assert Calculator(problem).step(call) == Message(result)
         assert reward(call + result + answer, problem).correct
@@ -67,16 +67,16 @@ class Letters:
 
 
 def test_a_worked_example_teaches_what_the_policy_writes():
-    example = sft_warmup.make_example([7, 8], ["<<1>>", "12", "#1"], Letters())
+    example = supervised.make_example([7, 8], ["<<1>>", "12", "#1"], Letters())
     assert example.response_ids == [*map(ord, "<<1>>12#1"), 0]
     assert example.response_mask == [True] * 5 + [False] * 2 + [True] * 3
 
 
 def test_the_share_of_worked_examples_that_call():
     choose = random.Random(0)
-    problems = generate(2000, [2, 3], 0, "train")
+    problems = [Arithmetic(0, [2, 3]).train_problem(position) for position in range(2000)]
     warm = WarmStartConfig(tool_share=0.25, step_by_step_share=0.0)
-    worked = [sft_warmup.write_worked_answer(problem, warm, choose) for problem in problems]
+    worked = [supervised.write_worked_answer(problem, warm, choose) for problem in problems]
     called = sum(len(parts) == 3 for parts in worked)
     assert abs(called - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
     assert all(parts == [f"#{problem.answer}"] for parts, problem in zip(worked, problems, strict=True) if len(parts) == 1)

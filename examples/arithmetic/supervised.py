@@ -1,0 +1,88 @@
+"""Supervised training on worked examples of the arithmetic task, with the trainer, layout and precision of a run."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples.arithmetic import calculator
+from examples.arithmetic.config import DemoConfig, WarmStartConfig
+from examples.arithmetic.task import Arithmetic, write_demonstration
+from megatron_rl.batch.micro_batch import MicroBatch
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.data.prompt_template import make_prompt_formatter
+from megatron_rl.distributed import run_on_rank0
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
+from megatron_rl.mcore.export import save_hf
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.preflight import check_on_rank_0
+from megatron_rl.types import Problem
+from parallel.layout import Layout
+
+_MASTERS = {"mode": "bf16", "high": "fp32"}
+"""Precision of the checkpoint that is written: nothing quantized, FP32."""
+
+
+def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], target: Path, notify: Callable[[str], None]) -> None:
+    """Train the checkpoint at `model.path` on problems of `levels`, and write the result to `target`. Collective. Raise UserError for what
+    only rank 0 checks."""
+    start_megatron(layout, config.train.seed)
+    try:
+        run_on_rank0(lambda: check_on_rank_0(config))
+        start = config.model.path
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
+        hf_config = read_config(start)
+        shards = build_rank_shards(hf_config, layout)
+        model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
+        load_checkpoint(model, start, shards)
+        warm = config.warm_start
+        settings = config.train.model_copy(update={"learning_rate": warm.learning_rate, "warmup_steps": min(20, warm.steps)})
+        _train(config, Actor(model, settings, temperature=1.0), load_tokenizer(start), levels, notify)
+        masters = PrecisionContract.from_config(config.precision.model_copy(update=_MASTERS))
+        save_hf(target, collect_named_tensors(model, shards, masters), hf_config, layout, masters, start)
+    finally:
+        stop_megatron()
+
+
+def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, ...], notify: Callable[[str], None]) -> None:
+    warm = config.warm_start
+    rng, format_prompt = random.Random(warm.seed), make_prompt_formatter(config.data, tokenizer)
+    for step in range(1, warm.steps + 1):
+        task = Arithmetic(warm.seed * 1_000_003 + step, levels)
+        examples = []
+        for problem in map(task.train_problem, range(warm.batch_size)):
+            prompt = tokenizer.encode(format_prompt(problem.prompt), add_special_tokens=False)
+            examples.append(make_example(prompt, write_worked_answer(problem, warm, rng), tokenizer))
+        metrics = actor.update(examples, negative_log_likelihood)
+        if step % 50 == 0 or step == warm.steps:
+            notify(f"warm start: step {step}/{warm.steps}, loss {metrics[TOTAL_LOSS]:.3f} nats per token")
+
+
+def write_worked_answer(problem: Problem, warm: WarmStartConfig, rng: random.Random) -> list[str]:
+    """Return a worked answer: texts of the policy and of the environment in turn."""
+    if warm.tool_share and rng.random() < warm.tool_share:
+        return calculator.write_demonstration(problem)
+    return [write_demonstration(problem, rng, warm.step_by_step_share)]
+
+
+def make_example(prompt: list[int], turns: list[str], tokenizer: Any) -> TrainingSample:
+    """Join the turns; the environment's, every second one, are read but not learnt."""
+    ids = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
+    ids[-1] = [*ids[-1], tokenizer.eos_token_id]
+    response_mask = [number % 2 == 0 for number, turn_ids in enumerate(ids) for _ in turn_ids]
+    return TrainingSample(prompt, [token for turn_ids in ids for token in turn_ids], response_mask=response_mask)
+
+
+def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the summed loss of supervised training, and no metrics."""
+    return -(logprobs * batch.mask).sum(), {}

@@ -1,0 +1,104 @@
+"""The warm start: makes the model that a run trains, from random weights by supervised training on worked examples.
+
+    python -m examples.arithmetic.warm_start configs/quickstart.toml examples/arithmetic/quickstart.toml [--section.key=value ...]
+
+The first file is the run's: its trainer, layout and precision are used. The second has the sections `[architecture]` and `[warm_start]`.
+The result is a Hugging Face checkpoint of FP32 masters at `model.path`; its folder appears when it is whole, and one that is there already
+is left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from examples.arithmetic.calculator import ENVIRONMENT
+from examples.arithmetic.config import DemoConfig
+from examples.arithmetic.task import SOURCE, Arithmetic
+from megatron_rl.cli.main import ConfigFile, Overrides, expected_errors
+from megatron_rl.config import load_config
+from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.hf.files import read_config
+from parallel.model_geometry import ModelGeometry
+
+
+def main(
+    config: ConfigFile,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A TOML file with [architecture] and [warm_start].", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Make the model that the run of CONFIG trains, in this process or under torchrun. One that is there already is kept."""
+    with expected_errors():
+        demo = load_config(config, overrides or [], root=DemoConfig, more=model)
+        if (demo.model.path / "config.json").is_file():
+            _check_same_model(demo)
+            _notify(f"warm start: {demo.model.path} is there already")
+        else:
+            make_model(demo)
+
+
+def make_model(config: DemoConfig) -> None:
+    """Write the checkpoint at `model.path`. Collective. Raise UserError, before anything heavy starts, for what no run allows.
+
+    Every rank makes the random weights for itself: they are the same, and ranks may be on several machines.
+    """
+    if config.model.path.exists():
+        raise UserError("model.path", str(config.model.path), "exists but holds no config.json", "remove it, or name another folder")
+    from examples.arithmetic.new_model import make_random_checkpoint  # a mistyped configuration, or a model that is there, costs no torch
+    from examples.arithmetic.supervised import train_and_save
+    from megatron_rl.preflight import check_run
+
+    start = Path(tempfile.mkdtemp(prefix="megatron-rl-random-"))
+    try:
+        make_random_checkpoint(start, config.architecture, config.warm_start.seed)
+        untrained = config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
+        layout = check_run(untrained)
+        train_and_save(untrained, layout, find_levels(config), config.model.path, _notify)
+    finally:
+        shutil.rmtree(start, ignore_errors=True)
+    _notify(f"warm start saved to {config.model.path}")
+
+
+def find_levels(config: DemoConfig) -> tuple[int, ...]:
+    """Return the levels of the worked examples, those of the first generated set in `data.train`; none where no example is asked for.
+
+    Raise UserError where there is no such set, or where the examples do not fit the run's environment.
+    """
+    warm, environment = config.warm_start, config.environment
+    if warm.tool_share and (environment is None or environment.name != ENVIRONMENT):
+        rule = "shows calls of the calculator, which the run does not have"
+        raise UserError("warm_start.tool_share", warm.tool_share, rule, f'add [environment] with name = "{ENVIRONMENT}"')
+    if not warm.steps:
+        return ()
+    for source in config.data.train:
+        if source.source == SOURCE:
+            return Arithmetic(warm.seed, **(config.data.settings if source.settings is None else source.settings)).levels
+    raise UserError("warm_start.steps", warm.steps, f"needs worked examples, which exist for {SOURCE} in data.train only", "set it to 0")
+
+
+def _check_same_model(config: DemoConfig) -> None:
+    """Raise UserError for widths that differ from the checkpoint made earlier, which is kept: they would be ignored silently."""
+    hf_config = read_config(config.model.path)
+    with as_user_error():
+        geometry = ModelGeometry.from_hf_config(hf_config)
+    for name, value in config.architecture.model_dump().items():
+        existing = geometry.rope.theta if name == "rope_theta" else hf_config.get(name, 0 if name == "num_experts" else value)
+        if existing != value:
+            fix = "remove that folder, name another model.path, or set it back"
+            raise UserError(f"architecture.{name}", value, f"the checkpoint already at {config.model.path} has {existing}", fix)
+
+
+def _notify(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command(context_settings={"ignore_unknown_options": True})(main)
+    app()

@@ -1,0 +1,26 @@
+"""The tokenizer of a checkpoint folder, through transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_rl.errors import UserError
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in the checkpoint folder `folder`, from local files only.
+
+    Raises UserError (field `model.path`) when the folder is missing, holds no usable tokenizer, or names no end token.
+    """
+    if not folder.is_dir():
+        raise UserError("model.path", str(folder), "must be the folder of a Hugging Face checkpoint", "give an existing folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError("model.path", str(folder), f"holds no usable tokenizer ({reason[:200]})", "add tokenizer.json") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError("model.path", str(folder), "its tokenizer has no end token", "set eos_token in tokenizer_config.json")
+    return tokenizer
