@@ -19,6 +19,7 @@ from megatron_rl.cli import evaluate
 from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import read_config
 from megatron_rl.preflight import (
     EVAL,
     EVAL_MODEL,
@@ -34,14 +35,14 @@ from megatron_rl.preflight import (
     find_mistakes,
     layouts,
     machine,
-    read_model_config,
     settings,
 )  # fmt: skip
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 COMMANDS = {"train": TRAIN, "eval": EVAL | EVAL_MODEL | Needs.WEIGHTS, "plan": PLAN | LAYOUTS}
 AHEAD = ("--placement.kind=disaggregated", "--placement.max_staleness=1", "--algorithm.correction=tis")
-CREATED = ("--model.path=new", "--model.create.num_experts=4")
+EXPERTS = "--model.path=experts"
+TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
 GLOO = "--sync.transport=gloo"  # works on a GPU and without
 
@@ -114,11 +115,6 @@ MISTAKES = [
         model={"model_type": "mamba"},
     ),
     Mistake(
-        layouts.created_model_is_the_one_on_disk,
-        "model.create.hidden_size = 384: the checkpoint already at model has 256; remove that folder, name another model.path",
-        ("--model.create.hidden_size=384",),
-    ),
-    Mistake(
         layouts.longest_sequence_fits,
         "rollout.max_new_tokens = 1000: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
         ("--rollout.max_new_tokens=1000",),
@@ -131,7 +127,7 @@ MISTAKES = [
     Mistake(
         layouts.correction_bias_is_there_to_move,
         "train.router_bias_rate = 0.1: needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss",
-        (*CREATED, "--train.router_bias_rate=0.1"),
+        (EXPERTS, "--train.router_bias_rate=0.1"),
     ),
     Mistake(
         layouts.vocabulary_needs_no_padding,
@@ -148,7 +144,7 @@ MISTAKES = [
     Mistake(
         layouts.experts_have_sequence_parallelism,
         "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out",
-        (*CREATED, *layout("tp=2", "sequence_parallel=false")),
+        (EXPERTS, *layout("tp=2", "sequence_parallel=false")),
         ranks=2,
     ),
     Mistake(
@@ -234,11 +230,6 @@ MISTAKES = [
         ("--environment.name=json:nothing", "--environment.max_tokens=8"),
     ),
     Mistake(
-        files.warm_start_has_its_tool,
-        "model.warm_start.tool_share = 0.5: shows calls of the calculator, which the run does not have; add [environment] with name",
-        ("--model.warm_start.tool_share=0.5",),
-    ),
-    Mistake(
         files.loss_and_advantage_can_be_computed,
         "algorithm.loss = 'ppo': failed on a toy batch (TypeError",
         ("--algorithm.loss_settings.tau=2.0",),
@@ -269,9 +260,10 @@ MISTAKES = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A folder with two checkpoints, one of them FP8 with scales that are no powers of two."""
+    """A folder with three checkpoints: a dense one, one with experts, one in FP8 with scales that are no powers of two."""
     folder = tmp_path_factory.mktemp("models")
     make_checkpoint(folder / "model", num_hidden_layers=2)
+    make_checkpoint(folder / "experts", num_experts=4)
     with_random_blocks(make_checkpoint(folder / "fp8"), "fp32", 1)
     return folder
 
@@ -283,7 +275,8 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
         (tmp_path / model.name).mkdir()
         for file in model.iterdir():
             (tmp_path / model.name / file.name).symlink_to(file)
-    (tmp_path / "run.toml").write_text('[model]\npath = "model"\n[train.layout]\ntp = 1\n[rollout]\nmax_new_tokens = 64\n')
+    data = f'[data]\ntrain = "{TASK}"\neval = "{TASK}"\n'
+    (tmp_path / "run.toml").write_text(f'[model]\npath = "model"\n[train.layout]\ntp = 1\n[rollout]\nmax_new_tokens = 64\n{data}')
     monkeypatch.chdir(tmp_path)
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", LAUNCHER_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
@@ -315,7 +308,7 @@ def refused(command: str, mistake: Mistake) -> str:
 def test_all_commands_refuse_the_same_mistake_with_the_same_line(mistake, workplace, monkeypatch):
     set_scene(mistake, workplace, monkeypatch)
     config = load_config(workplace / "run.toml", mistake.overrides)
-    facts = Facts.here(config, hf_config=read_model_config(config), folder=config.model.path)
+    facts = Facts.here(config, hf_config=read_config(config.model.path), folder=config.model.path)
     rule, _ = next(find_mistakes(facts, TRAIN))
     assert rule.check is mistake.rule
     for command, known in COMMANDS.items():
