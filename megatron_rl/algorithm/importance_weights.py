@@ -21,9 +21,7 @@ from megatron_rl.metrics import declare
 
 _MEAN = declare("correction/mean_{}", "mean weight of mismatch correction, {} advantage", "number", "mean weight", label="{} advantage")
 _MAX = declare("correction/max_{}", "largest weight of mismatch correction, {} advantage")
-_TOUCHED = declare(
-    "correction/touched_{}", "share of tokens capped or masked, {} advantage", "share", "tokens capped or masked", label="{} advantage"
-)
+_TOUCHED = declare("correction/touched_{}", "share of capped or masked tokens, {} advantage", "share", "touched", label="{} advantage")
 
 
 def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tuple[torch.Tensor, torch.Tensor]:

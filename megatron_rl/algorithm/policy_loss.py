@@ -21,12 +21,7 @@ from megatron_rl.plugs import LOSSES
 
 _POLICY = declare("loss/policy", "policy loss", "small", "policy loss", label="policy loss")
 _KL = declare("loss/kl", "KL term against the reference model", "nats", "KL term", label="KL")
-_CLIPPED_UP = declare(
-    "clip/positive", "share of tokens that the clip touches, advantage above 0", "share", "tokens clipped", label="advantage above 0"
-)
-_CLIPPED_DOWN = declare(
-    "clip/negative", "share of tokens that the clip touches, advantage below 0", "share", "tokens clipped", label="advantage below 0"
-)
+_CLIPPED = declare("clip/{}", "share of tokens that the clip touches, {} advantage", "share", "tokens clipped", label="{} advantage")
 
 
 class TokenLossFunction(Protocol):
@@ -62,7 +57,5 @@ class PolicyLoss:
 
 def _clip_counts(clipped: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
     """Count clipped tokens by the sign of their advantage; the trainer turns the counts into fractions of all answer tokens."""
-    return {
-        _CLIPPED_UP: (clipped & (batch.advantages > 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
-        _CLIPPED_DOWN: (clipped & (batch.advantages < 0)).to(batch.mask.dtype).mul(batch.mask).sum(),
-    }
+    counted = {"positive": batch.advantages > 0, "negative": batch.advantages < 0}
+    return {_CLIPPED.format(name): (clipped & of_sign).to(batch.mask.dtype).mul(batch.mask).sum() for name, of_sign in counted.items()}

@@ -62,8 +62,8 @@ class Plot:
     """One card of the report: a title, one sentence on what to look for, and one or two panels over the same steps."""
 
     title: str
-    caption: str
     panels: tuple[Panel, ...]
+    caption: str = ""
 
 
 def fill_sections(rows: Rows, declared: Declarations) -> dict[str, list[Plot]]:
@@ -85,7 +85,7 @@ def fill_sections(rows: Rows, declared: Declarations) -> dict[str, list[Plot]]:
 def _make_plot(panel: str, metrics: Sequence[Metric]) -> Plot:
     unit, caption = metrics[0].unit, "; ".join(metric.meaning for metric in metrics)
     axes = Panel(panel, unit if unit in ("share", "bytes") else "number", zero=unit in ("bytes", "count", "MiB", "seconds"))
-    return Plot(panel, f"{caption[:1].upper()}{caption[1:]}.", (axes,))
+    return Plot(panel, (axes,), f"{caption[:1].upper()}{caption[1:]}.")
 
 
 def finite_values(rows: Rows, key: str) -> list[float]:
@@ -254,70 +254,51 @@ def _draw_phases(ax: Axes, rows: Rows, panel: Panel) -> None:
 
 SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Learning": (
-        Plot("Accuracy",
-             "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart.",
-             (Panel("correct", "share"),)),
-        Plot("Held-out accuracy by level or set",
-             "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing.",
-             (Panel("correct, by level or set", "share"),)),
-        Plot("Reward",
-             "The mean should rise; when the band closes, all completions score alike and there is little left to learn from.",
-             (Panel("reward", draw=_draw_reward),)),
-        Plot("Completion length",
-             "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight.",
-             (Panel("length (tokens)", zero=True), Panel("cut at the limit", "share"))),
+        Plot("Accuracy", (Panel("correct", "share"),),
+             "Held-out accuracy should rise with training accuracy; a gap that widens means that the policy learns its problems by heart."),
+        Plot("Held-out accuracy by level or set", (Panel("correct, by level or set", "share"),),
+             "Easy levels should rise first; a level that stays at 0 % earns no reward and so teaches nothing."),
+        Plot("Reward", (Panel("reward", draw=_draw_reward),),
+             "The mean should rise; when the band closes, all completions score alike and there is little left to learn from."),
+        Plot("Completion length", (Panel("length (tokens)", zero=True), Panel("cut at the limit", "share")),
+             "Lengths may grow, but a share of cut completions that grows with them means that the length limit is too tight."),
     ),
     "Precision: trainer against engine": (
-        Plot("Mismatch of log-probabilities",
-             "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy.",
-             (Panel("|Δ log p| (nats)", "log"), Panel("KL (nats per token)", "log", legend=True))),
-        Plot("Mismatch by cause",
-             "Each line but the total is one change on the way from the engine's log-probs to the trainer's; look into the highest.",
-             (Panel("|Δ log p| by cause (nats)", "log"),)),
-        Plot("Age of the tokens",
-             "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction.",
-             (Panel("age (policy versions)", zero=True),)),
-        Plot("Weight sync",
-             "Bytes should be the same at every sync; the proof should cost little beside the sync itself.",
-             (Panel("bytes moved", "bytes", zero=True), Panel("sync (seconds)", zero=True))),
+        Plot("Mismatch of log-probabilities", (Panel("|Δ log p| (nats)", "log"), Panel("KL (nats per token)", "log", legend=True)),
+             "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy."),
+        Plot("Mismatch by cause", (Panel("|Δ log p| by cause (nats)", "log"),),
+             "Each line but the total is one change on the way from the engine's log-probs to the trainer's; look into the highest."),
+        Plot("Age of the tokens", (Panel("age (policy versions)", zero=True),),
+             "How far generation is ahead of training: never above placement.max_staleness; older tokens need more correction."),
+        Plot("Weight sync", (Panel("bytes moved", "bytes", zero=True), Panel("sync (seconds)", zero=True)),
+             "Bytes should be the same at every sync; the proof should cost little beside the sync itself."),
     ),
     "Experts": (
-        Plot("Load of the experts",
-             "1 is an even load; a climb means that few experts do most of the work and the others learn little.",
-             (Panel("most / mean"), Panel("choices dropped", zero=True, legend=True))),
-        Plot("Entropy of the routers",
-             "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it.",
-             (Panel("router entropy (nats per token)", zero=True),)),
-        Plot("Routing: trainer against engine",
-             "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch.",
-             (Panel("tokens sent elsewhere", "share", legend=True),)),
+        Plot("Load of the experts", (Panel("most / mean"), Panel("choices dropped", zero=True, legend=True)),
+             "1 is an even load; a climb means that few experts do most of the work and the others learn little."),
+        Plot("Entropy of the routers", (Panel("router entropy (nats per token)", zero=True),),
+             "A slow decline is normal; near 0 the choice of experts is fixed, and small differences no longer change it."),
+        Plot("Routing: trainer against engine", (Panel("tokens sent elsewhere", "share", legend=True),),
+             "Tokens that the trainer would send to other experts; replay takes the engine's choice for them and lowers the mismatch."),
     ),
     "Policy update": (
-        Plot("Clipped tokens by sign of the advantage",
-             "A few percent is usual; many more on one side means that steps are too long in that direction.",
-             (Panel("tokens clipped", "share"), Panel("calibrated bounds"))),
-        Plot("Weights of mismatch correction",
-             "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer.",
-             (Panel("mean weight"), Panel("tokens capped or masked", "share"))),
-        Plot("Entropy",
-             "A slow decline is normal; a fall to 0 means that the policy has stopped exploring.",
-             (Panel("entropy (nats per token)", zero=True),)),
-        Plot("Gradient norm",
-             "Spikes are steps that the gradient clipping had to tame; look for what was sampled there.",
-             (Panel("norm before clipping", zero=True),)),
-        Plot("Losses",
-             "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference.",
-             (Panel("policy loss"), Panel("KL term"))),
+        Plot("Clipped tokens by sign of the advantage", (Panel("tokens clipped", "share"), Panel("calibrated bounds")),
+             "A few percent is usual; many more on one side means that steps are too long in that direction."),
+        Plot("Weights of mismatch correction", (Panel("mean weight"), Panel("touched", "share")),
+             "Means should stay near 1 and few tokens be capped or masked; otherwise the engine has drifted away from the trainer."),
+        Plot("Entropy", (Panel("entropy (nats per token)", zero=True),),
+             "A slow decline is normal; a fall to 0 means that the policy has stopped exploring."),
+        Plot("Gradient norm", (Panel("norm before clipping", zero=True),),
+             "Spikes are steps that the gradient clipping had to tame; look for what was sampled there."),
+        Plot("Losses", (Panel("policy loss"), Panel("KL term")),
+             "The policy loss hovers around 0 by design and says little on its own; the KL term grows as the policy leaves its reference."),
     ),
     "Speed": (
-        Plot("Time by phase",
-             "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it.",
-             (Panel(STEP_SECONDS, zero=True, draw=_draw_phases),)),
-        Plot("Memory by phase",
-             "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak.",
-             (Panel("trainer (MiB)", zero=True), Panel("engine, or device (MiB)", zero=True))),
-        Plot("Generation speed",
-             "Should stay level for equal lengths; a decline means longer completions or an engine short of memory.",
-             (Panel("tokens per second", zero=True),)),
+        Plot("Time by phase", (Panel(STEP_SECONDS, zero=True, draw=_draw_phases),),
+             "The tallest colour is what to speed up first; a step that stands out has an evaluation or a stall in it."),
+        Plot("Memory by phase", (Panel("trainer (MiB)", zero=True), Panel("engine, or device (MiB)", zero=True)),
+             "On shared devices each side should be small while the other has its turn; a line that climbs from step to step is a leak."),
+        Plot("Generation speed", (Panel("tokens per second", zero=True),),
+             "Should stay level for equal lengths; a decline means longer completions or an engine short of memory."),
     ),
 }  # fmt: skip

@@ -26,32 +26,32 @@ _REWARD_PART = declare("reward/part/{}", "mean of the reward function {}, before
 _REWARD_ERRORS = declare("reward/errors", "completions that no verdict could be had for", "count")
 _OVERLONG = declare("reward/overlong", "mean length penalty, in addition to the reward")
 _ACCURACIES = (
-    declare("accuracy/train", "share of sampled completions that are correct", "share", "correct",
-            label="training, as sampled", progress="train {:.1%}"),
+    declare("accuracy/train", "share of correct completions", "share", "correct", label="sampled", progress="train {:.1%}"),
     declare("accuracy/level_{}", "share of correct completions, level {}", "share"),
     declare("accuracy/source_{}", "share of correct completions, set {}", "share"),
-)  # fmt: skip
-_BY_PART = "correct, by level or set"
+)
+_HELD_OUT, _PARTS = "[bold green]held-out {:.1%}", "correct, by level or set"
 _EVAL_ACCURACIES = (
-    declare("eval/accuracy", "share of held-out problems answered correctly", "share", "correct",
-            label="held-out", progress="[bold green]held-out {:.1%}"),
-    declare("eval/level_{}", "held-out accuracy, level {}", "share", _BY_PART, label="level {}"),
-    declare("eval/source_{}", "held-out accuracy, set {}", "share", _BY_PART, label="{}"),
-)  # fmt: skip
+    declare("eval/accuracy", "share of held-out problems answered correctly", "share", "correct", label="held-out", progress=_HELD_OUT),
+    declare("eval/level_{}", "held-out accuracy, level {}", "share", _PARTS, label="level {}"),
+    declare("eval/source_{}", "held-out accuracy, set {}", "share", _PARTS, label="{}"),
+)
 _LENGTH_MEAN = declare("length/mean", "mean length of a completion, in sampled tokens", "number", "length (tokens)")
 _LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "count", "length (tokens)", label="longest")
 _TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
 _TOKENS = declare("tokens/generated", "tokens generated", "count")
-_SPEED = declare(
-    "tokens/per_second", "tokens generated per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s"
+_SPEED = declare("tokens/per_second", "tokens per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s")
+_ENVIRONMENT = (
+    declare("environment/turns", "mean number of the policy's turns in a completion"),
+    declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share"),
+    declare("environment/tool_errors", "messages by which the environment refused what the policy asked for", "count"),
+    declare("environment/errors", "completions whose environment failed", "count"),
 )
-_TURNS = declare("environment/turns", "mean number of the policy's turns in a completion")
-_ENVIRONMENT_SHARE = declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share")
-_TOOL_ERRORS = declare("environment/tool_errors", "messages by which the environment refused what the policy asked for", "count")
-_ENVIRONMENT_ERRORS = declare("environment/errors", "completions whose environment failed", "count")
-_ROUNDS = declare("sampling/rounds", "rounds of sampling to fill the batch", "count")
-_DISCARDED = declare("sampling/discarded", "groups left out because their members earned the same", "count")
-_WITHOUT_SIGNAL = declare("sampling/without_signal", "groups in the batch whose members earned the same", "count")
+_SAMPLING = (
+    declare("sampling/rounds", "rounds of sampling to fill the batch", "count"),
+    declare("sampling/discarded", "groups left out because their members earned the same", "count"),
+    declare("sampling/without_signal", "groups in the batch whose members earned the same", "count"),
+)
 GENERATE = declare("time/generate", "sampling the completions, or waiting for those sampled ahead", "seconds", STEP_SECONDS)
 _REWARD = declare("time/reward", "scoring the completions", "seconds", STEP_SECONDS)
 _EVAL = declare("time/eval", "the evaluation on the held-out problems", "seconds", STEP_SECONDS)
@@ -126,7 +126,7 @@ class RolloutWorker:
             [member for group in [*informative, *uniform[:missing]] for member in group],
             seconds,
             [member for group in uniform[missing:] for member in group],
-            {_ROUNDS: float(rounds), _DISCARDED: float(len(uniform) - missing), _WITHOUT_SIGNAL: float(missing)},
+            dict(zip(_SAMPLING, map(float, (rounds, len(uniform) - missing, missing)), strict=True)),
         )
 
     def _sample_groups(self, prompts: int, version: int, sampling_round: int) -> RolloutBatch:
@@ -235,12 +235,10 @@ def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         return {}
     tokens = sum(len(completion.output_ids_T) for completion in multi_turn)
     environment_tokens = tokens - sum(completion.sampled_count for completion in multi_turn)
-    return {
-        _TURNS: sum(completion.num_turns for completion in multi_turn) / len(multi_turn),
-        _ENVIRONMENT_SHARE: environment_tokens / max(tokens, 1),
-        _TOOL_ERRORS: float(sum(completion.tool_errors for completion in multi_turn)),
-        _ENVIRONMENT_ERRORS: float(sum(bool(completion.environment_error) for completion in multi_turn)),
-    }
+    turns = sum(completion.num_turns for completion in multi_turn) / len(multi_turn)
+    tool_errors = float(sum(completion.tool_errors for completion in multi_turn))
+    errors = float(sum(bool(completion.environment_error) for completion in multi_turn))
+    return dict(zip(_ENVIRONMENT, (turns, environment_tokens / max(tokens, 1), tool_errors, errors), strict=True))
 
 
 def build_sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:

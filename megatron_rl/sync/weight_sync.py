@@ -36,14 +36,16 @@ from parallel.transport.pack import make_source_packer
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
 _SECONDS = "sync (seconds)"
-_BYTES = declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved")
-_BLOCKS = declare("sync/blocks", "FP8 blocks or INT8 channels moved", "count")
-_TENSORS = declare("sync/tensors", "tensors moved", "count")
-_PROVED = declare("sync/proved", "tensors whose hashes were equal on both sides", "count")
-_SYNC = declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS)
-_PROOF = declare("time/proof", "hashing the weights on both sides, and comparing", "seconds", STEP_SECONDS, _SECONDS)
-_RECOVERY = declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds")
-_RESTARTS = declare("engine/restarts", "engines that took the place of lost ones", "count")
+_METRICS = (
+    declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved"),
+    declare("sync/blocks", "FP8 blocks or INT8 channels moved", "count"),
+    declare("sync/tensors", "tensors moved", "count"),
+    declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
+    declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/proof", "hashing the weights on both sides, and comparing", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
+    declare("engine/restarts", "engines that took the place of lost ones", "count"),
+)
 
 T = TypeVar("T")
 
@@ -69,16 +71,9 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""
-        return {
-            _BYTES: float(self.bytes),
-            _BLOCKS: float(self.blocks),
-            _TENSORS: float(self.tensors),
-            _PROVED: float(self.proved),
-            _SYNC: self.seconds - self.proof_seconds,
-            _PROOF: self.proof_seconds,
-            _RECOVERY: self.recovery_seconds,
-            _RESTARTS: float(self.restarts),
-        }
+        sync_seconds, restarts = self.seconds - self.proof_seconds, float(self.restarts)
+        counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved))
+        return dict(zip(_METRICS, (*counts, sync_seconds, self.proof_seconds, self.recovery_seconds, restarts), strict=True))
 
 
 class WeightSync:
