@@ -47,15 +47,11 @@ class PolicyLoss:
         token_losses: TokenLossFunction = LOSSES.load(config.loss)
         losses, clipped = token_losses(logprobs, batch, config, **config.loss_settings)
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
-        sums = {_POLICY: loss.detach(), **_clip_counts(clipped, batch)}
+        sums = {_POLICY: loss.detach()}
+        for name, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
+            sums[_CLIPPED.format(name)] = (clipped & of_sign).to(mask.dtype).mul(mask).sum()  # the trainer makes shares of all tokens
         if config.kl_coef and config.kl_in == "loss":
             kl = (KL_ESTIMATORS[config.kl_estimator](batch.reference_logprobs - logprobs) * batch.loss_weights).sum()
             sums[_KL] = kl.detach()
             loss = loss + config.kl_coef * kl
         return loss, sums
-
-
-def _clip_counts(clipped: torch.Tensor, batch: MicroBatch) -> dict[str, torch.Tensor]:
-    """Count clipped tokens by the sign of their advantage; the trainer turns the counts into fractions of all answer tokens."""
-    counted = {"positive": batch.advantages > 0, "negative": batch.advantages < 0}
-    return {_CLIPPED.format(name): (clipped & of_sign).to(batch.mask.dtype).mul(batch.mask).sum() for name, of_sign in counted.items()}
