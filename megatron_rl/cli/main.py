@@ -55,9 +55,12 @@ def train(
         if config.startswith("-"):
             raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
         loaded_config = _load_config(Path(config), overrides)
-        from megatron_rl.cli.train import run_training
+        from megatron_rl.preflight import check_run
 
-        run_dir = run_training(loaded_config)
+        layout = check_run(loaded_config)
+        from megatron_rl.training.session import run_session  # seconds of imports, after the mistakes
+
+        run_dir = run_session(loaded_config, layout)
         if _rank("RANK") == 0:
             print(f"run folder: {run_dir}")
             if (page := run_dir / "report.html").exists():

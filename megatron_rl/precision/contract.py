@@ -19,9 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.errors import UserError
 from parallel.formats import BLOCK
-from parallel.model_geometry import ModelGeometry
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value."""
@@ -68,13 +66,6 @@ class PrecisionContract:
     def int8_roles(self) -> frozenset[str]:
         """Roles of weights that the engine holds as INT8 with a scale per output channel."""
         return QUANTIZED_ROLES if self.rollout_int8 else frozenset()
-
-    def find_engine_error(self, model: ModelGeometry) -> UserError | None:
-        """Return why no engine serves the model in this precision; None where one does."""
-        if self.rollout_int8 and model.latent is not None:
-            rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"
-            return UserError("precision.mode", "int8_rollout", rule, "use fp8_rollout")
-        return None
 
     @property
     def engine_quantization(self) -> str | None:

@@ -44,55 +44,29 @@ def longest_sequence_fits(facts: Facts) -> None:
 @rule(Needs.MODEL | Needs.TRAINER)
 def settings_of_experts_have_experts(facts: Facts) -> None:
     """They would be ignored silently."""
-    train, replay = facts.config.train, facts.config.algorithm.routing_replay
-    settings = {
-        "train.router_aux_loss": train.router_aux_loss,
-        "train.router_bias_rate": train.router_bias_rate,
-        "algorithm.routing_replay": "" if replay == "none" else replay,
-    }
-    for field, value in settings.items():
-        if value and facts.model.experts is None:
-            raise UserError(field, value, f"needs a model with experts, {facts.model.family} has none", "leave it out")
-
-
-@rule(Needs.MODEL | Needs.TRAINER)
-def correction_bias_is_there_to_move(facts: Facts) -> None:
-    rate, experts = facts.config.train.router_bias_rate, facts.model.experts
-    if rate and experts is not None and not experts.correction_bias:
-        rule = f"needs routers with a correction bias, {facts.model.family} has none"
-        raise UserError("train.router_bias_rate", rate, rule, "use train.router_aux_loss")
+    train, replay, experts, family = facts.config.train, facts.config.algorithm.routing_replay, facts.model.experts, facts.model.family
+    rates = {"train.router_aux_loss": train.router_aux_loss, "train.router_bias_rate": train.router_bias_rate}
+    for field, value in {**rates, "algorithm.routing_replay": "" if replay == "none" else replay}.items():
+        if value and experts is None:
+            raise UserError(field, value, f"needs a model with experts, {family} has none", "leave it out")
+    if train.router_bias_rate and experts is not None and not experts.correction_bias:
+        rule = f"needs routers with a correction bias, {family} has none"
+        raise UserError("train.router_bias_rate", train.router_bias_rate, rule, "use train.router_aux_loss")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)
-def vocabulary_needs_no_padding(facts: Facts) -> None:
-    """Padded rows would take part in the softmax."""
-    tp, vocab = facts.layout.tp, facts.model.vocab
-    if vocab % tp:
-        raise UserError("train.layout.tp", tp, f"must divide vocab_size ({vocab})", "use a divisor of it")
-
-
-@rule(Needs.MODEL | Needs.LAYOUT)
-def context_parallel_ranks_have_heads(facts: Facts) -> None:
-    """A rank computes attention for some heads of all tokens."""
-    layout, heads = facts.layout, facts.model.heads
-    if layout.cp > 1 and heads % (layout.tp * layout.cp):
-        rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({heads})"
+def megatron_builds_the_model(facts: Facts) -> None:
+    layout, model = facts.layout, facts.model
+    if model.vocab % layout.tp:  # padded rows would take part in the softmax
+        raise UserError("train.layout.tp", layout.tp, f"must divide vocab_size ({model.vocab})", "use a divisor of it")
+    if layout.cp > 1 and model.heads % (layout.tp * layout.cp):  # a rank computes attention for some heads of all tokens
+        rule = f"tp * cp = {layout.tp} * {layout.cp} must divide num_attention_heads ({model.heads})"
         raise UserError("train.layout.cp", layout.cp, rule, "use a smaller one")
-
-
-@rule(Needs.MODEL | Needs.LAYOUT)
-def experts_have_sequence_parallelism(facts: Facts) -> None:
-    tp = facts.layout.tp
-    if facts.model.experts is not None and tp > 1 and not facts.config.train.layout.sequence_parallel:
-        raise UserError("train.layout.sequence_parallel", False, f"is what Megatron's experts need where tp is {tp}", "leave it out")
-
-
-@rule(Needs.MODEL | Needs.LAYOUT)
-def expert_tensor_parallelism_has_experts(facts: Facts) -> None:
-    """It would be ignored silently."""
-    layout = facts.layout
-    if facts.model.experts is None and layout.etp != layout.tp:
-        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {facts.model.family} has none", "leave it out")
+    if model.experts is not None and layout.tp > 1 and not facts.config.train.layout.sequence_parallel:
+        rule = f"is what Megatron's experts need where tp is {layout.tp}"
+        raise UserError("train.layout.sequence_parallel", False, rule, "leave it out")
+    if model.experts is None and layout.etp != layout.tp:  # it would be ignored silently
+        raise UserError("train.layout.etp", layout.etp, f"needs a model with experts, {model.family} has none", "leave it out")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)
@@ -112,8 +86,9 @@ def engine_divides_the_model(facts: Facts) -> None:
 
 @rule(Needs.MODEL)
 def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
-    if error := facts.contract.find_engine_error(facts.model):
-        raise error
+    if facts.contract.rollout_int8 and facts.model.latent is not None:
+        rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"
+        raise UserError("precision.mode", "int8_rollout", rule, "use fp8_rollout")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)

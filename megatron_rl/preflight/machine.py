@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
+from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, get_base_gpu_id, list_launchers, place_engine
 
 
@@ -43,16 +44,17 @@ def engines_fit_on_their_nodes(facts: Facts) -> None:
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
-def nodes_have_launchers(facts: Facts) -> None:
-    hosts, launchers = facts.config.rollout.hosts, list_launchers()
-    if len(launchers) < len(hosts):
-        rule = f"names {len(hosts)} nodes, {LAUNCHER_VARIABLE} has words for {len(launchers)} of them"
-        raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or give the variable a line for each node")
+def engine_is_installed(facts: Facts) -> None:
+    find_engine_launcher(facts.config.rollout.engine)
 
 
 @rule(Needs.ENGINE | Needs.MACHINE)
-def launchers_differ(facts: Facts) -> None:
-    launchers = list_launchers()[: len(facts.config.rollout.hosts)]
+def nodes_have_launchers_of_their_own(facts: Facts) -> None:
+    hosts = facts.config.rollout.hosts
+    launchers = list_launchers()[: len(hosts)]
+    if len(launchers) < len(hosts):
+        rule = f"names {len(hosts)} nodes, {LAUNCHER_VARIABLE} has words for {len(launchers)} of them"
+        raise UserError("rollout.hosts", list(hosts), rule, "start with launch/slurm, or give the variable a line for each node")
     if repeated := [line for line in launchers if launchers.count(line) > 1]:
         where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"
         rule = f"starts the engines of two nodes {where}, on the same devices"
@@ -61,7 +63,7 @@ def launchers_differ(facts: Facts) -> None:
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def transport_reaches_the_engines(facts: Facts) -> None:
-    sync, launchers = facts.config.sync, list_launchers()[: len(facts.config.rollout.hosts)]
-    if any(launchers) and sync.load_transport().one_host:
-        rule = f"needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
-        raise UserError("sync.transport", sync.transport, rule, "use process_group, gloo, or disk with a shared folder")
+    if any(list_launchers()[: len(facts.config.rollout.hosts)]):
+        from megatron_rl.sync.transport_check import check_one_host
+
+        check_one_host(facts.config.sync, f"{LAUNCHER_VARIABLE} starts engines on others")

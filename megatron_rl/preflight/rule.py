@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError, as_user_error
@@ -53,24 +53,15 @@ class Facts:
     """What rules look at."""
 
     config: Config
-    hf_config: Mapping[str, Any] = field(default_factory=dict)
-    """The model's config.json; empty where no rule needs it."""
-    folder: Path = Path()
-    """The folder with the model's weights."""
-    option: str = "model.path"
-    """The field or option that names it."""
-    geometry: ModelGeometry | None = None
-    """The model; None: that of `hf_config`."""
-    trainer: Layout | None = None
-    """The trainer's layout; None: the configured one."""
-    rollout: EngineLayout | None = None
-    """The engines' layout; None: the configured one."""
-    ranks: int = 1
-    """Trainer ranks that were started."""
-    engine_nodes: int = 1
-    """Nodes that engines are spread over."""
-    node_gpus: int = 0
-    """GPUs of a node; 0: it has only its CPU."""
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
+    folder: Path = Path()  # of the model's weights
+    option: str = "model.path"  # the field or option that names it
+    geometry: ModelGeometry | None = None  # the model; None: that of hf_config
+    trainer: Layout | None = None  # None: the configured one
+    rollout: EngineLayout | None = None  # None: the configured one
+    ranks: int = 1  # of the trainer, as started
+    engine_nodes: int = 1  # over which engines are spread
+    node_gpus: int = 0  # 0: a node has only its CPU
 
     @classmethod
     def here(cls, config: Config, **model: Any) -> Facts:
@@ -104,14 +95,12 @@ class Facts:
         return self.rollout or self.config.rollout.to_layout()
 
 
-@dataclass(frozen=True)
-class Rule:
-    """`check` raises UserError, or an InputError of `parallel`, where the mistake is made."""
-
+class Rule(NamedTuple):
     check: Callable[[Facts], None]
+    """Raises UserError, or an InputError of `parallel`, where the rule is broken."""
     needs: Needs
     correction: Mapping[str, object]
-    """Overrides that make it hold, which the planner adds to what it suggests."""
+    """Overrides with which it holds, which the planner adds to what it suggests."""
 
 
 RULES: list[Rule] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 
 import torch
 
@@ -35,8 +34,8 @@ def check_transport(settings: SyncConfig, shared: bool = False) -> None:
         raise UserError("sync.dir", None, rule, "name a folder that trainer and engine both see")
 
 
-def check_hosts(settings: SyncConfig, hosts: Sequence[str]) -> None:
-    """Raise UserError where trainer ranks on these hosts, and an engine on the first of them, cannot use the transport."""
-    if settings.load_transport().one_host and len(set(hosts)) > 1:
-        rule = f"needs trainer and engine on one host; the trainer's ranks are on {len(set(hosts))}"
+def check_one_host(settings: SyncConfig, apart: str) -> None:
+    """Raise UserError for a transport within one host, where `apart` says what is on several."""
+    if settings.load_transport().one_host:
+        rule = f"needs trainer and engines on one host; {apart}"
         raise UserError("sync.transport", settings.transport, rule, "use process_group, gloo, or disk with a shared folder")

@@ -25,7 +25,7 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.sync.plan import SyncPlan
-from megatron_rl.sync.transport_check import check_hosts, check_transport
+from megatron_rl.sync.transport_check import check_one_host, check_transport
 from parallel.digest import as_byte_matrix, digest, digest_all
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
@@ -92,7 +92,8 @@ class WeightSync:
         self._rank = dist.get_rank()
         check_transport(self._settings)
         self._transport = self._settings.load_transport()
-        check_hosts(self._settings, gather_from_ranks(_BOOT_ID.read_text()))
+        if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
+            check_one_host(self._settings, f"the trainer's ranks are on {hosts}")
         self._counts = {
             "bytes": sum(map(plan.count_bytes, plan.transfers)),
             "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.kind == "scale"),

@@ -48,7 +48,7 @@ from megatron_rl.training.loop import Loop
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
-from megatron_rl.training.resume import ResumePoint, choose_checkpoint, describe_layout
+from megatron_rl.training.resume import describe_layout, find_resume_point
 from megatron_rl.training.train_state import TrainState
 from megatron_rl.versions import collect_versions
 from parallel.layout import Layout
@@ -59,16 +59,14 @@ _COLLECTIVE_TIMEOUT_MINUTES = 24 * 60
 
 
 class Session:
-    """One run, new or resumed in the folder `resumed`."""
+    """One run, new or resumed."""
 
-    def __init__(self, config: Config, layout: Layout, resources: ExitStack, resumed: Path | None = None) -> None:
+    def __init__(self, config: Config, layout: Layout, resources: ExitStack) -> None:
         self.config, self.layout, self._resources = config, layout, resources
         self.contract = PrecisionContract.from_config(config.precision)
         self._start_processes()
         run_on_rank0(lambda: check_on_rank_0(config))
-        self.resume_point: ResumePoint | None = None
-        if resumed is not None:
-            self.resume_point = run_on_rank0(lambda: choose_checkpoint(resumed, config.train.steps))
+        self.resume_point = run_on_rank0(lambda: find_resume_point(config))
         self.log = Rank0(self._open_log)
         self.folder = self.log.run(lambda log: log.dir)
         self._start_watchdog()
@@ -233,7 +231,10 @@ class Session:
         self.log.tell(close)
 
 
-def run_session(config: Config, layout: Layout, resumed: Path | None = None) -> Path:
-    """Run once and end everything afterwards; see `cli.train.run_training` and `resume.find_run_to_resume`."""
+def run_session(config: Config, layout: Layout) -> Path:
+    """Train as configured and return the run's folder; end everything afterwards. Under torchrun every rank calls it.
+
+    Raises UserError for what `preflight.check_run` cannot know, RunError when the run breaks; that keeps its log and a last checkpoint.
+    """
     with ExitStack() as resources:
-        return Session(config, layout, resources, resumed).run()
+        return Session(config, layout, resources).run()

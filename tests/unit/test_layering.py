@@ -25,8 +25,8 @@ MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
 OWN_PACKAGES = set(MAY_IMPORT)
 ORDER = [  # of what lies in megatron_rl: each imports only what stands before it
     *("errors", "types", "versions", "metrics", "plugs", "config", "precision", "batch"),
-    *("hf", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "preflight"),
-    *("mcore", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
+    *("hf", "rewards", "data", "algorithm", "distributed", "observability", "rollout", "sync", "mcore"),
+    *("preflight", "evaluation", "reporting", "training", "planner", "cli", "__main__"),
 ]
 ROOT_MODULES = 8
 ONLY_IN = {

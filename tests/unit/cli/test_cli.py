@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megatron_rl import __version__
+from megatron_rl import __version__, preflight
 from megatron_rl.cli.main import app
 from megatron_rl.errors import RunError, UserError
 
@@ -32,12 +32,13 @@ def config(tmp_path):
 
 @pytest.fixture
 def train(monkeypatch, config):
-    """Runs `train` in this process with the given stand-in for megatron_rl.cli.train.run_training."""
+    """Runs `train` in this process with the given stand-in for all that follows the config."""
 
     def _train(run_training, *overrides: str):
-        module = types.ModuleType("megatron_rl.cli.train")
-        module.run_training = run_training
-        monkeypatch.setitem(sys.modules, "megatron_rl.cli.train", module)
+        session = types.ModuleType("megatron_rl.training.session")
+        session.run_session = lambda config, layout: run_training(config)
+        monkeypatch.setitem(sys.modules, "megatron_rl.training.session", session)
+        monkeypatch.setattr(preflight, "check_run", lambda config: None)
         return CliRunner().invoke(app, ["train", config, *overrides])
 
     return _train

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import ast
+import shutil
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +14,7 @@ import pytest
 import torch
 from support.fp8_checkpoints import with_random_blocks
 from support.geometries import PUBLISHED
-from support.models import make_checkpoint
+from support.models import edit_config, make_checkpoint
 from typer.testing import CliRunner
 
 from megatron_rl.cli import evaluate
@@ -35,6 +37,7 @@ from megatron_rl.preflight import (
     find_mistakes,
     layouts,
     machine,
+    resumed_run,
     settings,
 )  # fmt: skip
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
@@ -125,30 +128,30 @@ MISTAKES = [
         ("--train.router_aux_loss=0.1",),
     ),
     Mistake(
-        layouts.correction_bias_is_there_to_move,
+        layouts.settings_of_experts_have_experts,
         "train.router_bias_rate = 0.1: needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss",
         (EXPERTS, "--train.router_bias_rate=0.1"),
     ),
     Mistake(
-        layouts.vocabulary_needs_no_padding,
+        layouts.megatron_builds_the_model,
         "train.layout.tp = 5: must divide vocab_size (384); use a divisor of it",
         layout("tp=5"),
         ranks=5,
     ),
     Mistake(
-        layouts.context_parallel_ranks_have_heads,
+        layouts.megatron_builds_the_model,
         "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one",
         layout("tp=2", "cp=2"),
         ranks=4,
     ),
     Mistake(
-        layouts.experts_have_sequence_parallelism,
+        layouts.megatron_builds_the_model,
         "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out",
         (EXPERTS, *layout("tp=2", "sequence_parallel=false")),
         ranks=2,
     ),
     Mistake(
-        layouts.expert_tensor_parallelism_has_experts,
+        layouts.megatron_builds_the_model,
         "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out",
         layout("tp=2", "etp=1"),
         ranks=2,
@@ -208,19 +211,24 @@ MISTAKES = [
         gpus=1,
     ),
     Mistake(
-        machine.nodes_have_launchers,
+        machine.engine_is_installed,
+        "rollout.engine = 'vllm': is not registered; known engines: sglang; install the project",
+        ("--rollout.engine=vllm",),
+    ),
+    Mistake(
+        machine.nodes_have_launchers_of_their_own,
         f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them; start with launch/slurm",
         TWO_HOSTS,
     ),
     Mistake(
-        machine.launchers_differ,
+        machine.nodes_have_launchers_of_their_own,
         f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; give it a line of its own for each",
         TWO_HOSTS,
         launchers="srun a\nsrun a",
     ),
     Mistake(
         machine.transport_reaches_the_engines,
-        f"sync.transport = 'shared_memory': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others; use",
+        f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on others; use",
         TWO_HOSTS,
         launchers="srun a\nsrun b",
     ),
@@ -255,6 +263,11 @@ MISTAKES = [
         "log.trackers = 'json:nothing': cannot be imported (AttributeError",
         ('--log.trackers=["json:nothing"]',),
     ),
+    Mistake(
+        resumed_run.resumed_run_had_these_settings,
+        "checkpoint.resume = 'model': holds no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or set it to auto",
+        ("--checkpoint.resume=model",),
+    ),
 ]
 
 
@@ -275,6 +288,8 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
         (tmp_path / model.name).mkdir()
         for file in model.iterdir():
             (tmp_path / model.name / file.name).symlink_to(file)
+        (tmp_path / model.name / "config.json").unlink()
+        shutil.copy(model / "config.json", tmp_path / model.name)
     data = f'[data]\ntrain = "{TASK}"\neval = "{TASK}"\n'
     (tmp_path / "run.toml").write_text(f'[model]\npath = "model"\n[train.layout]\ntp = 1\n[rollout]\nmax_new_tokens = 64\n{data}')
     monkeypatch.chdir(tmp_path)
@@ -286,9 +301,7 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
 
 def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake.model:
-        config = json.loads((workplace / "model" / "config.json").read_text())
-        (workplace / "model" / "config.json").unlink()
-        (workplace / "model" / "config.json").write_text(json.dumps({**config, **mistake.model}))
+        edit_config(workplace / "model", mistake.model)
     monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
     monkeypatch.setenv(LAUNCHER_VARIABLE, mistake.launchers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: mistake.gpus > 0)
@@ -307,19 +320,35 @@ def refused(command: str, mistake: Mistake) -> str:
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.rule.__name__)
 def test_all_commands_refuse_the_same_mistake_with_the_same_line(mistake, workplace, monkeypatch):
     set_scene(mistake, workplace, monkeypatch)
-    config = load_config(workplace / "run.toml", mistake.overrides)
-    facts = Facts.here(config, hf_config=read_config(config.model.path), folder=config.model.path)
-    rule, _ = next(find_mistakes(facts, TRAIN))
-    assert rule.check is mistake.rule
-    for command, known in COMMANDS.items():
-        if rule.needs in known:
-            line = mistake.line.replace("MODEL", "--checkpoint" if command == "eval" else "model.path")
-            assert refused(command, mistake).startswith(line), command
+    needs = next(rule.needs for rule in RULES if rule.check is mistake.rule)
+    commands = [command for command, known in COMMANDS.items() if needs in known]
+    assert commands
+    for command in commands:
+        line = mistake.line.replace("MODEL", "--checkpoint" if command == "eval" else "model.path")
+        assert refused(command, mistake).startswith(line), command
 
 
-def test_no_rule_is_dead():
-    assert {mistake.rule.__name__ for mistake in MISTAKES} == {rule.check.__name__ for rule in RULES}
-    assert all(any(rule.needs in known for known in COMMANDS.values()) for rule in RULES)
+def find_lines(raised: BaseException) -> set[tuple[str, int]]:
+    """File and line of every frame that an error has passed."""
+    return {(Path(frame.f_code.co_filename).name, line) for frame, line in traceback.walk_tb(raised.__traceback__)}
+
+
+def test_no_rule_and_no_refusal_is_dead(workplace):
+    broken, passed = set(), set()
+    for mistake in MISTAKES:
+        with pytest.MonkeyPatch.context() as scene:
+            set_scene(mistake._replace(model={}), workplace, scene)
+            config = load_config(workplace / "run.toml", mistake.overrides)
+            hf_config = {**read_config(config.model.path), **mistake.model}
+            rule, error = next(find_mistakes(Facts.here(config, hf_config=hf_config, folder=config.model.path), TRAIN))
+        assert rule.check is mistake.rule
+        broken.add(rule.check)
+        passed |= find_lines(error)
+    assert broken == {rule.check for rule in RULES}
+    for module in (settings, layouts, machine, files):
+        path = Path(module.__file__)
+        refusals = {(path.name, node.lineno) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)}
+        assert refusals <= passed, refusals - passed
 
 
 def test_of_several_ranks_only_rank_0_reads_files(workplace, monkeypatch):

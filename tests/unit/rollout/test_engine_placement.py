@@ -102,7 +102,7 @@ def test_engines_that_cannot_be_where_they_should_are_refused(launchers):
     assert refusal("srun --nodelist=node2") == f"{hosts}; start with launch/slurm, or give the variable a line for each node"
     twice = f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices"
     assert refusal("srun a", "srun a") == f"{twice}; give it a line of its own for each of rollout.hosts"
-    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host, {LAUNCHER_VARIABLE} starts engines on others"
+    apart = f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on others"
     assert refusal("", "srun a", transport="shared_memory") == f"{apart}; use process_group, gloo, or disk with a shared folder"
 
 

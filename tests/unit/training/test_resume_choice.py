@@ -12,7 +12,8 @@ from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
-from megatron_rl.training.resume import choose_checkpoint, find_run_to_resume
+from megatron_rl.preflight.resumed_run import find_run_to_resume
+from megatron_rl.training.resume import choose_checkpoint
 from megatron_rl.versions import collect_versions
 
 

@@ -1,0 +1,75 @@
+"""Which run goes on, and whether this configuration may: what decided its numbers must be as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megatron_rl.config import Config
+from megatron_rl.errors import UserError
+from megatron_rl.mcore.checkpoint import folder as checkpoints
+from megatron_rl.observability.run_log import read_run
+from megatron_rl.preflight.rule import Facts, Needs, rule
+
+_CHANGEABLE_FIELDS = (
+    "train.steps", "train.layout", "train.distributed_optimizer", "train.recompute", "rollout.engines", "rollout.tp", "rollout.ep",
+    "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout", "rollout.request_timeout",
+    "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
+    "data.eval_every", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
+)  # fmt: skip
+"""Fields that may differ: they decide no number, or a notice says that they do (a layout changes the order of sums)."""
+
+
+@rule(Needs.TASK | Needs.TRAINER)
+def resumed_run_had_these_settings(facts: Facts) -> None:
+    find_run_to_resume(facts.config)
+
+
+def find_run_to_resume(config: Config) -> Path | None:
+    """Return the folder of the run to resume, None for a new run; see `checkpoint.resume`.
+
+    Raises UserError, naming the field, if another value of it decided that run's numbers.
+    """
+    resume = config.checkpoint.resume
+    if resume == "never":
+        return None
+    if resume == "auto":
+        folder = config.log.dir / "latest"
+        if not (folder / "run.json").is_file() or not checkpoints.list_newest_first(folder) or read_run(folder)["status"] == "finished":
+            return None
+    else:
+        folder = Path(resume)
+        if not checkpoints.list_newest_first(folder):
+            fix = "give the folder of a run that wrote a checkpoint, or set it to auto"
+            raise UserError("checkpoint.resume", resume, "holds no checkpoints/step_NNNNN", fix)
+    folder = folder.resolve()
+    _check_same_settings(config, _saved_config(folder), folder)
+    return folder
+
+
+def _saved_config(run: Path) -> Config:
+    """Return the run's configuration; fields added since get their defaults."""
+    try:
+        return Config.model_validate_json(json.dumps(read_run(run).get("config")))
+    except ValidationError:
+        rule = "its configuration is none that this version of the project knows"
+        raise UserError("checkpoint.resume", str(run), rule, "go on with the version that wrote it, or start a new run") from None
+
+
+def _check_same_settings(config: Config, saved: Config, run: Path) -> None:
+    saved_values = _flatten(saved.model_dump(mode="json"))
+    for name, value in _flatten(config.model_dump(mode="json")).items():
+        if value != saved_values.get(name) and not any(name == field or name.startswith(f"{field}.") for field in _CHANGEABLE_FIELDS):
+            fix = "set it back, or start a new run with checkpoint.resume=never"
+            raise UserError(name, value, f"the run that goes on, {run}, has {saved_values.get(name)!r}", fix)
+
+
+def _flatten(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return "section.key" -> value."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return values
