@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parallel.formats import element_bytes
 from parallel.reshard import Transfer
 from parallel.shards import GeometryError, NamedRect, Rect
 
@@ -45,8 +44,8 @@ class Chunk:
         return cls(source, target, offset, nbytes, (), tuple((name, Rect(*rect)) for name, *rect in named_rects))
 
 
-def make_chunks(transfers: Sequence[Transfer], limit: int, high: str) -> list[Chunk]:
-    """Cut transfers into chunks; whole rows of all chunks that share a buffer are at most `limit` bytes. `high` is "bf16" or "fp32".
+def make_chunks(transfers: Sequence[Transfer], limit: int) -> list[Chunk]:
+    """Cut transfers into chunks; whole rows of all chunks that share a buffer are at most `limit` bytes.
 
     The transfers must fill their target tensors without gaps and name the target ranks one after the other. Engine ranks alternate in
     the result, so that they are filled side by side. Raises GeometryError where a single row is larger than `limit`.
@@ -58,7 +57,7 @@ def make_chunks(transfers: Sequence[Transfer], limit: int, high: str) -> list[Ch
     first_buffer: dict[int, int] = {}
     pairs: dict[tuple[int, int, int], list[tuple[int, NamedRect, NamedRect]]] = defaultdict(list)
     for (rank, name), tensor_transfers in by_tensor.items():
-        itemsize = element_bytes(tensor_transfers[0].kind, high)
+        itemsize = tensor_transfers[0].format.element_bytes
         row_bytes = itemsize * max(transfer.target_rect.col + transfer.target_rect.cols for transfer in tensor_transfers)
         if row_bytes > limit:
             raise GeometryError("sync.bucket_mb", None, f"one row of {name} is {row_bytes} bytes, a chunk holds {limit}", "raise it")

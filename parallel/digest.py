@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from parallel.formats import dtype_name
+from parallel.formats import FormatOf
 from parallel.reshard import list_stored_tensors
 from parallel.shards import NamedRect, Rect, Shard
 
@@ -19,12 +19,10 @@ ByteMatrix: TypeAlias = Any
 """uint8 [rows, bytes of a row]: numpy on the CPU, a tensor elsewhere. Slicing and assigning are the same for both."""
 
 
-def make_stored_tensors(
-    shards: Iterable[Shard], fp8_roles: frozenset[str], high: str, int8_roles: frozenset[str] = frozenset()
-) -> dict[str, torch.Tensor]:
-    """Allocate, filled with zeros, the tensors that store some shards: values and scales by name; `high` is "bf16" or "fp32"."""
-    stored = list_stored_tensors(shards, fp8_roles, int8_roles)
-    return {name: torch.zeros(shape, dtype=getattr(torch, dtype_name(kind, high))) for name, (kind, shape) in stored.items()}
+def make_stored_tensors(shards: Iterable[Shard], format_of: FormatOf) -> dict[str, torch.Tensor]:
+    """Allocate, filled with zeros, the tensors that store some shards: values and scales by name."""
+    stored = list_stored_tensors(shards, format_of)
+    return {name: torch.zeros(shape, dtype=getattr(torch, format.dtype)) for name, (format, shape) in stored.items()}
 
 
 def view_rect(tensor: torch.Tensor, rect: Rect) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which layouts work: whether one side's shards keep FP8 blocks whole, and if not, the nearest sizes that do.
+"""Which layouts work: whether one side's shards keep quantised blocks whole, and if not, the nearest sizes that do.
 
 A transfer between two shards that both keep the checkpoint's blocks whole consists of whole blocks, so trainer and engine are checked
 separately; and layers of one kind are alike, so at most one dense layer and one with experts are checked.
@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 from itertools import islice
 
+from parallel.formats import FormatOf
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -18,28 +19,26 @@ from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
 
-def find_trainer_problem(model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantized: bool = True) -> GeometryError | None:
-    """Return why a training layout cannot work, None where it can. `quantized` as in `build_megatron_shards`."""
+def find_trainer_problem(model: ModelGeometry, layout: Layout, format_of: FormatOf) -> GeometryError | None:
+    """Return why a training layout cannot work, None where it can."""
     try:
-        shards = build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), quantized=quantized)
-        check_block_alignment(shards, fp8_roles)
+        shards = build_trainer_shards(keep_first_layers(model), keep_one_replica(layout), format_of=format_of)
+        check_block_alignment(shards, format_of)
     except GeometryError as error:
         return error
     return None
 
 
-def find_engine_problem(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str]) -> GeometryError | None:
+def find_engine_problem(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf) -> GeometryError | None:
     """Return why an engine of `tp` ranks, `ep` of them expert parallel, cannot work; None where it can."""
     try:
-        check_block_alignment(build_engine_shards(keep_first_layers(model), tp, ep), fp8_roles)
+        check_block_alignment(build_engine_shards(keep_first_layers(model), tp, ep), format_of)
     except GeometryError as error:
         return error
     return None
 
 
-def find_nearest_layouts(
-    model: ModelGeometry, layout: Layout, fp8_roles: frozenset[str], quantized: bool = True, count: int = 2
-) -> list[Layout]:
+def find_nearest_layouts(model: ModelGeometry, layout: Layout, format_of: FormatOf, count: int = 2) -> list[Layout]:
     """Return the working training layouts with sizes nearest to `layout`'s, best first; those on the same number of ranks come first."""
     stage_ranks = layout.tp * layout.dp  # context parallelism apart
     candidates = []
@@ -48,27 +47,27 @@ def find_nearest_layouts(
         ranks = stage_ranks if stage_ranks % fewest == 0 else fewest
         candidates.append(replace(layout, tp=tp, etp=etp, ep=ep, dp=ranks // tp))
     candidates.sort(key=lambda candidate: candidate.world_size != layout.world_size)  # stable: keeps the order of distance
-    working = (candidate for candidate in candidates if find_trainer_problem(model, candidate, fp8_roles, quantized) is None)
+    working = (candidate for candidate in candidates if find_trainer_problem(model, candidate, format_of) is None)
     return list(islice(working, count))
 
 
-def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, fp8_roles: frozenset[str], count: int = 2) -> list[tuple[int, int]]:
+def find_nearest_engines(model: ModelGeometry, tp: int, ep: int, format_of: FormatOf, count: int = 2) -> list[tuple[int, int]]:
     """Return the working (tp, ep) of an engine that are nearest to the given ones, best first."""
     sizes = _sort_by_distance(model, (tp, tp // math.gcd(tp, ep), ep))
     candidates = [(near_tp, near_ep) for near_tp, near_etp, near_ep in sizes if near_tp == near_etp * near_ep]
-    return list(islice((candidate for candidate in candidates if find_engine_problem(model, *candidate, fp8_roles) is None), count))
+    return list(islice((candidate for candidate in candidates if find_engine_problem(model, *candidate, format_of) is None), count))
 
 
 def add_layout_hints(
-    error: GeometryError, model: ModelGeometry, train: Layout, rollout: EngineLayout, fp8_roles: frozenset[str], quantized: bool = True
+    error: GeometryError, model: ModelGeometry, train: Layout, rollout: EngineLayout, format_of: FormatOf
 ) -> GeometryError:
     """Return the same error with the nearest layouts that work at the start of its fix."""
     hints = []
-    if find_trainer_problem(model, train, fp8_roles, quantized):
-        layouts = [_format(layout, model) for layout in find_nearest_layouts(model, train, fp8_roles, quantized)]
+    if find_trainer_problem(model, train, format_of):
+        layouts = [_format(layout, model) for layout in find_nearest_layouts(model, train, format_of)]
         hints.append(f"train layouts that work: {' or '.join(layouts) or 'none'}")
-    if find_engine_problem(model, rollout.tp, rollout.ep, fp8_roles):
-        nearest = find_nearest_engines(model, rollout.tp, rollout.ep, fp8_roles)
+    if find_engine_problem(model, rollout.tp, rollout.ep, format_of):
+        nearest = find_nearest_engines(model, rollout.tp, rollout.ep, format_of)
         engines = [f"tp={tp}" + (f" ep={ep}" if model.experts else "") for tp, ep in nearest]
         hints.append(f"rollout layouts that work: {' or '.join(engines) or 'none'}")
     return GeometryError(error.field, error.value, error.rule, "; ".join([*hints, error.fix]) if hints else error.fix)

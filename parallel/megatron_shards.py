@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from parallel.formats import BF16, FormatOf, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, HFTensor, Region, Shard, find_misaligned_region, stack_regions, take_rows
@@ -29,18 +30,23 @@ def padded_vocabulary(vocab: int, tp: int, multiple: int = 1) -> int:
     return -(-vocab // (multiple * tp)) * multiple * tp
 
 
+def no_format(role: str) -> TensorFormat:
+    """Return a format without blocks for every role: rows in the parameters' own order."""
+    return BF16
+
+
 def build_megatron_shards(
     model: ModelGeometry,
     layout: Layout,
     coordinates: Coordinates,
     *,
-    quantized: bool = False,
+    format_of: FormatOf = no_format,
     vocab_rows: int | None = None,
 ) -> list[Shard]:
     """Return all parameters of the rank at `coordinates`. Raise GeometryError where the layout does not divide the model.
 
-    `quantized`: rows in the order in which the trainer must quantise them; it differs from the parameter's own where that would cut
-    blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
+    With `format_of`, rows are in the order in which the trainer must quantise them; it differs from the parameter's own where that would
+    cut blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
     """
     check_layout(model, layout)
     rows = padded_vocabulary(model.vocab, layout.tp) if vocab_rows is None else vocab_rows
@@ -49,30 +55,28 @@ def build_megatron_shards(
             "vocab_rows", rows, f"must be a multiple of tp ({layout.tp}) and at least the vocabulary ({model.vocab})", "pad it further"
         )
     first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
-    return list(_shards(model, layout, first_replica, quantized, rows))
+    return list(_shards(model, layout, first_replica, format_of("attention_qkv"), rows))
 
 
 def build_trainer_shards(
-    model: ModelGeometry, layout: Layout, *, quantized: bool = False, vocab_rows: int | None = None
+    model: ModelGeometry, layout: Layout, *, format_of: FormatOf = no_format, vocab_rows: int | None = None
 ) -> dict[int, list[Shard]]:
     """Return `build_megatron_shards` of every rank of a layout."""
     return {
-        rank: build_megatron_shards(model, layout, layout.coordinates(rank), quantized=quantized, vocab_rows=vocab_rows)
+        rank: build_megatron_shards(model, layout, layout.coordinates(rank), format_of=format_of, vocab_rows=vocab_rows)
         for rank in range(layout.world_size)
     }
 
 
-def compute_row_order(model: ModelGeometry, layout: Layout, coordinates: Coordinates, name: str) -> list[int] | None:
-    """Return the order in which parameter `name` must be quantised: row i of its blocks is row `order[i]` of the parameter.
+@lru_cache(maxsize=1024)
+def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
+    """Return the order in which a parameter must be quantised: row i of its blocks is row `order[i]` of the parameter.
 
     None where the parameter's own order is right. Otherwise the blocks are those of [q ; k ; v] of the rank: quantise `weight[order]`,
-    and undo the order with the inverse permutation. Raises GeometryError for a name that the rank does not hold.
+    and undo the order with the inverse permutation.
     """
-    shard = next((shard for shard in build_megatron_shards(model, layout, coordinates) if shard.name == name), None)
-    if shard is None:
-        raise GeometryError("parameter", name, "is not held by this rank", "use a name of build_megatron_shards")
-    reordered = reorder_for_quantization(shard)
-    if reordered.regions == shard.regions:
+    reordered = reorder_for_quantization(shard, format)
+    if reordered is shard or reordered.regions == shard.regions:
         return None
     row_of = {tensor_row: row for row, tensor_row in enumerate(_list_tensor_rows(shard))}
     return [row_of[tensor_row] for tensor_row in _list_tensor_rows(reordered)]
@@ -104,15 +108,14 @@ def _must_divide(name: str, size: int, length: int, what: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, quantized: bool, vocab_rows: int) -> tuple[Shard, ...]:
+def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv: TensorFormat, vocab_rows: int) -> tuple[Shard, ...]:
     shards = _MegatronShardBuilder(model, layout, coordinates, vocab_rows).build()
-    return tuple(map(reorder_for_quantization, shards) if quantized else shards)
+    return tuple(reorder_for_quantization(shard, qkv) for shard in shards)
 
 
-def reorder_for_quantization(shard: Shard) -> Shard:
-    """Return the shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else the shard itself. The
-    plan decides whether it is FP8 at all."""
-    if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard) is None:
+def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
+    """Return the shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else the shard itself."""
+    if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard, format) is None:
         return shard
     by_tensor = sorted(shard.regions, key=lambda region: ("qkv".index(region.tensor.name.split(".")[-2][0]), region.tensor_rect.row))
     return stack_regions(shard.name, by_tensor)

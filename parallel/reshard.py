@@ -1,9 +1,9 @@
 """The reshard plan: which rectangle of which source shard fills which rectangle of which target shard.
 
 Computed once from two lists of shards in Hugging Face coordinates (`parallel.shards`); used by every sync, by import and by export.
-A tensor whose role is FP8 moves as whole 128x128 blocks: its bytes and, at 1/128 of the coordinates, its scales. Nothing is quantised
-again, so every edge of every region must lie on a block edge of its shard and of the checkpoint, or at a tensor's end. An INT8 tensor
-has a scale per row, of the whole row wherever the row is cut, so it may be cut anywhere.
+A quantised tensor moves as whole blocks of its format: its bytes and, for FP8 at 1/128 of the coordinates, its scales. Nothing is
+quantised again, so every edge of every region must lie on a block edge of its shard and of the checkpoint, or at a tensor's end. An INT8
+tensor has a scale per row, of the whole row wherever the row is cut, so it may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
-from parallel.formats import BLOCK, SCHEMES
-from parallel.shards import FP32_ROLES, GeometryError, Rect, Region, Shard, find_misaligned_region
+from parallel.formats import SCALE, FormatOf, TensorFormat
+from parallel.shards import GeometryError, Rect, Region, Shard, find_misaligned_region
 
 
 class Transfer(NamedTuple):
@@ -27,18 +27,20 @@ class Transfer(NamedTuple):
     target_rank: int
     target: str
     target_rect: Rect
-    kind: str
-    """`fp8`, `int8`, `scale`, `high` (the run's high-precision dtype) or `fp32`: decides the dtype, see `parallel.formats`."""
+    format: TensorFormat
     tensor: str = ""
     """The Hugging Face tensor whose values move; scales belong to their weight's."""
+
+    @property
+    def of_scales(self) -> bool:
+        return self.format.name == SCALE
 
 
 def reshard(
     sources: Mapping[int, Sequence[Shard]],
     targets: Mapping[int, Sequence[Shard]],
-    fp8_roles: frozenset[str],
+    format_of: FormatOf,
     homes: Mapping[int, int] | None = None,
-    int8_roles: frozenset[str] = frozenset(),
 ) -> list[Transfer]:
     """Return the transfers that fill every target region exactly once, ordered by target rank and parameter, without scales.
 
@@ -46,10 +48,10 @@ def reshard(
     is chosen; else one that sends few bytes to other devices. `homes` maps a target rank to the source rank on its device, by default
     the one of the same number; empty where engines have devices of their own. `add_scale_transfers` adds the scales.
 
-    Raises GeometryError when a region has no source or cuts an FP8 block.
+    Raises GeometryError when a region has no source or cuts a block of its format.
     """
     for side in (sources, targets):
-        check_block_alignment(side, fp8_roles)
+        check_block_alignment(side, format_of)
     with _no_garbage_collection():
         owners = _Owners(sources)
         parts = []
@@ -58,77 +60,63 @@ def reshard(
             for shard in shards:
                 for region in shard.regions:
                     parts += [_Part(rank, home, shard, region, *cover) for cover in owners.cover(region, home, shard.name, rank)]
-        kinds = [kind_of(part.shard.role, fp8_roles, int8_roles) for part in parts]
-        return [_make_transfer(part, owner, kind) for part, owner, kind in zip(parts, _choose_owners(parts, kinds), kinds, strict=True)]
+        formats = [format_of(part.shard.role) for part in parts]
+        owners_and_formats = zip(_choose_owners(parts, formats), formats, strict=True)
+        return [_make_transfer(part, *pair) for part, pair in zip(parts, owners_and_formats, strict=True)]
 
 
 def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
-    """Return the transfers with those of scales: one after each FP8 transfer, and one for all INT8 transfers that fill the same rows of
-    a target, after the one that starts at its first column."""
+    """Return the transfers with those of scales: one after each quantised transfer; where whole rows share a scale, one for all
+    transfers that fill the same rows of a target, after the one that starts at its first column."""
     result = []
     scale_names: dict[str, str] = {}  # every name once in memory
     with _no_garbage_collection():
         for transfer in transfers:
             result.append(transfer)
-            kind, target_rect = transfer.kind, transfer.target_rect
-            scheme = SCHEMES.get(kind)
-            if scheme is not None and not (scheme.whole_rows and target_rect.col):
+            rank, name, rect, target_rank, target_name, target_rect, format, tensor = transfer
+            if format.quantized and not (format.whole_rows and target_rect.col):
                 source, target = (
-                    scale_names.get(name) or scale_names.setdefault(name, scale_name(name, kind))
-                    for name in (transfer.source, transfer.target)
+                    scale_names.get(name) or scale_names.setdefault(name, format.scale_name(name)) for name in (name, target_name)
                 )
-                source_rect, target_rect = get_scale_rect(transfer.source_rect, kind), get_scale_rect(target_rect, kind)
-                result.append(
-                    Transfer(transfer.source_rank, source, source_rect, transfer.target_rank, target, target_rect, "scale", transfer.tensor)
-                )
+                rects = get_scale_rect(rect, format), get_scale_rect(target_rect, format)
+                result.append(Transfer(rank, source, rects[0], target_rank, target, rects[1], format.scale, tensor))
     return result
 
 
-def kind_of(role: str, fp8_roles: frozenset[str], int8_roles: frozenset[str] = frozenset()) -> str:
-    """Return the kind of a role's data: `fp8`, `int8`, `fp32` or `high`."""
-    if role in fp8_roles:
-        return "fp8"
-    return "int8" if role in int8_roles else "fp32" if role in FP32_ROLES else "high"
-
-
-def scale_name(weight: str, kind: str = "fp8") -> str:
-    """Return the name of a quantised weight's scales, as in SGLang and in checkpoints: x.weight -> x.weight_scale_inv."""
-    return weight + SCHEMES[kind].scale_suffix
-
-
-def get_scale_rect(rect: Rect, kind: str = "fp8") -> Rect:
+def get_scale_rect(rect: Rect, format: TensorFormat) -> Rect:
     """Return the rectangle of scales that belongs to a rectangle of quantised elements."""
-    scheme = SCHEMES[kind]
-    return Rect(rect.row // scheme.rows, 0 if scheme.whole_rows else rect.col // scheme.cols, *scheme.grid(rect.rows, rect.cols))
+    assert format.block is not None
+    height, width = format.block
+    return Rect(rect.row // height, rect.col // width if width else 0, *format.scale_grid(rect.rows, rect.cols))
 
 
-def list_stored_tensors(
-    shards: Iterable[Shard], fp8_roles: frozenset[str], int8_roles: frozenset[str] = frozenset()
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return name -> (kind, shape) of the tensors that store some shards; a quantised one is stored as its bytes and its scales."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+def list_stored_tensors(shards: Iterable[Shard], format_of: FormatOf) -> dict[str, tuple[TensorFormat, tuple[int, ...]]]:
+    """Return name -> (format, shape) of the tensors that store some shards; a quantised one is stored as its bytes and its scales."""
+    tensors: dict[str, tuple[TensorFormat, tuple[int, ...]]] = {}
     for shard in shards:
-        kind = kind_of(shard.role, fp8_roles, int8_roles)
-        tensors[shard.name] = kind, shard.shape
-        if kind in SCHEMES:
-            tensors[scale_name(shard.name, kind)] = "scale", shard.scale_shape(kind)
+        format = format_of(shard.role)
+        tensors[shard.name] = format, shard.shape
+        if format.quantized:
+            tensors[format.scale_name(shard.name)] = format.scale, shard.scale_shape(format)
     return tensors
 
 
-def check_block_alignment(side: Mapping[int, Sequence[Shard]], fp8_roles: frozenset[str]) -> None:
-    """Raise GeometryError for the first FP8 shard that cuts a block of the checkpoint, or of itself."""
+def check_block_alignment(side: Mapping[int, Sequence[Shard]], format_of: FormatOf) -> None:
+    """Raise GeometryError for the first shard that cuts a quantised block of the checkpoint, or of itself."""
     checked: set[int] = set()  # replicas are the same objects
     for shards in side.values():
         for shard in shards:
-            if shard.role in fp8_roles and id(shard) not in checked:
+            format = format_of(shard.role)
+            if format.block is not None and id(shard) not in checked:
                 checked.add(id(shard))
-                region = find_misaligned_region(shard)
+                region = find_misaligned_region(shard, format)
                 if region is not None:
                     row, col, rows, cols = region.tensor_rect
+                    block = f"{format.block[0]}x{format.block[1]} {format.name.upper()} block"
                     raise GeometryError(
                         region.tensor.name,
                         f"rows {row}..{row + rows}, columns {col}..{col + cols}",
-                        f"a shard boundary cuts a {BLOCK}x{BLOCK} FP8 block in {shard.name}, at its row {region.shard_row}",
+                        f"a shard boundary cuts a {block} in {shard.name}, at its row {region.shard_row}",
                         "use a smaller tensor-parallel size, or precision.mode = bf16",
                     )
 
@@ -158,9 +146,9 @@ class _Part(NamedTuple):
     owners: dict[int, _Owner]
 
 
-def _choose_owners(parts: Sequence[_Part], kinds: Sequence[str]) -> list[_Owner]:
+def _choose_owners(parts: Sequence[_Part], formats: Sequence[TensorFormat]) -> list[_Owner]:
     """Choose a source for every part. Those with few owners come first, and large before small, so that loads even out."""
-    sizes = [part.rect.rows * part.rect.cols * (1 if kind in SCHEMES else 2) for part, kind in zip(parts, kinds, strict=True)]
+    sizes = [part.rect.rows * part.rect.cols * format.element_bytes for part, format in zip(parts, formats, strict=True)]
     chosen: list[_Owner | None] = [part.owners.get(part.home) for part in parts]
     sent: dict[int, int] = defaultdict(int)
     for index in sorted(range(len(parts)), key=lambda index: (len(parts[index].owners), -sizes[index])):
@@ -172,11 +160,11 @@ def _choose_owners(parts: Sequence[_Part], kinds: Sequence[str]) -> list[_Owner]
     return cast(list[_Owner], chosen)
 
 
-def _make_transfer(part: _Part, owner: _Owner, kind: str) -> Transfer:
+def _make_transfer(part: _Part, owner: _Owner, format: TensorFormat) -> Transfer:
     rank, _, shard, region, (row, col, rows, cols), _ = part
     source_rect = Rect(row + owner.row_offset, col + owner.col_offset, rows, cols)
     target_rect = Rect(row - region.tensor_rect.row + region.shard_row, col - region.tensor_rect.col + region.shard_col, rows, cols)
-    return Transfer(owner.rank, owner.name, source_rect, rank, shard.name, target_rect, kind, region.tensor.name)
+    return Transfer(owner.rank, owner.name, source_rect, rank, shard.name, target_rect, format, region.tensor.name)
 
 
 class _Owners:

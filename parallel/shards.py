@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from parallel.formats import BLOCK, SCHEMES
+from parallel.formats import TensorFormat
 from parallel.plug import InputError
 
 FP32_ROLES = frozenset({"router_bias"})
@@ -90,9 +90,9 @@ class Shard:
             return (self.rows,)
         return (self.experts, self.rows // self.experts, self.cols) if self.experts else (self.rows, self.cols)
 
-    def scale_shape(self, kind: str = "fp8") -> tuple[int, ...]:
-        """Return the shape of the live FP32 scales where the shard is quantised as `kind`, one of `SCHEMES`."""
-        return (*self.shape[:-2], *SCHEMES[kind].grid(self.shape[-2], self.cols))
+    def scale_shape(self, format: TensorFormat) -> tuple[int, ...]:
+        """Return the shape of the live scales in a quantised format; () in another."""
+        return (*self.shape[:-2], *format.scale_grid(self.shape[-2], self.cols)) if format.quantized else ()
 
 
 def take_all(tensor: HFTensor) -> Region:
@@ -139,15 +139,19 @@ def _divide(tensor: HFTensor, what: str, length: int, parts: int, field: str) ->
     return length // parts
 
 
-def find_misaligned_region(shard: Shard) -> Region | None:
-    """Return the first region of a shard that cuts a 128x128 block, None where there is none.
+def find_misaligned_region(shard: Shard, format: TensorFormat) -> Region | None:
+    """Return the first region of a shard that cuts a block of its format, None where there is none.
 
     A region cuts no block when it begins on block edges of both its tensor and the shard, and ends on block edges or at the tensor's end.
+    Where a scale belongs to a whole row, the row may be cut anywhere.
     """
+    if format.block is None:
+        return None
+    height, width = format.block[0], format.block[1] or 1
     for region in shard.regions:
         tensor, (row, col, rows, cols) = region.tensor, region.tensor_rect
-        if (row | col | region.shard_row | region.shard_col) % BLOCK:
+        if row % height or region.shard_row % height or col % width or region.shard_col % width:
             return region
-        if (rows % BLOCK and row + rows != tensor.rows) or (cols % BLOCK and col + cols != tensor.cols):
+        if (rows % height and row + rows != tensor.rows) or (cols % width and col + cols != tensor.cols):
             return region
     return None

@@ -137,8 +137,8 @@ class SGLangEngine(RankRequests):
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return [{name: _parse_tensor_spec(text) for name, text in rank.items()} for rank in self._ask_ranks({"verb": "describe"})]
 
-    def read_activation_scale_formats(self) -> dict[str, str]:
-        return self._ask_ranks({"verb": "scale_formats"})[0]
+    def read_activation_formats(self) -> dict[str, str]:
+        return self._ask_ranks({"verb": "activation_formats"})[0]
 
     def read_graph(self) -> list[PrecisionGraph]:
         return [PrecisionGraph.from_json(json.loads(rank["graph"])) for rank in self._ask_ranks({"verb": "graph"})]

@@ -23,7 +23,6 @@ from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """By default SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, by its own words in 10 to 20 minutes, longer
 than `rollout.start_timeout`. Switched off, each kernel is compiled at its first use, in seconds."""
-_DTYPE = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 class LaunchedServer(NamedTuple):
@@ -63,7 +62,7 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         "host": placement.host,
         "port": port,
         "model-path": model_path,
-        "dtype": _DTYPE[contract.high],
+        "dtype": contract.high_format.dtype,
         "tp-size": rollout.tp,
         "ep-size": rollout.ep,
         "max-running-requests": rollout.max_running_requests,
@@ -76,8 +75,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
     if config.algorithm.routing_replay == "engine":
         flags.append("enable-return-routed-experts")
-    if contract.engine_quantization:
-        options["quantization"] = contract.engine_quantization
+    if contract.engine_format.quantized:
+        options["quantization"] = contract.engine_format.engine_quantization
     if torch.cuda.is_available():
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
@@ -90,7 +89,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
 
 def _environment(tp: int, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     if torch.cuda.is_available():
-        scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: contract.scale_format} if contract.rollout_fp8 else {}
+        format = contract.engine_format
+        scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
     core_count = os.cpu_count() or 1
     return {

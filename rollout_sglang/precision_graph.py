@@ -22,7 +22,7 @@ from megatron_rl.precision.graph.decoder import (
     decoder_graph,
 )
 from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, group_format, token_format, unquantized_format
-from megatron_rl.precision.graph.graph import PrecisionGraph, TensorFormat
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KNOWN_METHODS = (
@@ -51,15 +51,15 @@ def get_model_runner() -> Any:
     return _runner
 
 
-def read_rank_graph(model: Any, activation_scales: Mapping[str, str]) -> PrecisionGraph:
-    """Return the graph of the model that this rank serves. `activation_scales`: module name -> scale format of its FP8 activations. Raise
+def read_rank_graph(model: Any, activations: Mapping[str, str]) -> PrecisionGraph:
+    """Return the graph of the model that this rank serves. `activations`: module name -> format of its inputs. Raise
     ValueError for an unknown module."""
-    return decoder_graph(_GraphReader(model, _runner, activation_scales).read_decoder())
+    return decoder_graph(_GraphReader(model, _runner, activations).read_decoder())
 
 
 class _GraphReader:
-    def __init__(self, model: Any, runner: Any, activation_scales: Mapping[str, str]) -> None:
-        self.model, self.runner, self.scales = model, runner, activation_scales
+    def __init__(self, model: Any, runner: Any, activations: Mapping[str, str]) -> None:
+        self.model, self.runner, self.activations = model, runner, activations
         self.names = {id(module): name for name, module in model.named_modules()}
         self.seen: set[int] = set()
         self.hidden = unquantized_format(model.model.embed_tokens.weight)
@@ -72,8 +72,8 @@ class _GraphReader:
             layers={number: self.read_layer(layer) for number, layer in enumerate(stack.layers)},
             embedding=self.read_linear(stack.embed_tokens),
             norm=self.read_norm(stack.norm, self.read_residual(stack.norm)),
-            lm_head=self.read_linear(model.lm_head, TensorFormat("fp32") if fp32_head else unquantized_format(model.lm_head.weight)),
-            logits=TensorFormat("fp32") if fp32_head else self.hidden,
+            lm_head=self.read_linear(model.lm_head, TensorPrecision("fp32") if fp32_head else unquantized_format(model.lm_head.weight)),
+            logits=TensorPrecision("fp32") if fp32_head else self.hidden,
         )
         for name, parameter in model.named_parameters():
             if id(parameter) not in self.seen:
@@ -95,10 +95,10 @@ class _GraphReader:
         """Return attention or MLP with the norm of what it adds to the residual stream, if the layer has one of this name."""
         return replace(part, post_norm=self.read_norm(getattr(layer, name), self.hidden)) if hasattr(layer, name) else part
 
-    def read_residual(self, norm: Any) -> TensorFormat:
+    def read_residual(self, norm: Any) -> TensorPrecision:
         """Return the format of the residual stream that a norm adds to."""
         dtype = getattr(norm, "override_orig_dtype", None)
-        return self.hidden if dtype is None else TensorFormat(dtype_name(dtype))
+        return self.hidden if dtype is None else TensorPrecision(dtype_name(dtype))
 
     def read_attention(self, attention: Any) -> AttentionPrecision | MLAPrecision:
         if hasattr(attention, "kv_b_proj"):
@@ -132,11 +132,11 @@ class _GraphReader:
             detail=type(self.runner.attn_backend).__name__,
         )
 
-    def read_cache(self, *attentions: Any) -> TensorFormat:
+    def read_cache(self, *attentions: Any) -> TensorPrecision:
         """Return the format of keys and values in the cache; an FP8 cache has one scale for a layer's keys and one for its values."""
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         dtype = self.runner.token_to_kv_pool.dtype
-        return TensorFormat(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else TensorFormat(dtype_name(dtype))
+        return TensorPrecision(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else TensorPrecision(dtype_name(dtype))
 
     def read_mlp(self, mlp: Any) -> MLPPrecision:
         return MLPPrecision(self.read_linear(mlp.gate_up_proj), self.read_linear(mlp.down_proj))
@@ -144,7 +144,7 @@ class _GraphReader:
     def read_experts(self, moe: Any) -> MoEPrecision:
         gate, experts, shared = moe.gate, moe.experts, getattr(moe, "shared_experts", None)
         fp32_logits = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
-        logits = TensorFormat("fp32") if fp32_logits else unquantized_format(gate.weight)
+        logits = TensorPrecision("fp32") if fp32_logits else unquantized_format(gate.weight)
         router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_norm(gate, self.hidden)
         gate_up, down = self.read_stacked(experts, "w13_weight"), self.read_stacked(experts, "w2_weight")
         return MoEPrecision(
@@ -158,11 +158,11 @@ class _GraphReader:
         """Read one of the two matrices of all experts, [experts, N, K]."""
         return self.read_product(experts, getattr(experts, name), _scale(experts, name), None)
 
-    def read_linear(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
+    def read_linear(self, module: Any, x: TensorPrecision | None = None) -> WeightedOpPrecision:
         """Read a linear layer or an embedding. `x`: format of its input if it differs from the hidden states."""
         return self.read_product(module, module.weight, _scale(module, "weight"), x)
 
-    def read_product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorFormat | None) -> WeightedOpPrecision:
+    def read_product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorPrecision | None) -> WeightedOpPrecision:
         method = type(module.quant_method).__name__
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
@@ -174,17 +174,17 @@ class _GraphReader:
         if scale is None:
             raise ValueError(f"the engine's {name} is {dtype_name(weight.dtype)} without scales")
         self.seen.add(id(scale))
-        activation_scale = self.scales.get(name, "unknown")
+        dtype, _, scales = self.activations.get(name, "unknown unknown").partition(" ")
         if weight.dtype == torch.int8:
-            return WeightedOpPrecision(token_format(activation_scale), channel_format(weight, scale), bias, detail)
-        x = group_format(_activation_group_size(module.quant_method), activation_scale)
+            return WeightedOpPrecision(token_format(dtype), channel_format(weight, scale), bias, detail)
+        x = group_format(_activation_group_size(module.quant_method), scales)
         return WeightedOpPrecision(x, block_format(weight, scale), bias, detail)
 
-    def read_norm(self, module: Any, x: TensorFormat) -> WeightedOpPrecision:
+    def read_norm(self, module: Any, x: TensorPrecision) -> WeightedOpPrecision:
         self.seen.add(id(module.weight))
         return WeightedOpPrecision(x, unquantized_format(module.weight), self.read_vector(module, "bias"), type(module).__name__)
 
-    def read_vector(self, module: Any, name: str) -> TensorFormat | None:
+    def read_vector(self, module: Any, name: str) -> TensorPrecision | None:
         """Read a bias; None if the module has none."""
         bias = getattr(module, name, None)
         if not isinstance(bias, torch.Tensor):

@@ -5,7 +5,7 @@ Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_
 
     {"verb": "ping"}
     {"verb": "describe"}                                       name -> "dtype rows cols"
-    {"verb": "scale_formats"}                                  module -> format of its activation scales, FP8 and INT8 modules only
+    {"verb": "activation_formats"}                                  module -> format of its inputs, of quantized modules only
     {"verb": "graph"}                                          "graph" -> the precision graph of this rank, JSON
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see parallel.transport.base
     {"verb": "start", "hashing": BOOL}                         receiving begins, in the background
@@ -29,6 +29,7 @@ import torch
 
 from parallel.chunking import Chunk
 from parallel.digest import digest_all
+from parallel.formats import FP8, INT8
 from parallel.shards import Rect
 from parallel.transport.base import Link
 from rollout_sglang import activation_hooks, memory_release, precision_graph
@@ -66,10 +67,10 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         case "describe":
             tensors = live_tensors(model).items()
             return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors}
-        case "scale_formats":
-            return activation_scale_formats(model)
+        case "activation_formats":
+            return read_activation_formats(model)
         case "graph":
-            return {"graph": json.dumps(precision_graph.read_rank_graph(model, activation_scale_formats(model)).to_json())}
+            return {"graph": json.dumps(precision_graph.read_rank_graph(model, read_activation_formats(model)).to_json())}
         case "digest":
             dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
             named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
@@ -133,16 +134,16 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.t() if transposed else tensor
 
 
-def activation_scale_formats(model: torch.nn.Module) -> dict[str, str]:
-    """Return how the live linear layers and experts really quantise activations: FP8 with "pow2" or "fp32" scales, read from the code
-    they run, or "int8" per token, the only format of SGLang's INT8 layers; a description of the quantiser if it is another."""
+def read_activation_formats(model: torch.nn.Module) -> dict[str, str]:
+    """Return how the live linear layers and experts really quantise activations, as `str(TensorFormat)`: "fp8 pow2" or "fp8 fp32", read
+    from the code they run, or "int8 fp32", the only format of SGLang's INT8 layers; a description of the quantiser if it is another."""
     formats = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if type(method).__name__ in ("W8A8Int8LinearMethod", "W8A8Int8MoEMethod"):
-            formats[name] = "int8"
+            formats[name] = str(INT8)
         elif hasattr(module, "w13_weight_scale_inv"):
-            formats[name] = gpu_activation_quant.read_expert_scale_format(method, module)
+            formats[name] = str(FP8.with_scales(gpu_activation_quant.read_expert_scale_format(method, module)))
         elif getattr(method, "w8a8_block_fp8_linear", None) is not None:
-            formats[name] = gpu_activation_quant.read_linear_scale_format(method, module)
+            formats[name] = str(FP8.with_scales(gpu_activation_quant.read_linear_scale_format(method, module)))
     return formats

@@ -11,7 +11,7 @@ from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
 from examples.arithmetic.config import ArchitectureConfig
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import write_checkpoint
-from parallel.formats import dtype_name
+from parallel.formats import FORMATS
 from parallel.model_geometry import ModelGeometry
 
 _EXPERT_FIELDS = {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
@@ -37,7 +37,7 @@ def make_hf_config(architecture: ArchitectureConfig, eos_token_id: int, high: st
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
         "pad_token_id": eos_token_id,
-        "torch_dtype": dtype_name("high", high),
+        "torch_dtype": FORMATS[high].dtype,
         **(_expert_fields(architecture) if architecture.num_experts else {}),
     }
 

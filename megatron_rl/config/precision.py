@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import field_validator
+from pydantic_core import PydanticKnownError
+
 from megatron_rl.config.base import ConfigSection
+from parallel.formats import MODES
 
 
 class PrecisionConfig(ConfigSection):
     """The precision flow of trainer and engine. See docs/reference/precision.md."""
 
-    mode: Literal["bf16", "fp8_rollout", "int8_rollout", "fp8_unified"] = "fp8_unified"
+    mode: str = "fp8_unified"
     """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the trainer
     computes in `high`, the engine with weights quantised at each sync. `bf16`: both in `high`."""
     scale_format: Literal["pow2", "fp32"] = "pow2"
@@ -19,3 +23,11 @@ class PrecisionConfig(ConfigSection):
     """Who computes the trainer's FP8 products. `emulated` runs on any device and is the reference."""
     high: Literal["bf16", "fp32"] = "bf16"
     """The dtype of everything that is not FP8, the same on both sides. `fp32` is the faster one on a CPU."""
+
+    @field_validator("mode")
+    @classmethod
+    def _check_mode(cls, mode: str) -> str:
+        if mode not in MODES:
+            *names, last = map(repr, MODES)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(names)} or {last}"})
+        return mode

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.read import is_fp8_checkpoint
+from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
 from megatron_rl.mcore.export import convert, save_hf
 from megatron_rl.precision.contract import PrecisionContract
@@ -89,36 +89,30 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
         state, saved = read_state(folder)
         step, hf_config, loads_directly = int(state.get("step", 0)), read_config(folder / "hf"), False
         trained = PrecisionContract.from_config(saved)
-        if trained.train_fp8 and contract.rollout_fp8 and trained.scale_format != contract.scale_format:
+        blocks, wanted = trained.trainer_format, contract.engine_format
+        if blocks.quantized and blocks.name == wanted.name and blocks != wanted:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
     facts = Facts.here(config, hf_config=hf_config, folder=folder, option=option)
-    check(facts, EVAL_MODEL if step is not None or _is_int8(hf_config) else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
+    check(facts, EVAL_MODEL if step is not None else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
     plan = SyncPlan.from_config(facts.model, Layout(), config)
     return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)
 
 
 def _loads_directly(folder: Path, option: str, hf_config: dict[str, Any], contract: PrecisionContract) -> bool:
     """Return whether the engine loads this Hugging Face folder as it is; False if it must be converted first."""
-    stored, wanted = hf_config.get("quantization_config"), contract.hf_quantization_config()
+    stored, wanted = find_checkpoint_format(hf_config), contract.engine_format
     if stored is None:
-        return wanted is None
-    fp8 = not _is_int8(hf_config) and is_fp8_checkpoint(hf_config)  # raises UserError for any other method
-    if wanted is None and fp8:
+        return not wanted.quantized
+    if not wanted.quantized:
         return False
-    if (wanted or {}).get("quant_method") != stored.get("quant_method"):
-        name, engine = "FP8" if fp8 else "INT8", contract.engine_quantization or contract.high
-        rule = f"is {name}, the config's engine is {engine}; quantised weights are not quantised twice"
+    if stored.name != wanted.name:
+        name = stored.name.upper()
+        rule = f"is {name}, the config's engine is {wanted.engine_quantization}; quantised weights are not quantised twice"
         fix = f"choose a precision.mode whose engine is {name}, or evaluate the checkpoint that it was made from"
         raise UserError(option, str(folder), rule, fix)
-    if fp8 and (wanted or {}).get("scale_fmt") != stored.get("scale_fmt"):
-        scale_format = "pow2" if stored.get("scale_fmt") == "ue8m0" else "fp32"
-        rule = f"{folder} is FP8 with {scale_format} scales"
-        raise UserError("precision.scale_format", contract.scale_format, rule, f'set it to "{scale_format}"')
+    if stored != wanted:
+        rule = f"{folder} is {stored.name.upper()} with {stored.scale_format} scales"
+        raise UserError("precision.scale_format", contract.scale_format, rule, f'set it to "{stored.scale_format}"')
     return True
-
-
-def _is_int8(hf_config: dict[str, Any]) -> bool:
-    stored = hf_config.get("quantization_config")
-    return isinstance(stored, dict) and stored.get("quant_method") == "w8a8_int8"

@@ -1,9 +1,9 @@
 """Read the weights of a Hugging Face checkpoint: check their names against its config.json, then read rectangle by rectangle.
 
-An FP8 checkpoint, as DeepSeek and Qwen publish them and as `export --precision fp8` writes them, says so in config.json's
-`quantization_config`. Its linear weights `X` are float8_e4m3fn [N, K] beside `X_scale_inv` [ceil(N/128), ceil(K/128)], float32 or (Qwen)
-bfloat16, which float32 holds exactly; value = byte's value * scale of its 128x128 block. Which weights these are is
-`precision.contract.QUANTIZED_ROLES`.
+A quantised checkpoint, as DeepSeek and Qwen publish them in FP8 and as `export` writes them, says so in config.json's
+`quantization_config`, which names a row of `parallel.formats.FORMATS`. In FP8 its linear weights `X` are float8_e4m3fn [N, K] beside
+`X_scale_inv` [ceil(N/128), ceil(K/128)], float32 or (Qwen) bfloat16, which float32 holds exactly; value = byte's value * scale of its
+128x128 block. Which weights these are is `precision.contract.QUANTIZED_ROLES`.
 """
 
 from __future__ import annotations
@@ -19,30 +19,38 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.contract import E4M3_MAX, QUANTIZED_ROLES
-from megatron_rl.precision.fp8 import Fp8Weight
-from parallel.formats import BLOCK, count_blocks
+from megatron_rl.precision.contract import QUANTIZED_ROLES
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
+from parallel.formats import FORMATS, TensorFormat
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import get_scale_rect, scale_name
-from parallel.shards import HFTensor, Region
+from parallel.reshard import get_scale_rect
+from parallel.shards import HFTensor, Rect, Region
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-_HIGH, _SCALES = ("BF16", "F16", "F32"), ("F32", "BF16")
-_E4M3 = "F8_E4M3"
-_FP8_SETTINGS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+_HIGH = ("BF16", "F16", "F32")
+_NOT_COMPARED = ("quant_method", "modules_to_not_convert")  # the first chooses the format; which weights are quantised show their dtypes
 
 
-def is_fp8_checkpoint(hf_config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes 128x128 FP8 blocks. Raise UserError for any other quantisation."""
+def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
+    """Return the format of the quantised weights that a config.json describes, None for none. Raise UserError for an unknown one."""
     quantization = hf_config.get("quantization_config")
     if quantization is None:
-        return False
-    settings = {"fmt": "e4m3", **quantization} if isinstance(quantization, dict) else {}
-    for name, supported in _FP8_SETTINGS.items():
-        if settings.get(name) != supported:
-            rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
-            raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
-    return True
+        return None
+    settings = quantization if isinstance(quantization, dict) else {}
+    by_method = {format.engine_quantization: format for format in FORMATS.values() if format.quantized}
+    format = by_method.get(settings.get("quant_method"))
+    if format is None:
+        raise _unread("quant_method", settings, " or ".join(map(str, by_method)))
+    for name, supported in (format.quantization_config() or {}).items():
+        if name not in _NOT_COMPARED and settings.get(name, "e4m3" if name == "fmt" else None) != supported:
+            raise _unread(name, settings, supported)
+    return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
+
+
+def _unread(name: str, settings: Mapping[str, Any], supported: object) -> UserError:
+    rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
+    return UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,8 @@ class HFCheckpoint:
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], field: str = "model.path") -> None:
         self.folder, self.field = folder, field
-        self.fp8 = is_fp8_checkpoint(hf_config)
-        """Weights of `QUANTIZED_ROLES` are blocks with scales."""
+        self.format = find_checkpoint_format(hf_config)
+        """Of the weights of `QUANTIZED_ROLES`, where they are quantised."""
         self._open: dict[Path, Any] = {}
         self._headers: dict[str, _Header] = {}
         index = _read_index(folder, field)
@@ -94,12 +102,15 @@ class HFCheckpoint:
         """
         expected = set()
         for tensor in model.tensors().values():
-            fp8 = self.has_fp8_blocks(tensor)
+            format = self.find_format(tensor)
+            dtypes = (format.safetensors_dtype,) if format else _HIGH
             expected.add(tensor.name)
-            self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], (_E4M3,) if fp8 else _HIGH)
-            if fp8:
-                expected.add(scale_name(tensor.name))
-                self._check_tensor(scale_name(tensor.name), [count_blocks(tensor.rows), count_blocks(tensor.cols)], _SCALES)
+            self._check_tensor(tensor.name, [tensor.rows] if tensor.vector else [tensor.rows, tensor.cols], dtypes)
+            if format:
+                expected.add(name := format.scale_name(tensor.name))
+                scale_dtype = format.scale.safetensors_dtype
+                scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
+                self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
         for name in sorted(self._headers.keys() - expected):
             if not self._is_ignored(name, model):
                 rule = f"tensor {name} belongs to no {model.family} model of this config.json"
@@ -115,11 +126,12 @@ class HFCheckpoint:
             raise self._error(f"tensor {name} is {header.dtype}, must be {' or '.join(dtypes)}", self._dtype_fix(header.dtype, dtypes))
 
     def _dtype_fix(self, dtype: str, wanted: tuple[str, ...]) -> str:
-        if dtype == _E4M3 and not self.fp8:
-            return "config.json has no quantization_config: restore it"
-        if wanted == (_E4M3,) or (dtype == _E4M3 and wanted == _HIGH):
+        quantized = {format.safetensors_dtype for format in FORMATS.values() if format.quantized}
+        if self.format is None:
+            return "config.json has no quantization_config: restore it" if dtype in quantized else "convert it"
+        if quantized & set(wanted) or (dtype in quantized and wanted == _HIGH):
             what = "all weights of attention, MLP and experts, nothing else"
-            return f"FP8 are {what}: give a checkpoint whose modules_to_not_convert say so, or a BF16 one"
+            return f"{self.format.name.upper()} are {what}: give a checkpoint whose modules_to_not_convert say so, or a BF16 one"
         return "convert it"
 
     def _is_ignored(self, name: str, model: ModelGeometry) -> bool:
@@ -128,47 +140,58 @@ class HFCheckpoint:
         layer = re.match(r"model\.layers\.(\d+)\.", name)
         return layer is not None and model.layers <= int(layer[1]) < model.layers + model.unused_layers
 
-    def check_scales(self, tensors: Iterable[HFTensor], scale_format: str | None) -> None:
-        """Read the scales of those `tensors` that are FP8, 1/16384 of their elements.
+    def check_scales(self, tensors: Iterable[HFTensor], wanted: TensorFormat | None) -> None:
+        """Read the scales of those `tensors` that are quantised, in FP8 1/16384 of their elements.
 
-        Raises UserError by name where a scale is not positive or makes 448 overflow, or, with `scale_format` "pow2", is no power of two.
-        (Powers of two pass as "fp32" scales; the activations' format is the run's own.)
+        Raises UserError by name where a scale is not positive or makes the largest value overflow, or, where the trainer's format `wanted`
+        has scales "pow2", is no power of two. (Powers of two pass as "fp32" scales; the activations' format is the run's own.)
         """
-        for name in (scale_name(tensor.name) for tensor in tensors if self.has_fp8_blocks(tensor)):
-            scale = self._slice(name)[:].float()
-            if not (torch.isfinite(scale * E4M3_MAX) & (scale > 0)).all():
+        for tensor in tensors:
+            if (format := self.find_format(tensor)) is None:
+                continue
+            name, dtype = format.scale_name(tensor.name), getattr(torch, format.dtype)
+            scale = QUANTIZERS[format.name].read_scales(self._slice(name)[:])
+            largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
+            if not (torch.isfinite(scale * largest) & (scale > 0)).all():
                 raise self._error(f"tensor {name} holds a scale that is inf, NaN or not positive", "the checkpoint is damaged")
-            if scale_format == "pow2" and not (torch.frexp(scale).mantissa == 0.5).all():
+            if wanted is not None and wanted.scale_format == "pow2" and not (torch.frexp(scale).mantissa == 0.5).all():
                 to_bf16 = f"megatron-rl export --checkpoint {self.folder} --output DIR --precision bf16"
                 fix = f'set precision.scale_format = "fp32", or dequantise the checkpoint: {to_bf16}'
                 raise self._error(f'tensor {name} holds scales that are no powers of two, precision.scale_format is "pow2"', fix)
 
     def read_values(self, region: Region) -> torch.Tensor:
-        """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; FP8 as float32.
+        """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector, in the file's dtype; float32 where quantised.
 
         Any rectangle, whole blocks or not. Raises UserError where a value is inf or NaN.
         """
         tensor, (row, col, rows, cols), *_ = region
-        view = self._slice(tensor.name)
-        value = view[row : row + rows] if tensor.vector else view[row : row + rows, col : col + cols]
-        if self.has_fp8_blocks(tensor):
-            scale = self._slice(scale_name(tensor.name))[:].float()
-            row_blocks, col_blocks = (torch.arange(start, start + length) // BLOCK for start, length in ((row, rows), (col, cols)))
-            value = value.float() * scale[row_blocks][:, col_blocks]
+        format, view = self.find_format(tensor), self._slice(tensor.name)
+        if format is not None and format.block is not None:
+            above, left = row % format.block[0], col % (format.block[1] or 1)  # what of the first blocks lies outside
+            whole = Rect(row - above, col - left, above + rows, left + cols)
+            value = dequantize(self._read_blocks(tensor, format, whole), format)[above:, left:]
+        else:
+            value = view[row : row + rows] if tensor.vector else view[row : row + rows, col : col + cols]
         self._refuse_non_finite(tensor.name, torch.isfinite(value))
         return value
 
-    def read_blocks(self, region: Region) -> Fp8Weight:
+    def read_blocks(self, region: Region) -> QuantizedWeight:
         """Return the bytes and scales of a region of whole blocks, never requantised. Raise UserError where a byte is NaN."""
-        row, col, rows, cols = region.tensor_rect
-        data = self._slice(region.tensor.name)[row : row + rows, col : col + cols]
-        self._refuse_non_finite(region.tensor.name, data.view(torch.uint8) & 0x7F != 0x7F)  # E4M3 has no inf
-        row, col, rows, cols = get_scale_rect(region.tensor_rect)
-        return Fp8Weight(data, self._slice(scale_name(region.tensor.name))[row : row + rows, col : col + cols].float())
+        format = self.find_format(region.tensor)
+        assert format is not None
+        blocks = self._read_blocks(region.tensor, format, region.tensor_rect)
+        self._refuse_non_finite(region.tensor.name, torch.isfinite(blocks.data.float()))
+        return blocks
 
-    def has_fp8_blocks(self, tensor: HFTensor) -> bool:
-        """Return whether the checkpoint stores `tensor` in FP8."""
-        return self.fp8 and tensor.role in QUANTIZED_ROLES
+    def _read_blocks(self, tensor: HFTensor, format: TensorFormat, rect: Rect) -> QuantizedWeight:
+        parts = []
+        for name, (row, col, rows, cols) in ((tensor.name, rect), (format.scale_name(tensor.name), get_scale_rect(rect, format))):
+            parts.append(self._slice(name)[row : row + rows, col : col + cols])
+        return QuantizedWeight(parts[0], parts[1].to(getattr(torch, format.scale_dtype)))
+
+    def find_format(self, tensor: HFTensor) -> TensorFormat | None:
+        """Return the format in which the checkpoint stores `tensor` quantised, None where it does not."""
+        return self.format if tensor.role in QUANTIZED_ROLES else None
 
     def _slice(self, name: str) -> Any:
         return self._open[self._headers[name].file].get_slice(name)

@@ -19,7 +19,7 @@ from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import nan_finder, reduce
 from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.layers.fp8_linear import quantize_model
+from megatron_rl.mcore.layers.quantized_linear import quantize_model
 from megatron_rl.mcore.layers.router import ModelRouters
 from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name

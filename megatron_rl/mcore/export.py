@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints from a Megatron model: BF16 or FP32 masters, or the very FP8 or INT8 bytes that the engine gets. Also from
+"""Hugging Face checkpoints from a Megatron model: BF16 or FP32 masters, or the very quantised bytes that the engine gets. Also from
 another Hugging Face checkpoint, in another precision.
 
 The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
@@ -18,48 +18,40 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import atomic_folder, write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import quantize_weight
-from megatron_rl.precision.int8 import quantize_int8_weight, row_maxima
+from megatron_rl.precision.quantizers import quantize
 from parallel.digest import make_stored_tensors, view_rect
-from parallel.formats import dtype_name
+from parallel.formats import MODES, FormatOf
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, add_scale_transfers, kind_of, reshard, scale_name
+from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.shards import take_all
 
 
 def gather_tensors(
-    named_tensors: dict[str, torch.Tensor],
-    model: ModelGeometry,
-    layout: Layout,
-    fp8_roles: frozenset[str],
-    high: str,
-    int8_roles: frozenset[str] = frozenset(),
+    named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
 ) -> dict[str, torch.Tensor]:
-    """Collect the checkpoint's tensors on rank 0 and return them, an empty dict elsewhere; collective. FP8 and INT8 roles come as bytes
-    and scales.
+    """Collect the checkpoint's tensors on rank 0 and return them, an empty dict elsewhere; collective. Quantised roles come as bytes and
+    scales.
 
-    `named_tensors` is this rank's `mcore.load_weights.collect_named_tensors`; what is not quantised is cast to `high` ("bf16" or
-    "fp32").
+    `named_tensors` is this rank's `mcore.load_weights.collect_named_tensors`; what is not quantised is cast to the dtype of its format.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    sources = build_trainer_shards(model, layout, quantized=bool(fp8_roles))
+    sources = build_trainer_shards(model, layout, format_of=format_of)
     checkpoint_shards = model.build_checkpoint_shards()
     own: list[tuple[Transfer, torch.Tensor]] = []
-    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, fp8_roles, int8_roles=int8_roles)):
+    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
         if transfer.source_rank == rank:
             values = view_rect(named_tensors[transfer.source], transfer.source_rect).contiguous()
-            own.append((transfer, values.view(torch.uint8) if transfer.kind == "fp8" else values))  # gloo and pickle know no float8
+            own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
     gathered: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(own, gathered)
     if gathered is None:
         return {}
-    tensors = make_stored_tensors(checkpoint_shards, fp8_roles, high, int8_roles)
+    tensors = make_stored_tensors(checkpoint_shards, format_of)
     for transfer, values in (pair for pairs in gathered for pair in pairs):
-        view_rect(tensors[transfer.target], transfer.target_rect).copy_(
-            values.view(torch.float8_e4m3fn) if transfer.kind == "fp8" else values
-        )
+        target = view_rect(tensors[transfer.target], transfer.target_rect)
+        target.copy_(values.view(target.dtype) if values.itemsize == 1 else values)
     return tensors
 
 
@@ -73,10 +65,10 @@ def save_hf(
 ) -> None:
     """Write a whole Hugging Face checkpoint folder from all ranks' tensors; collective, rank 0 writes.
 
-    FP8 or INT8 where the engine is (with `quantization_config`), else every tensor in `contract.high`.
+    Quantised where the engine is (with `quantization_config`), else every tensor in `contract.high`.
     """
     model = ModelGeometry.from_hf_config(hf_config)
-    tensors = gather_tensors(named_tensors, model, layout, contract.fp8_roles, contract.high, contract.int8_roles)
+    tensors = gather_tensors(named_tensors, model, layout, contract.format_of)
     if tensors:
         _write(folder, hf_config, tensors, contract, tokenizer)
     dist.barrier()
@@ -84,8 +76,8 @@ def save_hf(
 
 def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract, tokenizer: Path) -> None:
     config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
-    config["torch_dtype"] = dtype_name("high", contract.high)
-    quantization = contract.hf_quantization_config()
+    config["torch_dtype"] = contract.high_format.dtype
+    quantization = contract.engine_format.quantization_config()
     if quantization:
         config["quantization_config"] = quantization
     with atomic_folder(folder) as temporary:
@@ -93,18 +85,17 @@ def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Ten
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
-    """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder; `precision` "bf16", "fp8" or "int8".
+    """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder in `precision`: "bf16", "fp8", "int8".
 
-    A run's FP8 blocks and INT8 channels are quantised as its sync does; everything else keeps the run's high-precision dtype.
+    A run's weights are quantised as its sync does; everything else keeps the run's high-precision dtype.
     For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output` exists.
     """
     if output.exists():
         raise UserError("--output", str(output), "exists already", "name a new folder")
-    precision_fields: dict[str, Any] = {
-        "bf16": {"mode": "bf16", "high": "bf16"},
-        "fp8": {"mode": "fp8_unified"},
-        "int8": {"mode": "int8_rollout"},
-    }[precision]
+    modes = {mode.engine.name: {"mode": name} for name, mode in MODES.items() if mode.engine} | {"bf16": {"mode": "bf16", "high": "bf16"}}
+    if precision not in modes:
+        raise UserError("--precision", precision, f"must be one of {', '.join(sorted(modes))}", "choose one")
+    precision_fields: dict[str, Any] = modes[precision]
     if (checkpoint / "config.json").is_file():
         return convert(checkpoint, output, precision_fields)
     from megatron_rl.mcore.checkpoint.load import load_in_one_process
@@ -117,16 +108,17 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
 
 
 def convert(folder: Path, output: Path, precision_fields: dict[str, Any]) -> None:
-    """Convert a Hugging Face checkpoint to another precision: FP8 dequantised to BF16, or quantised to INT8, or to FP8 with the default
-    scale format.
+    """Convert a Hugging Face checkpoint to another precision: its quantised weights to BF16, or its BF16 ones to a quantised format, FP8
+    with the default scale format.
 
-    `precision_fields` are those of a `PrecisionConfig`. What stays unquantised in an FP8 result keeps the checkpoint's dtype, BF16 or FP32.
-    Raises UserError for what `HFCheckpoint` refuses, and where FP8 would be quantised again.
+    `precision_fields` are those of a `PrecisionConfig`. What a quantised result does not quantise keeps the checkpoint's dtype, BF16 or
+    FP32. Raises UserError for what `HFCheckpoint` refuses, and where it would be quantised again.
     """
     hf_config = read_config(folder)
     source = HFCheckpoint(folder, hf_config, "--checkpoint")
-    if source.fp8 and precision_fields["mode"] != "bf16":
-        raise UserError("--precision", None, f"{folder} is FP8 already, and blocks are not quantised twice", "use --precision bf16")
+    if source.format and precision_fields["mode"] != "bf16":
+        rule = f"{folder} is {source.format.name.upper()} already, and blocks are not quantised twice"
+        raise UserError("--precision", None, rule, "use --precision bf16")
     with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)
     source.check(model)
@@ -136,11 +128,9 @@ def convert(folder: Path, output: Path, precision_fields: dict[str, Any]) -> Non
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.tensors().items():
         value = source.read_values(take_all(tensor))
-        kind = kind_of(tensor.role, contract.fp8_roles, contract.int8_roles)
-        if kind == "fp8":
-            tensors[name], tensors[scale_name(name)] = quantize_weight(value, contract.scale_format)
-        elif kind == "int8":
-            tensors[name], tensors[scale_name(name, kind)] = quantize_int8_weight(value, row_maxima(value))
+        format = contract.format_of(tensor.role)
+        if format.quantized:
+            tensors[name], tensors[format.scale_name(name)] = quantize(value, format)
         else:
-            tensors[name] = value.to(getattr(torch, dtype_name(kind, contract.high)))
+            tensors[name] = value.to(getattr(torch, format.dtype))
     _write(output, hf_config, tensors, contract, folder)

@@ -27,34 +27,34 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
 from megatron_rl.mcore.layers.spec import build_decoder_spec
-from megatron_rl.mcore.load_weights import set_row_orders
+from megatron_rl.mcore.load_weights import set_formats
 from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.platform import adam, cpu
 from megatron_rl.precision.contract import PrecisionContract
+from parallel.formats import BF16, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import padded_vocabulary
 from parallel.model_geometry import ModelGeometry
 from parallel.transport import gloo_backend
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _DEFAULT_TRAIN = TrainConfig()
 _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 """How long the ranks wait for each other at the start."""
 
 
 @dataclass
-class FP8TransformerConfig(TransformerConfig):
-    """Megatron's configuration plus the fields of the FP8 linear layers: the contract's scale format and backend."""
+class QuantizedTransformerConfig(TransformerConfig):
+    """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, and its backend."""
 
-    fp8_scale_format: str = "pow2"
-    fp8_backend: str = "emulated"
+    linear_format: TensorFormat = BF16
+    linear_backend: str = "emulated"
     post_norms: bool = False
     """Norm what attention and MLP add to the residual stream."""
 
 
 @dataclass
-class FP8MLATransformerConfig(FP8TransformerConfig, MLATransformerConfig):
+class QuantizedMLATransformerConfig(QuantizedTransformerConfig, MLATransformerConfig):
     """The same for multi-latent attention."""
 
 
@@ -103,14 +103,14 @@ def build_model(
     """Build this rank's part of the model of a Hugging Face config.json, with uninitialized weights (see `load_weights`): a GPTModel, or
     with vpp the list of its virtual pipeline stages.
 
-    Linear layers compute in FP8 where `contract.train_fp8`; everything else has the contract's high-precision dtype. `train` sets
+    Linear layers compute in `contract.trainer_format`; everything else has the contract's high-precision dtype. `train` sets
     sequence parallelism and recomputation. Raise UserError for a model that the trainer does not support.
     """
     with as_user_error():
         geometry = ModelGeometry.from_hf_config(hf_config)
     config, length = _megatron_config(geometry, layout, contract, train), hf_config["max_position_embeddings"]
     chunks = [_build_chunk(geometry, length, config, contract, stage if layout.vpp > 1 else None) for stage in range(layout.vpp)]
-    set_row_orders(chunks, geometry, layout)
+    set_formats(chunks, geometry, layout, contract)
     return chunks if layout.vpp > 1 else chunks[0]
 
 
@@ -121,9 +121,11 @@ def freeze(model: ModelChunks) -> ModelChunks:
     return model
 
 
-def _megatron_config(geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig) -> FP8TransformerConfig:
-    dtype = _DTYPES[contract.high]
-    return (FP8MLATransformerConfig if geometry.latent else FP8TransformerConfig)(
+def _megatron_config(
+    geometry: ModelGeometry, layout: Layout, contract: PrecisionContract, train: TrainConfig
+) -> QuantizedTransformerConfig:
+    dtype = getattr(torch, contract.high_format.dtype)
+    return (QuantizedMLATransformerConfig if geometry.latent else QuantizedTransformerConfig)(
         num_layers=geometry.layers,
         hidden_size=geometry.hidden,
         num_attention_heads=geometry.heads,
@@ -147,8 +149,8 @@ def _megatron_config(geometry: ModelGeometry, layout: Layout, contract: Precisio
         bf16=dtype is torch.bfloat16,
         gradient_accumulation_fusion=False,  # apex's kernel; the FP8 layers accumulate in place by themselves
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
-        fp8_scale_format=contract.scale_format,
-        fp8_backend=contract.backend,
+        linear_format=contract.trainer_format,
+        linear_backend=contract.backend,
         post_norms=geometry.post_norms,
         **layout_options(layout, train),
         **recompute_options(train, geometry),
@@ -158,11 +160,11 @@ def _megatron_config(geometry: ModelGeometry, layout: Layout, contract: Precisio
 
 
 def _build_chunk(
-    geometry: ModelGeometry, length: int, config: FP8TransformerConfig, contract: PrecisionContract, vp_stage: int | None
+    geometry: ModelGeometry, length: int, config: QuantizedTransformerConfig, contract: PrecisionContract, vp_stage: int | None
 ) -> GPTModel:
     model = GPTModel(
         config=config,
-        transformer_layer_spec=build_decoder_spec(config, fp8=contract.train_fp8, vp_stage=vp_stage),
+        transformer_layer_spec=build_decoder_spec(config, quantized=contract.trainer_format.quantized, vp_stage=vp_stage),
         vocab_size=padded_vocabulary(geometry.vocab, config.tensor_model_parallel_size),
         max_sequence_length=length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

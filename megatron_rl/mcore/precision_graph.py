@@ -1,7 +1,7 @@
 """Reads the training graph from the live Megatron model: what its modules hold and run, not what a configuration says.
 
-FP8 linear layers are recognized by their blocks. A parameter that belongs to no operator read here, or a module of an unknown class, is
-refused: an incomplete graph proves nothing.
+Quantized linear layers are recognized by their blocks. A parameter that belongs to no operator read here, or a module of an unknown
+class, is refused: an incomplete graph proves nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from megatron_rl.precision.graph.decoder import (
     decoder_graph,
 )
 from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, group_format, unquantized_format
-from megatron_rl.precision.graph.graph import PrecisionGraph, TensorFormat, merge_graphs
-from parallel.formats import BLOCK
+from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 
 
 def read_rank_graph(model: GPTModel | Sequence[GPTModel]) -> PrecisionGraph:
@@ -49,8 +48,8 @@ class _MegatronReader:
         self.seen: set[int] = set()
         embedding = getattr(model, "embedding", None)
         dtype = model.config.pipeline_dtype if embedding is None else embedding.word_embeddings.weight.dtype
-        self.hidden = TensorFormat(dtype_name(dtype))
-        self.residual = TensorFormat("fp32") if model.config.fp32_residual_connection else self.hidden
+        self.hidden = TensorPrecision(dtype_name(dtype))
+        self.residual = TensorPrecision("fp32") if model.config.fp32_residual_connection else self.hidden
 
     def read_decoder(self) -> DecoderPrecision:
         model = self.model
@@ -123,7 +122,7 @@ class _MegatronReader:
         router, local_experts = moe.router, getattr(moe.experts, "local_experts", None)
         if local_experts is None:
             raise RunError(f"the precision graph does not know the trainer's experts {type(moe.experts).__name__}")
-        logits = TensorFormat(router.config.moe_router_dtype or self.hidden.dtype)
+        logits = TensorPrecision(router.config.moe_router_dtype or self.hidden.dtype)
         correction = getattr(router, "expert_bias", None)  # a buffer
         shared = getattr(moe, "shared_experts", None)
         return MoEPrecision(
@@ -134,31 +133,30 @@ class _MegatronReader:
         )
 
     def read_linear(self, layer: Any) -> WeightedOpPrecision:
-        """Read an FP8 layer by its blocks, any other by its weight. Transformer Engine's own layers hide how they quantize."""
+        """Read a quantized layer by its blocks, any other by its weight. Transformer Engine's own layers hide how they quantize."""
         if not type(layer).__module__.startswith("megatron_rl."):
             _require_class(layer, ColumnParallelLinear, RowParallelLinear)
-        blocks = getattr(layer, "blocks", None)
-        if blocks is None:
+        if layer.blocks is None:
             return self.read_weighted(layer)
         self.seen.add(id(layer.weight))
-        weight, master = block_format(*blocks), unquantized_format(layer.weight)
+        weight, master = block_format(*layer.blocks), unquantized_format(layer.weight)
         x = tokens = self.hidden
-        if getattr(layer, "quantizes_input", True):
-            x = group_format(BLOCK, layer.scale_format)
-            tokens = TensorFormat(x.dtype, f"{BLOCK}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
+        if layer.quantizes_input:
+            group = layer.format.block[1]  # an input's groups are as long as a block is wide
+            x = group_format(group, layer.format.scale_format, weight.dtype)
+            tokens = TensorPrecision(x.dtype, f"{group}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
         gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master)
-        backend = getattr(layer, "backend", None)
-        detail = type(layer).__name__ + ("" if backend is None else f", {type(backend).__name__}")
+        detail = f"{type(layer).__name__}, {type(layer.backend).__name__}"
         return WeightedOpPrecision(x, weight, self.read_bias(layer), detail, gradients)
 
-    def read_weighted(self, module: Any, x: TensorFormat | None = None) -> WeightedOpPrecision:
+    def read_weighted(self, module: Any, x: TensorPrecision | None = None) -> WeightedOpPrecision:
         """Read a module that multiplies its weight in high precision."""
         x, weight, format = x or self.hidden, module.weight, unquantized_format(module.weight)
         self.seen.add(id(weight))
         gradients = GradientFormats(x, format, x, x, _gradient(weight), _master(weight))
         return WeightedOpPrecision(x, format, self.read_bias(module), type(module).__name__, gradients)
 
-    def read_bias(self, module: Any) -> TensorFormat | None:
+    def read_bias(self, module: Any) -> TensorPrecision | None:
         bias = getattr(module, "bias", None)
         if not isinstance(bias, torch.Tensor):
             return None
@@ -176,14 +174,14 @@ class _MegatronReader:
         return WeightedOpPrecision(self.hidden, format, None, f"{type(layer).__name__}, tied", gradients)
 
 
-def _gradient(weight: Any) -> TensorFormat:
+def _gradient(weight: Any) -> TensorPrecision:
     """Return the format in which the gradient is accumulated: of Megatron's buffer, or autograd's, which has the weight's dtype."""
     return unquantized_format(getattr(weight, "main_grad", weight))
 
 
-def _master(weight: Any) -> TensorFormat:
+def _master(weight: Any) -> TensorPrecision:
     """Return the format of what the optimizer steps: the weight, or the FP32 copy of a 16-bit one, which may be on another rank."""
-    return TensorFormat("fp32") if hasattr(weight, "main_param") else unquantized_format(weight)
+    return TensorPrecision("fp32") if hasattr(weight, "main_param") else unquantized_format(weight)
 
 
 def _require_class(module: Any, *classes: type) -> Any:

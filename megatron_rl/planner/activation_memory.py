@@ -24,9 +24,6 @@ from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.memory import count_layer_kinds
 from parallel.layout import Layout
 
-_QUANTIZED = 1 + 4 / 128
-"""Bytes per element of an operand quantized along the tokens: E4M3 and an FP32 scale for 128 of them."""
-
 
 @dataclass(frozen=True)
 class FormulaInputs:
@@ -55,12 +52,12 @@ class FormulaInputs:
     @cached_property
     def quantizes_inputs(self) -> bool:
         """A linear layer keeps a quantized copy of its input; else it keeps the input itself, which its producer may keep too."""
-        return self.job.contract.train_fp8 and self.job.config.precision.backend != "emulated"
+        return self.job.contract.trainer_format.quantized and self.job.config.precision.backend != "emulated"
 
     @cached_property
     def linear_input_bytes(self) -> float:
         """Bytes per element that a linear layer keeps of an input of its own."""
-        return _QUANTIZED if self.quantizes_inputs else self.high_bytes
+        return self.job.contract.trainer_format.group_bytes if self.quantizes_inputs else self.high_bytes
 
     @cached_property
     def hidden_input(self) -> float:
@@ -123,7 +120,7 @@ def _latent_attention(inputs: FormulaInputs) -> float:
     size += _column_input(inputs, latent.q_rank) + inputs.rows * latent.kv_rank * high_bytes
     size += inputs.tokens * high_bytes * (heads * 2 * (latent.nope_dim + latent.rope_dim + latent.v_dim) + 4 * latent.rope_dim)
     size += _row_input(inputs, heads * latent.v_dim)
-    size += heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank * high_bytes if inputs.job.contract.train_fp8 else 0
+    size += heads * (latent.nope_dim + latent.v_dim) * latent.kv_rank * high_bytes if inputs.job.contract.trainer_format.quantized else 0
     return size + (0 if inputs.cpu else 4 * inputs.tokens * heads)
 
 

@@ -1,4 +1,4 @@
-"""Every kind of tensor in the trainer's and the engine's layout: shapes, precision, and whether each FP8 block is whole."""
+"""Every kind of tensor in the trainer's and the engine's layout: shapes, precision, and whether each quantized block is whole."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from megatron_rl.planner.candidate import Candidate, Workload
-from parallel.formats import SCHEMES
+from parallel.formats import TensorFormat
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_megatron_shards
-from parallel.reshard import kind_of
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard, find_misaligned_region
 
@@ -23,19 +22,19 @@ class ParameterAlignment:
     name: str
     shape: tuple[int, ...]
     """On one rank."""
-    kind: str
+    format: str
     scales: tuple[int, ...]
     """Empty where it is not quantized."""
     cut: str
-    """The first region that cuts an FP8 block; "" where all are whole."""
+    """The first region that cuts a block; "" where all are whole."""
 
 
 def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
     """Return both sides' parameters. Raise GeometryError where a layout does not divide the model."""
-    model, quantized = keep_one_layer_per_kind(job.model), bool(job.contract.fp8_roles)
+    model, format_of = keep_one_layer_per_kind(job.model), job.contract.format_of
     train = replace(candidate.train, pp=1, vpp=1)
     trainer = (
-        build_megatron_shards(model, train, train.coordinates(rank), quantized=quantized) for rank in range(train.tp * train.cp * train.dp)
+        build_megatron_shards(model, train, train.coordinates(rank), format_of=format_of) for rank in range(train.tp * train.cp * train.dp)
     )
     engine = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep).values()
     return _align_side(job, "trainer", trainer) + _align_side(job, "engine", engine)
@@ -43,22 +42,20 @@ def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignm
 
 def _align_side(job: Workload, side: str, ranks: Iterable[list[Shard]]) -> list[ParameterAlignment]:
     rows: dict[str, ParameterAlignment] = {}
-    roles, int8_roles = job.contract.fp8_roles, job.contract.int8_roles
     for shards in ranks:
         for shard in shards:
             name = re.sub(r"\.(layers|local_experts)\.\d+\.", r".\1.*.", shard.name)
             if job.model.experts and job.model.experts.dense_layers and ".layers.0." in shard.name:
                 name = name.replace(".layers.*.", ".layers.dense.")
-            kind = kind_of(shard.role, roles, int8_roles)
-            cut = _describe_cut(shard) if kind == "fp8" else ""
+            format = job.contract.format_of(shard.role)
+            cut = _describe_cut(shard, format)
             if name not in rows or (cut and not rows[name].cut):
-                scales = shard.scale_shape(kind) if kind in SCHEMES else ()
-                rows[name] = ParameterAlignment(side, name, shard.shape, kind, scales, cut)
+                rows[name] = ParameterAlignment(side, name, shard.shape, format.name, shard.scale_shape(format), cut)
     return list(rows.values())
 
 
-def _describe_cut(shard: Shard) -> str:
-    region = find_misaligned_region(shard)
+def _describe_cut(shard: Shard, format: TensorFormat) -> str:
+    region = find_misaligned_region(shard, format)
     if region is None:
         return ""
     row, col, height, width = region.tensor_rect

@@ -56,7 +56,7 @@ class Workload:
 
     @property
     def high_bytes(self) -> int:
-        return 2 if self.config.precision.high == "bf16" else 4
+        return self.contract.high_format.element_bytes
 
     @property
     def has_reference(self) -> bool:

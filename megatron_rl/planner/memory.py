@@ -22,16 +22,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_rl.planner.candidate import Candidate, Workload
-from parallel.formats import SCHEMES, count_blocks
+from parallel.formats import FP32, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_megatron_shards, list_stage_layers
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import kind_of
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import Shard
 
-_SCALE = 4
 _EXPERT = ".local_experts."
 _EMBEDDING, _OUTPUT, _FINAL_NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 
@@ -42,7 +40,7 @@ class RankMemory(NamedTuple):
     weights: int = 0
     """Parameters, and FP32 buffers of the router."""
     blocks: int = 0
-    """E4M3 data and scales."""
+    """Quantized data and scales."""
     operands: int = 0
     """What the back end keeps beside the blocks."""
     gradients: int = 0
@@ -116,41 +114,36 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     replicas = 1
     if job.sharded_optimizer:
         replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
-    is_fp8 = job.contract.train_fp8 and kind_of(shard.role, job.contract.fp8_roles) == "fp8"
-    own_master = is_fp8 or job.high_bytes == 4
+    format = job.contract.trainer_format_of(shard.role)
+    weight = FP32 if format.quantized else format
+    own_master = weight == FP32
     return RankMemory(
-        weights=size * (4 if own_master else 2),
-        blocks=_count_quantized(shard, "fp8") if is_fp8 else 0,
-        operands=count_operand_bytes(job.config.precision.backend, shard.rows, shard.cols) if is_fp8 else 0,
+        weights=weight.count_bytes(shard.shape),
+        blocks=format.count_bytes(shard.shape) if format.quantized else 0,
+        operands=count_operand_bytes(job.config.precision.backend, format, shard.rows, shard.cols) if format.quantized else 0,
         gradients=4 * size,
         masters=0 if own_master else -(-4 * size // replicas),
         moments=-(-8 * size // replicas),
     )
 
 
-def count_operand_bytes(backend: str, rows: int, cols: int) -> int:
+def count_operand_bytes(backend: str, format: TensorFormat, rows: int, cols: int) -> int:
     """Return what `precision.backends` keeps of a weight beside its blocks: dequantized values, or a transposed copy with its scales."""
     if backend == "emulated":
         return 4 * rows * cols
-    n, k = count_blocks(rows), count_blocks(cols)
     if backend == "deep_gemm":
-        return rows * cols + _SCALE * n * k
+        return format.count_bytes((rows, cols))
+    n, k = format.scale_grid(rows, cols)
     padded_n, padded_k = -(-n // 4) * 4, -(-k // 4) * 4  # Transformer Engine pads both sides' scales
-    return rows * cols + _SCALE * (n * padded_k + k * padded_n)
+    return format.element_bytes * rows * cols + format.scale.element_bytes * (n * padded_k + k * padded_n)
 
 
 def count_sync_quantization(job: Workload, candidate: Candidate, stage: int) -> int:
     """Return the bytes that a sync quantizes beside the weights: 0 unless the engine is quantized and the trainer is not."""
-    if job.contract.train_fp8:
+    if job.contract.trainer_format.quantized:
         return 0
-    kinds = job.contract.fp8_roles, job.contract.int8_roles
-    shards = count_rank_shards(job.model, candidate.train, stage)
-    return sum(count * _count_quantized(shard, kind) for shard, count in shards if (kind := kind_of(shard.role, *kinds)) in SCHEMES)
-
-
-def _count_quantized(shard: Shard, kind: str) -> int:
-    """Return the bytes of data and scales."""
-    return shard.rows * shard.cols + _SCALE * math.prod(shard.scale_shape(kind))
+    shards = ((shard, job.contract.format_of(shard.role), count) for shard, count in count_rank_shards(job.model, candidate.train, stage))
+    return sum(count * format.count_bytes(shard.shape) for shard, format, count in shards if format.quantized)
 
 
 @lru_cache(maxsize=256)
@@ -159,11 +152,9 @@ def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
     total = 0
     counts = count_layers_like_each(job.model, Layout(), 0)
     for shard in build_sglang_shards(keep_one_layer_per_kind(job.model), tp, 0, ep):
-        kind = kind_of(shard.role, job.contract.fp8_roles, job.contract.int8_roles)
         parts = shard.name.split(".")
         count = counts[int(parts[2])] if parts[1] == "layers" else 1
-        itemsize = 4 if kind == "fp32" else job.high_bytes
-        total += count * (_count_quantized(shard, kind) if kind in SCHEMES else itemsize * shard.rows * shard.cols)
+        total += count * job.contract.format_of(shard.role).count_bytes(shard.shape)
     return total
 
 

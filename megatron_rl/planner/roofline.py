@@ -16,6 +16,7 @@ from functools import lru_cache
 from megatron_rl.planner import memory
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
+from megatron_rl.precision.contract import QUANTIZED_ROLES
 
 COMPUTE_EFFICIENCY = 0.35
 """Share of the peak rate of dense products that training reaches. An assumption."""
@@ -69,7 +70,7 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     """Return the seconds of one micro-batch in one stage; `products`: the work in forward passes (a backward pass is two)."""
     layout, model = candidate.train, job.model
     linear, rest = count_flops_per_token(job)
-    rate = cluster.gpu.fp8 if job.contract.train_fp8 and job.config.precision.backend != "emulated" else cluster.gpu.bf16
+    rate = cluster.gpu.fp8 if job.contract.trainer_format.quantized and job.config.precision.backend != "emulated" else cluster.gpu.bf16
     tokens = job.tokens_per_rank(layout.cp)
     compute = products * tokens / (layout.tp * layout.pp) * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
     layers = model.layers / layout.pp
@@ -90,13 +91,13 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
 
 @lru_cache(maxsize=16)
 def count_flops_per_token(job: Workload) -> tuple[float, float]:
-    """Return the forward FLOPs of (linear layers that the contract makes FP8, attention and output layer): 2 for each weight that a token
+    """Return the forward FLOPs of (linear layers that the contract quantizes, attention and output layer): 2 for each weight that a token
     meets, 4 s/2 d for each head and layer of causal attention over sequences of mean length s."""
     model, linear = job.model, 0.0
     share = job.top_k / model.experts.count if model.experts else 1.0
     for weight in itertools.chain(*model.list_weights()):
         for tensor, *_ in weight.pieces:
-            if tensor.role in ("attention_qkv", "attention_output", "mlp_in", "mlp_out"):
+            if tensor.role in QUANTIZED_ROLES:
                 linear += 2 * tensor.rows * tensor.cols * (1 if weight.expert is None else share)
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
     return linear, attention + 2 * model.vocab * model.hidden

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.planner.memory import count_layers_like_each
-from parallel.formats import element_bytes
 from parallel.layout_hints import keep_one_layer_per_kind
 from parallel.megatron_shards import build_trainer_shards
 from parallel.reshard import Transfer, add_scale_transfers, reshard
@@ -67,16 +66,16 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> dict[
     for transfer in _plan_one_layer_per_kind(job, candidate, homes):
         if count := layer_counts[_layer_of_tensor(transfer.tensor)]:
             elements = transfer.target_rect.rows * transfer.target_rect.cols
-            nbytes = count * elements * element_bytes(transfer.kind, job.contract.high)
+            nbytes = count * elements * transfer.format.element_bytes
             bytes_by_link[stage * width + transfer.source_rank, gpu_of[transfer.target_rank]] += nbytes
     return bytes_by_link
 
 
 def _plan_one_layer_per_kind(job: Workload, candidate: Candidate, homes: dict[int, int]) -> list[Transfer]:
-    model, roles = keep_one_layer_per_kind(job.model), job.contract.fp8_roles
-    sources = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), quantized=bool(roles))
+    model, format_of = keep_one_layer_per_kind(job.model), job.contract.format_of
+    sources = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), format_of=format_of)
     targets = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep, candidate.engines)
-    return add_scale_transfers(reshard(sources, targets, roles, homes, job.contract.int8_roles))
+    return add_scale_transfers(reshard(sources, targets, format_of, homes))
 
 
 def _count_layers(job: Workload, candidate: Candidate, stage: int) -> dict[str, int]:

@@ -52,7 +52,7 @@ def print_plan(plan: Plan) -> None:
 def _headline(job: Workload, cluster: Cluster) -> str:
     precision, rollout = job.config.precision, job.config.rollout
     size = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values()) / 1e9
-    flow = precision.mode + (f" by {precision.backend}" if precision.mode == "fp8_unified" else "")
+    flow = precision.mode + (f" by {precision.backend}" if job.contract.trainer_format.quantized else "")
     return (
         f"{job.config.model.path.name}: {job.model.family}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.max_sequence} tokens each"
@@ -74,12 +74,12 @@ def _memory(estimate: CandidateEstimate, cluster: Cluster) -> Table:
 
 def _alignment(plan: Plan) -> Table:
     rows = block_alignment.check_alignment(plan.job, plan.chosen.candidate)
-    heads = ["side", "parameter, of each layer", "on one rank", "precision", "scales", "FP8 blocks"]
+    heads = ["side", "parameter, of each layer", "on one rank", "precision", "scales", "blocks"]
     table = _table("Every kind of parameter in both layouts", heads, text=True)
     for row in rows:
         name = row.name.removeprefix("decoder.").removeprefix("model.").replace("layers.*.", "")
-        blocks = row.cut or "whole" if row.kind == "fp8" else ""
-        table.add_row(row.side, name, _shape(row.shape), row.kind, _shape(row.scales), blocks)
+        blocks = row.cut or "whole" if row.scales else ""
+        table.add_row(row.side, name, _shape(row.shape), row.format, _shape(row.scales), blocks)
     return table
 
 

@@ -1,4 +1,4 @@
-"""The precision contract: which tensors are FP8 or INT8, how they are quantized, and what stays in high precision.
+"""The precision contract: which tensors are quantized in which format, and what stays in high precision.
 
 Trainer, engine settings, converter, checkpoint and precision graph all read this file; none keeps a list of its own. No torch here.
 
@@ -17,9 +17,11 @@ the engine computes y = Q_1x128(x) . Q_128x128(W)^T, or in INT8 with a scale per
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.config import PrecisionConfig
-from parallel.formats import BLOCK
+from parallel.formats import FORMATS, FP32, MODES, TensorFormat
+from parallel.shards import FP32_ROLES
 
 E4M3_MAX = 448.0
 """Largest finite E4M3 value."""
@@ -28,68 +30,44 @@ AMAX_EPSILON = 1e-10
 """Smallest block maximum, as SGLang clamps it; with it a pow2 block of zeros has scale 2^-42 on both sides."""
 
 QUANTIZED_ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
-"""Roles of weights (`parallel.model_geometry`) that are FP8 in the FP8 modes, INT8 in `int8_rollout`; all others stay in high precision."""
+"""Roles of weights (`parallel.model_geometry`) that a mode quantizes (`parallel.formats.MODES`); all others stay in high precision."""
 
 
 @dataclass(frozen=True)
 class PrecisionContract:
     """The contract of one run's configuration."""
 
-    train_fp8: bool
-    """The trainer's linear layers compute in FP8."""
-    rollout_fp8: bool
-    """The engine's linear layers compute in FP8."""
+    mode: str
     scale_format: str
     high: str
-    rollout_int8: bool = False
-    """The engine's linear layers compute in INT8."""
     backend: str = "emulated"
-    """Library that computes the trainer's FP8 products; every backend keeps the contract."""
+    """Library that computes the trainer's products; every backend keeps the contract."""
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
-        return cls(
-            train_fp8=precision.mode == "fp8_unified",
-            rollout_fp8=precision.mode in ("fp8_unified", "fp8_rollout"),
-            scale_format=precision.scale_format,
-            high=precision.high,
-            rollout_int8=precision.mode == "int8_rollout",
-            backend=precision.backend,
-        )
+        return cls(precision.mode, precision.scale_format, precision.high, precision.backend)
 
     @property
-    def fp8_roles(self) -> frozenset[str]:
-        """Roles of weights that the engine holds as E4M3 blocks with scales."""
-        return QUANTIZED_ROLES if self.rollout_fp8 else frozenset()
+    def high_format(self) -> TensorFormat:
+        """What is not quantized has this format, on both sides."""
+        return FORMATS[self.high]
 
-    @property
-    def int8_roles(self) -> frozenset[str]:
-        """Roles of weights that the engine holds as INT8 with a scale per output channel."""
-        return QUANTIZED_ROLES if self.rollout_int8 else frozenset()
+    @cached_property
+    def engine_format(self) -> TensorFormat:
+        """The format of the quantized roles in the engine; `high_format` where nothing is quantized."""
+        return (MODES[self.mode].engine or self.high_format).with_scales(self.scale_format)
 
-    @property
-    def engine_quantization(self) -> str | None:
-        """SGLang's name of the quantization of the engine's linear layers; None for none."""
-        return "fp8" if self.rollout_fp8 else "w8a8_int8" if self.rollout_int8 else None
+    @cached_property
+    def trainer_format(self) -> TensorFormat:
+        """The format that the trainer's layers of the quantized roles compute with."""
+        return (MODES[self.mode].trainer or self.high_format).with_scales(self.scale_format)
 
-    @property
-    def activation_format(self) -> str | None:
-        """How the engine's linear layers quantize their input: FP8 with `pow2` or `fp32` scales, `int8` per token, None for not at all."""
-        return self.scale_format if self.rollout_fp8 else "int8" if self.rollout_int8 else None
+    def trainer_format_of(self, role: str) -> TensorFormat:
+        """Return the format that the trainer computes with for a role's weights; a quantized one's master is FP32."""
+        return self.trainer_format if role in QUANTIZED_ROLES else self.format_of(role)
 
-    def hf_quantization_config(self) -> dict[str, object] | None:
-        """Return the `quantization_config` of an exported checkpoint, as SGLang reads it; None where nothing is quantized."""
-        if self.rollout_int8:
-            return {"quant_method": "w8a8_int8", "is_dynamic": True}
-        if not self.rollout_fp8:
-            return None
-        config: dict[str, object] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": ["lm_head"],
-        }
-        if self.scale_format == "pow2":
-            config["scale_fmt"] = "ue8m0"  # makes the engine's activation scales powers of two as well
-        return config
+    def format_of(self, role: str) -> TensorFormat:
+        """Return the format of a role's weights in the engine, on the way there, and in an export."""
+        if role in FP32_ROLES:
+            return FP32
+        return self.engine_format if role in QUANTIZED_ROLES else self.high_format

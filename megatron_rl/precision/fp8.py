@@ -10,25 +10,17 @@ and q = e4m3(x / s), rounded to nearest even. `amax` is at least `AMAX_EPSILON`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
 from megatron_rl.precision.ops.batch_invariant import append_zeros
-from parallel.formats import BLOCK
+from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
+from parallel.formats import BLOCK, FP8
 
 _MANTISSA_CARRY = 0x1FFFFF  # added to FP32 bits, carries into the exponent exactly when the mantissa exceeds 1.75 (448 = 1.75 * 2^8)
 _EXPONENT_MASK = 0x7F800000
 _EIGHT_BINADES = 8 << 23
 _SMALLEST_BINADE = (127 - 6) << 23  # exponent bits of 2^-6, E4M3's smallest normal number
-
-
-class Fp8Weight(NamedTuple):
-    """A quantized matrix. `data`: float8_e4m3fn [N, K]; `scale`: float32 [ceil(N/128), ceil(K/128)]; value = data * scale."""
-
-    data: torch.Tensor
-    scale: torch.Tensor
 
 
 def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,8 +34,8 @@ def compute_scales(amax: torch.Tensor, scale_format: str) -> tuple[torch.Tensor,
     return multiplier.reciprocal(), multiplier
 
 
-def quantize_weight(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
-    """Quantize [N, K] in 128x128 blocks; edge blocks may be partial. Raise ValueError where a value is inf or NaN."""
+def quantize_weight(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
+    """Quantize [N, K] to E4M3 with float32 scales of 128x128 blocks; edge blocks may be partial. Raise ValueError for inf or NaN."""
     rows, cols = weight.shape
     padded = append_zeros(append_zeros(weight.float(), -1, -cols % BLOCK), -2, -rows % BLOCK)
     tiles = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -52,14 +44,12 @@ def quantize_weight(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
         raise ValueError("weight holds inf or NaN")
     scale, inverse = compute_scales(amax, scale_format)
     data = (tiles * inverse[:, None, :, None]).view(padded.shape)[:rows, :cols].to(torch.float8_e4m3fn)
-    return Fp8Weight(data.contiguous(), scale)
+    return QuantizedWeight(data.contiguous(), scale)
 
 
-def dequantize_weight(blocks: Fp8Weight) -> torch.Tensor:
+def dequantize_weight(blocks: QuantizedWeight) -> torch.Tensor:
     """Return float32 [N, K]: data * scale of its block."""
-    rows, cols = blocks.data.shape
-    scale = blocks.scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :cols]
-    return blocks.data.float() * scale
+    return blocks.data.float() * expand_scales(blocks.scale, FP8, *blocks.data.shape)
 
 
 def quantize_1x128(x: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,9 +10,9 @@ quantizes weights here, once per sync. On a GPU, Triton's division may be off by
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
+
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 INT8_MAX = 127.0
 _EPSILON = 1e-10
@@ -20,20 +20,14 @@ _EXACT_COLUMNS = 1024
 """127 * 127 * 1024 < 2^24: FP32 sums of that many products of INT8 values are exact, whatever their order."""
 
 
-class Int8Weight(NamedTuple):
-    """A quantized weight. `data`: int8 [N, K]; `scale`: float32 [N, 1]; value = data * scale."""
-
-    data: torch.Tensor
-    scale: torch.Tensor
-
-
 def row_maxima(x: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of every row, float32 [..., 1]; NaN where a row holds one."""
     return x.float().abs().amax(-1, keepdim=True)
 
 
-def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None) -> Int8Weight:
-    """Quantize [N, K] by rows. `amax` [N, 1]: maxima of the whole rows, where `weight` holds only some of their columns.
+def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None) -> QuantizedWeight:
+    """Quantize [N, K] to INT8 with float32 scales [N, 1]. `amax` [N, 1]: maxima of the whole rows, where `weight` holds
+    only some of their columns.
 
     Raise ValueError where a value is inf or NaN.
     """
@@ -41,7 +35,7 @@ def quantize_int8_weight(weight: torch.Tensor, amax: torch.Tensor | None = None)
     if not torch.isfinite(amax).all():
         raise ValueError("weight holds inf or NaN")
     values, scale = _quantize_rows(weight, amax)
-    return Int8Weight(values.to(torch.int8), scale)
+    return QuantizedWeight(values.to(torch.int8), scale)
 
 
 def int8_matmul(x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

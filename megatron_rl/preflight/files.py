@@ -29,8 +29,7 @@ def tensors_are_those_of_the_model(facts: Facts) -> None:
 
 @rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
 def scales_are_those_of_the_contract(facts: Facts) -> None:
-    contract = facts.contract
-    facts.checkpoint.check_scales(facts.model.tensors().values(), contract.scale_format if contract.train_fp8 else None)
+    facts.checkpoint.check_scales(facts.model.tensors().values(), facts.contract.trainer_format)
 
 
 @rule(Needs.TASK | Needs.TRAINER)

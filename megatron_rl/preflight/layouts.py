@@ -71,24 +71,25 @@ def megatron_builds_the_model(facts: Facts) -> None:
 
 @rule(Needs.MODEL | Needs.LAYOUT)
 def trainer_divides_the_model(facts: Facts) -> None:
-    """By heads, layers and experts, and no FP8 block is cut."""
+    """By heads, layers and experts, and no block of a quantized weight is cut."""
     check_layout(facts.model, facts.layout)
-    roles = facts.contract.fp8_roles
-    if error := find_trainer_problem(facts.model, facts.layout, roles, quantized=bool(roles)):
+    if error := find_trainer_problem(facts.model, facts.layout, facts.contract.format_of):
         raise error
 
 
 @rule(Needs.MODEL | Needs.ENGINE)
 def engine_divides_the_model(facts: Facts) -> None:
-    if error := find_engine_problem(facts.model, facts.engine.tp, facts.engine.ep, facts.contract.fp8_roles):
+    if error := find_engine_problem(facts.model, facts.engine.tp, facts.engine.ep, facts.contract.format_of):
         raise error
 
 
 @rule(Needs.MODEL)
 def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
-    if facts.contract.rollout_int8 and facts.model.latent is not None:
-        rule = "is not built for latent attention (MLA): SGLang absorbs an INT8 kv_b_proj with values and scales rounded to BF16"
-        raise UserError("precision.mode", "int8_rollout", rule, "use fp8_rollout")
+    format = facts.contract.engine_format
+    if facts.model.latent is not None and not format.serves_latent_attention:
+        name = format.name.upper()
+        rule = f"is not built for latent attention (MLA): SGLang absorbs an {name} kv_b_proj with values and scales rounded to BF16"
+        raise UserError("precision.mode", facts.contract.mode, rule, "use fp8_rollout")
 
 
 @rule(Needs.MODEL | Needs.LAYOUT)

@@ -12,7 +12,7 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, get_base_gpu
 @rule(Needs.TRAINER | Needs.MACHINE)
 def backend_runs_here(facts: Facts) -> None:
     precision = facts.config.precision
-    if precision.mode == "fp8_unified" and (missing := requirements.find_missing(precision.backend)):
+    if facts.contract.trainer_format.quantized and (missing := requirements.find_missing(precision.backend)):
         rule = "cannot run here: " + ", ".join(reason for reason, _ in missing)
         raise UserError("precision.backend", precision.backend, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
 

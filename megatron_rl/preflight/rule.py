@@ -132,8 +132,7 @@ def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
     for _, error in find_mistakes(facts, known, about):
         with as_user_error():
             if isinstance(error, GeometryError):
-                roles = facts.contract.fp8_roles
-                raise add_layout_hints(error, facts.model, facts.layout, facts.engine, roles, quantized=bool(roles))
+                raise add_layout_hints(error, facts.model, facts.layout, facts.engine, facts.contract.format_of)
             raise error
 
 

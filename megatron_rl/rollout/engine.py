@@ -39,7 +39,7 @@ class Engine(Protocol):
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return, per engine rank, every weight it serves from, by name."""
 
-    def read_activation_scale_formats(self) -> dict[str, str]:
+    def read_activation_formats(self) -> dict[str, str]:
         """Return, for every live FP8 linear layer, the format of its activation scales ("pow2" or "fp32")."""
 
     def read_graph(self) -> list[PrecisionGraph]:

@@ -188,9 +188,9 @@ class EnginePool:
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return [rank for ranks in self._call_all(lambda _, engine: engine.describe_tensors()) for rank in ranks]
 
-    def read_activation_scale_formats(self) -> dict[str, str]:
-        """See `Engine.read_activation_scale_formats`; with several engines, names begin with the engine's number."""
-        formats_by_engine = self._call_all(lambda _, engine: engine.read_activation_scale_formats())
+    def read_activation_formats(self) -> dict[str, str]:
+        """See `Engine.read_activation_formats`; with several engines, names begin with the engine's number."""
+        formats_by_engine = self._call_all(lambda _, engine: engine.read_activation_formats())
         if len(formats_by_engine) == 1:
             return formats_by_engine[0]
         return {f"engine {number}: {name}": used for number, formats in enumerate(formats_by_engine) for name, used in formats.items()}

@@ -5,32 +5,29 @@ from __future__ import annotations
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.engine import Engine, EngineTensorSpec
 from megatron_rl.sync.plan import SyncPlan
-from parallel.formats import dtype_name
 from parallel.reshard import list_stored_tensors
 
 
 def check_live_engine(plan: SyncPlan, engine: Engine) -> None:
     """Raise RunError for an engine that breaks the precision contract: by its weights, or by how it quantises activations."""
     check_live_tensors(plan, engine.describe_tensors())
-    expected = plan.contract.activation_format
-    if expected is not None:
-        formats = engine.read_activation_scale_formats()
-        wrong = [name for name, scale_format in formats.items() if scale_format != expected]
+    expected = plan.contract.engine_format
+    if expected.quantized:
+        formats = engine.read_activation_formats()
+        wrong = [name for name, format in formats.items() if format != str(expected)]
         if wrong or not formats:
-            kind = "INT8" if plan.contract.rollout_int8 else "FP8"
-            what = f"{wrong[0]} quantises activations with {formats[wrong[0]]} scales" if wrong else f"no {kind} linear layer is live"
-            rule = "precision.mode is int8_rollout" if plan.contract.rollout_int8 else f"precision.scale_format is {expected}"
-            raise RunError(f"the engine breaks the precision contract: {what}; {rule}")
+            kind = expected.name.upper()
+            what = f"{wrong[0]} quantises activations as {formats[wrong[0]]}" if wrong else f"no {kind} linear layer is live"
+            raise RunError(f"the engine breaks the precision contract: {what}; precision.mode {plan.contract.mode} says {expected}")
 
 
 def check_live_tensors(plan: SyncPlan, live: list[dict[str, EngineTensorSpec]]) -> None:
     """Compare names, shapes and dtypes of what the engine really holds with what the plan will write. Raise RunError by name."""
     if len(live) != len(plan.targets):
         raise RunError(f"the engine answers with {len(live)} ranks, the plan has {len(plan.targets)}")
-    contract = plan.contract
     for rank, shards in plan.targets.items():
-        stored = list_stored_tensors(shards, contract.fp8_roles, contract.int8_roles)
-        expected = {name: (dtype_name(kind, contract.high), shape) for name, (kind, shape) in stored.items()}
+        stored = list_stored_tensors(shards, plan.contract.format_of)
+        expected = {name: (format.dtype, shape) for name, (format, shape) in stored.items()}
         actual = {name: (tensor.dtype, tensor.shape) for name, tensor in live[rank].items()}
         for name in sorted(expected.keys() | actual.keys()):
             if expected.get(name) != actual.get(name):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from megatron_rl.config import Config
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.chunking import Chunk, make_chunks
-from parallel.formats import element_bytes
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -31,13 +30,12 @@ class SyncPlan:
     def make(cls, model: ModelGeometry, train: Layout, rollout: EngineLayout, contract: PrecisionContract, chunk_bytes: int) -> SyncPlan:
         """Plan trainer -> engines, whose ranks are numbered consecutively.
 
-        Raises GeometryError where the layouts do not fit the model or cut FP8 blocks, or where a row of a tensor exceeds `chunk_bytes`.
+        Raises GeometryError where the layouts do not fit the model or cut blocks, or where a row of a tensor exceeds `chunk_bytes`.
         """
-        roles, int8_roles = contract.fp8_roles, contract.int8_roles
-        sources = build_trainer_shards(model, train, quantized=bool(roles))
+        sources = build_trainer_shards(model, train, format_of=contract.format_of)
         targets = build_engine_shards(model, *rollout)
-        transfers = add_scale_transfers(reshard(sources, targets, roles, int8_roles=int8_roles))
-        return cls(tuple(transfers), tuple(make_chunks(transfers, chunk_bytes, contract.high)), targets, contract)
+        transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))
+        return cls(tuple(transfers), tuple(make_chunks(transfers, chunk_bytes)), targets, contract)
 
     @classmethod
     def from_config(cls, model: ModelGeometry, train: Layout, config: Config) -> SyncPlan:
@@ -46,4 +44,4 @@ class SyncPlan:
 
     def count_bytes(self, transfer: Transfer) -> int:
         """Return the bytes that a transfer moves."""
-        return transfer.target_rect.rows * transfer.target_rect.cols * element_bytes(transfer.kind, self.contract.high)
+        return transfer.target_rect.rows * transfer.target_rect.cols * transfer.format.element_bytes

@@ -96,7 +96,7 @@ class WeightSync:
             check_one_host(self._settings, f"the trainer's ranks are on {hosts}")
         self._counts = {
             "bytes": sum(map(plan.count_bytes, plan.transfers)),
-            "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.kind == "scale"),
+            "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.of_scales),
             "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
         }
         self._outbox: Outbox | None = None
@@ -247,7 +247,7 @@ class WeightSync:
         raise RunError(
             f"the sync is not proved: {transfer.target} of engine rank {transfer.target_rank} differs from {transfer.source} "
             f"of trainer rank {transfer.source_rank}; first in rows {block.row}..{block.row + block.rows - 1}, "
-            f"columns {block.col}..{block.col + block.cols - 1} ({transfer.kind})"
+            f"columns {block.col}..{block.col + block.cols - 1} ({transfer.format.name})"
         )
 
 
@@ -270,8 +270,8 @@ def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str
 
 
 def _split_into_blocks(transfer: Transfer) -> list[Rect]:
-    """Cut a transfer into FP8 blocks (or, for scales, single values), in coordinates of the transfer's own corner."""
-    step = 1 if transfer.kind == "scale" else BLOCK
+    """Cut a transfer into tiles of an FP8 block's size (for scales, single values), in coordinates of the transfer's own corner."""
+    step = 1 if transfer.of_scales else BLOCK
     rect = transfer.target_rect
     return [
         Rect(row, col, min(step, rect.rows - row), min(step, rect.cols - col))

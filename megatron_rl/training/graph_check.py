@@ -79,7 +79,7 @@ def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, 
         comparison = GraphComparison(training.value, tuple(engine.read_graph()))
         (folder / "graph.json").write_text(json.dumps(comparison.to_json(), indent=1))
         (folder / "graph.svg").write_text(draw_svg(comparison.training, comparison.rollout[0]))
-        if contract.train_fp8 and (lines := comparison.differences):
+        if contract.trainer_format.quantized and (lines := comparison.differences):
             more = f"; and {len(lines) - _SHOWN} more, see {folder / 'graph.json'}" if len(lines) > _SHOWN else ""
             raise RunError(f"the rollout is no subgraph of the training: {'; '.join(lines[:_SHOWN])}{more}")
 

@@ -22,6 +22,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.metrics import declare
+from parallel.formats import TensorFormat
 
 CAUSES = ("kernels", "activations", "weights", "version")
 _ABS_MEAN = declare("mismatch/cause/{}/abs_mean", "mean |Δ log p| by the cause “{}”", "nats", "|Δ log p| by cause (nats)", label="{}")
@@ -33,10 +34,10 @@ _K3 = declare("mismatch/cause/{}/k3", "what the cause “{}” adds to the k3 es
 class MismatchAttribution:
     """Attributes the mismatch of one policy. Call `measure` before its weights change, then `finish` when they have. Collective."""
 
-    def __init__(self, policy: Policy, read_named_tensors: Callable[[], Mapping[str, torch.Tensor]], activations: str | None) -> None:
-        """`read_named_tensors` returns the weights as the engine has them (`mcore.load_weights.collect_named_tensors`); `activations`
-        is the format of the engine's inputs (`PrecisionContract.activation_format`)."""
-        self._policy, self._read_named_tensors, self._activations = policy, read_named_tensors, activations
+    def __init__(self, policy: Policy, read_named_tensors: Callable[[], Mapping[str, torch.Tensor]], engine_format: TensorFormat) -> None:
+        """`read_named_tensors` returns the weights as the engine has them (`mcore.load_weights.collect_named_tensors`); `engine_format`
+        is `PrecisionContract.engine_format`."""
+        self._policy, self._read_named_tensors, self._format = policy, read_named_tensors, engine_format
         self._samples: list[TrainingSample] = []
         self._variants: list[torch.Tensor] = []
 
@@ -45,8 +46,8 @@ class MismatchAttribution:
         named_tensors = self._read_named_tensors()
         self._samples = samples
         self._variants = [torch.cat([sample.rollout_logprobs for sample in samples])]
-        for activations in (self._activations, None):
-            with emulate_engine(self._policy.model, named_tensors, activations):
+        for inputs in (True, False):
+            with emulate_engine(self._policy.model, named_tensors, self._format, inputs):
                 self._variants.append(self._compute_logprobs())
         self._variants.append(torch.cat([sample.old_logprobs for sample in samples]))
 

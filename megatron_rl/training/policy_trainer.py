@@ -23,7 +23,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
-from megatron_rl.mcore.layers.fp8_linear import disable_fp8
+from megatron_rl.mcore.layers.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.router import DIFFERS
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
@@ -106,5 +106,5 @@ class PolicyTrainer:
         return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0] if name != TOTAL_LOSS} | bounds
 
     def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
-        with nullcontext() if quantized else disable_fp8(self.actor.model):
+        with nullcontext() if quantized else disable_quantization(self.actor.model):
             return self.actor.compute_logprobs(samples)[0]

@@ -18,7 +18,7 @@ from megatron_rl.data import load_problems
 from megatron_rl.distributed import Rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.read import is_fp8_checkpoint
+from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
@@ -134,8 +134,9 @@ class Session:
         shards = build_rank_shards(hf_config, self.layout)
         model = build_model(hf_config, self.layout, self.contract, self.config.train)
         load_checkpoint(model, model_path, shards)
-        if is_fp8_checkpoint(hf_config) and not self.contract.train_fp8:
-            self.notify("the checkpoint is FP8, the trainer is not: it starts from the dequantised weights")
+        stored = find_checkpoint_format(hf_config)
+        if stored is not None and stored.name != self.contract.trainer_format.name:
+            self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
         state = self._load_checkpoint(actor)
 
@@ -149,7 +150,7 @@ class Session:
         reference = self._load_reference(hf_config)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.notify, saved)
-        attribution = MismatchAttribution(actor, read_named_tensors, self.contract.activation_format)
+        attribution = MismatchAttribution(actor, read_named_tensors, self.contract.engine_format)
         trainer = PolicyTrainer(self.config, actor, reference, attribution, engines)
         recorder = Recorder(self.log, engines, self.config.log.samples)
         return Loop(self.config, worker, trainer, sync, recorder, checkpoints, state)

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 
 
@@ -37,4 +38,4 @@ def dequantize_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[in
     one. SGLang's CPU branch would quantise kv_b_proj again with a single scale; its GPU branch dequantises as well."""
     if block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"block size {block_size} is outside the precision contract")
-    return dequantize_weight(Fp8Weight(data, scale)).to(torch.get_default_dtype()), 1.0
+    return dequantize_weight(QuantizedWeight(data, scale)).to(torch.get_default_dtype()), 1.0

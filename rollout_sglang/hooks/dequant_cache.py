@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 MAX_CACHED_BYTES = 2 << 30
 """Limit of one scheduler process: half a billion values in float32."""
@@ -19,12 +20,12 @@ _cached_bytes = 0
 
 
 def get_float_weight(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the values [N, K] of a quantised weight: dequantised E4M3 (see `megatron_rl.precision.fp8.Fp8Weight`), or INT8 numbers without
+    """Return the values [N, K] of a quantised weight: dequantised E4M3 (see `megatron_rl.precision.fp8`), or INT8 numbers without
     their scales. A model must always ask for the same dtype."""
     global _cached_bytes
     values = _values.get(data.data_ptr())
     if values is None:
-        values = data.to(dtype) if data.dtype == torch.int8 else dequantize_weight(Fp8Weight(data, scale)).to(dtype)
+        values = data.to(dtype) if data.dtype == torch.int8 else dequantize_weight(QuantizedWeight(data, scale)).to(dtype)
         if _cached_bytes + values.nbytes <= MAX_CACHED_BYTES:
             _values[data.data_ptr()] = values
             _cached_bytes += values.nbytes

@@ -18,9 +18,10 @@ from support.models import make_checkpoint, make_model, random_sequences, read_w
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import FP8
 from parallel.layout import Layout
-from parallel.reshard import scale_name
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, pp=2)]
 WIDTHS: dict[str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ def dequantized(folder: Path) -> dict[str, torch.Tensor]:
     for name, tensor in read_weights(folder).items():
         if tensor.dtype == torch.float8_e4m3fn:
             values = slow_fp8.from_codes(tensor.view(torch.uint8).numpy())
-            scale = read_weights(folder)[scale_name(name)].numpy().astype(np.float64)
+            scale = read_weights(folder)[FP8.scale_name(name)].numpy().astype(np.float64)
             rows, cols = values.shape
             tensors[name] = torch.from_numpy((values * np.kron(scale, np.ones((128, 128)))[:rows, :cols]).astype(np.float32))
         elif not name.endswith("_scale_inv"):
@@ -119,8 +120,8 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, 
     served, expected = read_weights(tmp_path / "out"), dequantized(folder)
     assert different(folder, tmp_path / "out") != []
     for name, values in expected.items():
-        if scale_name(name) in served:
-            assert torch.equal(dequantize_weight(Fp8Weight(served[name], served[scale_name(name)])), values), name
+        if FP8.scale_name(name) in served:
+            assert torch.equal(dequantize_weight(QuantizedWeight(served[name], served[FP8.scale_name(name)])), values), name
 
 
 @pytest.mark.parametrize("size, widths", [(1, "plain"), (2, "narrow")])

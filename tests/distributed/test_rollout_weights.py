@@ -10,8 +10,8 @@ from support.models import make_checkpoint, read_weights
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.int8 import quantize_int8_weight
+from parallel.formats import FORMATS
 from parallel.layout import Layout
-from parallel.reshard import scale_name
 
 
 @pytest.mark.parametrize("mode", ["fp8_rollout", "int8_rollout"])
@@ -27,13 +27,13 @@ def assert_the_checkpoints_own_bytes(
     tensors: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], mode: str, high: str, count: int
 ) -> None:
     kind = mode.removesuffix("_rollout")
-    quantized = [name for name in weights if scale_name(name, kind) in tensors]
+    quantized = [name for name in weights if FORMATS[kind].scale_name(name) in tensors]
     assert len(quantized) == count
     for name in quantized:
         weight = weights[name].to({"fp32": torch.float32, "bf16": torch.bfloat16}[high])  # what the trainer computes with
         data, scale = quantize_int8_weight(weight) if kind == "int8" else quantize_weight(weight, "pow2")
         assert torch.equal(tensors[name].view(torch.uint8), data.view(torch.uint8)), name
-        assert torch.equal(tensors[scale_name(name, kind)], scale), name
+        assert torch.equal(tensors[FORMATS[kind].scale_name(name)], scale), name
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, ep=2, etp=1), Layout(tp=2, etp=2)], ids=["ep2", "etp2"])

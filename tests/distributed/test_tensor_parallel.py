@@ -9,11 +9,10 @@ from support import trainer
 from support.golden import slow_fp8
 from support.models import FP8, FP32, random_sequences, read_weights
 
-from parallel.reshard import scale_name
+from parallel import formats
 
 SMOOTH = {"adam_eps": 1e-4}
 """Far above rounding noise: Adam then does not turn the sign of a gradient that is almost zero into a whole step."""
-
 
 TOLERANCE = {"fp32": 1e-5, "fp8": 3e-2}
 """Relative. Sums in another order differ by 1e-6. In FP8 such a difference can move a value over the edge between two E4M3 numbers:
@@ -64,12 +63,12 @@ def test_masters_and_logprobs_after_training(trained, checkpoint):
 def test_blocks_after_loading_are_those_of_the_checkpoints_own_grid(worlds, checkpoint, scale_format):
     weights = read_weights(checkpoint)
     loaded = [world.call(trainer.loaded, checkpoint, {**FP8, "scale_format": scale_format})[0] for world in (worlds(1), worlds(2))]
-    quantized = [name for name in weights if scale_name(name) in loaded[0]]
+    quantized = [name for name in weights if formats.FP8.scale_name(name) in loaded[0]]
     assert len(quantized) == 2 * 7  # q k v o gate up down of two layers
     for name in quantized:
         codes, scales = slow_fp8.quantize_matrix(weights[name].numpy(), scale_format)
         for tensors in loaded:
             assert np.array_equal(tensors[name].numpy(), codes), name
-            assert np.array_equal(tensors[scale_name(name)].numpy().view(np.uint32), scales.view(np.uint32)), name
+            assert np.array_equal(tensors[formats.FP8.scale_name(name)].numpy().view(np.uint32), scales.view(np.uint32)), name
     for name in weights.keys() - set(quantized):
         assert all(torch.equal(tensors[name], weights[name]) for tensors in loaded), name

@@ -7,13 +7,13 @@ from support import trainer_engine
 from support.models import FP8, FP32
 
 from megatron_rl.errors import RunError
-from megatron_rl.precision.graph.graph import TensorFormat, describe_differences, fold_layers, split_by_layer
+from megatron_rl.precision.graph.graph import TensorPrecision, describe_differences, fold_layers, split_by_layer
 
 LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
 
 
-def formats(graph, phase: str, tensor: str) -> dict[str, TensorFormat]:
+def formats(graph, phase: str, tensor: str) -> dict[str, TensorPrecision]:
     """Target -> precision of that tensor, in the one kind of layer that the model has."""
     _, (layers, part) = fold_layers(split_by_layer(graph))
     assert layers == (0, 1)
@@ -23,7 +23,7 @@ def formats(graph, phase: str, tensor: str) -> dict[str, TensorFormat]:
 @pytest.mark.parametrize("scale", ["pow2", "fp32"])
 def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
     graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, {**FP8, "scale_format": scale, "high": "bf16"})[0]
-    high, x, weight = TensorFormat("bf16"), TensorFormat("e4m3", "1x128", scale), TensorFormat("e4m3", "128x128", scale)
+    high, x, weight = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", scale), TensorPrecision("e4m3", "128x128", scale)
     norms = {"input_norm", "post_attention_norm", "attention.q_norm", "attention.k_norm"}
     assert formats(graph, "forward", "weight") == dict.fromkeys(LINEARS, weight) | dict.fromkeys(norms, high)
     read = formats(graph, "forward", "x")
@@ -40,14 +40,14 @@ def test_unified_fp8_as_the_contract_says(worlds, checkpoint, scale):
     assert formats(graph, "dgrad", "dy") == dict.fromkeys(dgrad, x)
     wgrad = {f"{name}.wgrad" for name in LINEARS}
     assert formats(graph, "wgrad", "dy") == dict.fromkeys(wgrad, x)
-    assert formats(graph, "wgrad", "x") == dict.fromkeys(wgrad, TensorFormat("e4m3", "128x1", scale))
-    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorFormat("fp32")}
+    assert formats(graph, "wgrad", "x") == dict.fromkeys(wgrad, TensorPrecision("e4m3", "128x1", scale))
+    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
 
 
 def test_in_bf16_no_tensor_is_quantised(worlds, checkpoint):
     graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, BF16)[0]
-    assert {edge.format for edge in graph.select_forward().edges} == {TensorFormat("bf16")}
-    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorFormat("fp32")}
+    assert {edge.format for edge in graph.select_forward().edges} == {TensorPrecision("bf16")}
+    assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
 
 
 def test_two_ranks_tell_the_graph_of_one(worlds, checkpoint):

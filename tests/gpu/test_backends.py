@@ -9,9 +9,11 @@ import torch
 from support.fp8_reference import check_columns, check_kernel, check_rows, uneven
 
 from megatron_rl.precision.backends import make_backend, requirements
-from megatron_rl.precision.backends.base import Fp8Backend
+from megatron_rl.precision.backends.base import Backend
 from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, pad_groups
-from megatron_rl.precision.fp8 import Fp8Weight, quantize_1x128, quantize_128x1, quantize_weight
+from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import FP8
 
 SHAPES = {  # tokens, N, K
     "cuda": ((256, 512, 384), (1, 256, 512), (1000, 1536, 2048), (4096, 4096, 7168)),
@@ -41,7 +43,7 @@ def test_operands_are_the_references(device, backends, scale_format, subtests):
     for name, (tokens, width) in itertools.product(backends, ((16, 128), (1000, 2048))):
         with subtests.test(backend=name, tokens=tokens):
             x = uneven(tokens, width, torch.bfloat16, device)
-            operand = make_backend(name, scale_format).quantize(x, rows=True, columns=True)
+            operand = make_backend(name, FP8.with_scales(scale_format)).quantize(x, rows=True, columns=True)
             if name == "deep_gemm":
                 check_rows(operand.rows, x, scale_format)
                 check_columns(operand.columns, x, scale_format)
@@ -63,7 +65,7 @@ def test_products_are_within_the_tensor_cores_rounding(device, backends, scale_f
     computed: dict[str, Products] = {}
     for name in backends:
         with subtests.test(backend=name):
-            computed[name] = compute_products(make_backend(name, scale_format), weight, x, dy)
+            computed[name] = compute_products(make_backend(name, FP8.with_scales(scale_format)), weight, x, dy)
     if device == "cuda":
         with subtests.test(backend="sglang's Triton kernel"):
             computed["sglang's Triton kernel"] = {"fprop": compute_sglang_fprop(x, weight, scale_format)}
@@ -81,7 +83,7 @@ def test_products_are_within_the_tensor_cores_rounding(device, backends, scale_f
 
 def test_a_swapped_scale_is_outside_the_bound(monkeypatch):
     """The check itself, on a CPU: scales of `dy` and `x` in another order spoil two of three products."""
-    emulated = make_backend("emulated", "pow2")
+    emulated = make_backend("emulated", FP8.with_scales("pow2"))
     x, dy = uneven(64, 128, torch.bfloat16), uneven(64, 256, torch.bfloat16)
     weight = quantize_weight(uneven(256, 128, torch.float32), "pow2")
     computed = {"emulated": compute_products(emulated, weight, x, dy), "swapped": compute_products(emulated, weight, x.flip(0), dy.flip(0))}
@@ -90,10 +92,10 @@ def test_a_swapped_scale_is_outside_the_bound(monkeypatch):
 
 
 def measure_errors(
-    computed: dict[str, Products], weight: Fp8Weight, x: torch.Tensor, dy: torch.Tensor, scale_format: str
+    computed: dict[str, Products], weight: QuantizedWeight, x: torch.Tensor, dy: torch.Tensor, scale_format: str
 ) -> dict[tuple[str, str], float]:
     """Return for (back end, product) the largest error as a share of what is allowed where it is."""
-    emulated = make_backend("emulated", scale_format)
+    emulated = make_backend("emulated", FP8.with_scales(scale_format))
     exact = compute_products(emulated, weight, x.float(), dy.float())
     positive = weight._replace(data=weight.data.float().abs().to(weight.data.dtype))
     sizes = compute_products(emulated, positive, x.float().abs(), dy.float().abs())
@@ -106,7 +108,7 @@ def measure_errors(
     return shares
 
 
-def compute_sglang_fprop(x: torch.Tensor, weight: Fp8Weight, scale_format: str) -> torch.Tensor:
+def compute_sglang_fprop(x: torch.Tensor, weight: QuantizedWeight, scale_format: str) -> torch.Tensor:
     """Return what the engine computes where DeepGEMM is not installed."""
     kernel = pytest.importorskip("sglang.kernels.ops.gemm.fp8_kernel")
     data, scale = quantize_1x128(x, scale_format)
@@ -117,7 +119,7 @@ def test_weight_gradients_are_added_in_place(device, backends, subtests):
     x, dy = (uneven(512, width, torch.bfloat16, device) for width in (256, 384))
     for name in backends:
         with subtests.test(backend=name):
-            backend = make_backend(name, "pow2")
+            backend = make_backend(name, FP8.with_scales("pow2"))
             operands = backend.quantize(dy, rows=False, columns=True), backend.quantize(x, rows=False, columns=True)
             gradient = backend.wgrad(*operands, None)
             buffer = torch.ones_like(gradient)
@@ -132,7 +134,7 @@ def test_grouped_products_are_those_of_each_expert(device, backends, scale_forma
         pytest.skip(f"deep_gemm: {requirements.find_missing('deep_gemm')}")
     counts, n, k = [130, 0, 3, 700], 512, 256
     groups, places = pad_groups(counts, device)
-    grouped, single = DeepGemmExperts(scale_format), make_backend("deep_gemm", scale_format)
+    grouped, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
     weights = [quantize_weight(uneven(n + 128 * e, k, torch.float32, device)[:n], scale_format) for e in range(len(counts))]
     x, dy = (uneven(sum(counts), width, torch.bfloat16, device) for width in (k, n))
     forward, gradient = (
@@ -148,7 +150,7 @@ def test_grouped_products_are_those_of_each_expert(device, backends, scale_forma
         assert torch.allclose(dw[expert], expected["wgrad"], rtol=1e-5, atol=1e-6 * float(expected["wgrad"].norm()))
 
 
-def compute_products(backend: Fp8Backend, weight: Fp8Weight, x: torch.Tensor, dy: torch.Tensor) -> Products:
+def compute_products(backend: Backend, weight: QuantizedWeight, x: torch.Tensor, dy: torch.Tensor) -> Products:
     """Return all three products of x [T, K], dy [T, N] and a weight [N, K]."""
     prepared = backend.prepare(weight, None)
     forward, gradient = (backend.quantize(values, rows=True, columns=True) for values in (x, dy))

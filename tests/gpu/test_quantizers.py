@@ -15,6 +15,7 @@ from support.fp8_reference import uneven
 
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1, quantize_weight, round_trip_1x128, round_trip_128x1
+from parallel.formats import FP8
 
 Quantized = tuple[torch.Tensor, torch.Tensor]
 """E4M3 or uint8 data and float32 scales, in the reference's shapes."""
@@ -60,17 +61,17 @@ def kernel_columns(x: torch.Tensor, scale_format: str) -> Quantized:
 
 
 def transformer_engine_rows(x: torch.Tensor, scale_format: str) -> Quantized:
-    data, scale = make_backend("transformer_engine", scale_format).quantize(x, rows=True, columns=False).rows
+    data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=True, columns=False).rows
     return data[: len(x)], scale[:, : len(x)].t()
 
 
 def transformer_engine_columns(x: torch.Tensor, scale_format: str) -> Quantized:
-    data, scale = make_backend("transformer_engine", scale_format).quantize(x, rows=False, columns=True).columns
+    data, scale = make_backend("transformer_engine", FP8.with_scales(scale_format)).quantize(x, rows=False, columns=True).columns
     return data[:, : len(x)].t(), scale[:, : x.shape[1]]
 
 
 def transformer_engine_weight(x: torch.Tensor, scale_format: str) -> Quantized:
-    backend: Any = make_backend("transformer_engine", scale_format)
+    backend: Any = make_backend("transformer_engine", FP8.with_scales(scale_format))
     metadata = backend.weight_quantizer(x).get_metadata()  # the project itself quantizes weights by the reference only
     return metadata["rowwise_data"], metadata["rowwise_scale_inv"][:, : -(-x.shape[1] // 128)]
 

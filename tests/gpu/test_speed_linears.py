@@ -10,6 +10,7 @@ from support.timing import time_in_turns, time_kernels
 
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
+from parallel.formats import FP8
 
 SHAPES = {  # name: (N, K), without tensor parallelism
     "8B qkv": (6144, 4096),
@@ -34,7 +35,7 @@ def make_cases(backends: list[str], device: str, tokens: int, n: int, k: int) ->
         ("quantize", "bf16"): lambda: x.clone(),
     }
     for name in backends:
-        backend = make_backend(name, "pow2")
+        backend = make_backend(name, FP8.with_scales("pow2"))
         weight = backend.prepare(fp8_weight, None)
         x_fp8, dy_fp8 = (backend.quantize(values, rows=True, columns=True) for values in (x, dy))
         cases |= {

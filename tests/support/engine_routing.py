@@ -73,7 +73,7 @@ def score(samples: list[TrainingSample]) -> dict[str, Any]:
     compute("replay")
     with routing.disable_replay():
         compute("free")
-        with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.activation_format):
+        with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.engine_format):
             compute("emulated")
     return results
 
@@ -83,5 +83,5 @@ def measure_dense_mismatch(checkpoint: Path, precision: dict[str, Any], samples:
     trainer = Trainer(checkpoint, precision)
     plain = [replace(sample, routed_experts=torch.empty(0)) for sample in samples]
     own = torch.cat(trainer.actor.compute_logprobs(plain)[0])
-    with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.activation_format):
+    with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.engine_format):
         return float((torch.cat(trainer.actor.compute_logprobs(plain)[0]) - own).abs().mean())

@@ -33,10 +33,10 @@ from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
+from parallel.formats import FP8
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import scale_name
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
 from rollout_sglang import rank_handler
@@ -58,8 +58,8 @@ def make_random_tensors(shards: list[Shard], seed: int) -> dict[str, torch.Tenso
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for shard in shards:
         value = torch.empty(shard.shape, dtype=torch.bfloat16).normal_(generator=generator)
-        if shard.role in CONTRACT.fp8_roles:
-            tensors[shard.name], tensors[scale_name(shard.name)] = quantize_weight(value, "pow2")
+        if CONTRACT.format_of(shard.role).quantized:
+            tensors[shard.name], tensors[FP8.scale_name(shard.name)] = quantize_weight(value, "pow2")
         else:
             tensors[shard.name] = value
     return tensors
@@ -98,7 +98,7 @@ class LightEngine:
 
     def rank(self, request: dict[str, Any], action: str) -> dict[str, Any]:
         answer = rank_handler.handle(lambda *_: None, self._checker, action)
-        formats = {"checksums": {"layer": "pow2"}} if request["verb"] == "scale_formats" else {}
+        formats = {"checksums": {"layer": "fp8 pow2"}} if request["verb"] == "activation_formats" else {}
         return {**answer, **formats, "parallelism_info": [answer["parallelism_info"]]}
 
     def generate(self, prompts: list[list[int]], parameters: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
     pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
     plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)
-    shards = build_trainer_shards(MODEL, layout, quantized=True)[dist.get_rank()]
+    shards = build_trainer_shards(MODEL, layout, format_of=CONTRACT.format_of)[dist.get_rank()]
     run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
     weights = WeightSync(plan, pool, lambda: run.named_tensors, settings)
     run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)

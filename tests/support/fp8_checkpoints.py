@@ -15,9 +15,9 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.precision.contract import QUANTIZED_ROLES
+from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import scale_name
 from parallel.shards import FP32_ROLES
 from support.models import edit_config, make_checkpoint, read_weights
 
@@ -39,7 +39,7 @@ def with_random_blocks(folder: Path, scales: str, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     for tensor in ModelGeometry.from_hf_config(read_config(folder)).tensors().values():
         if tensor.role in QUANTIZED_ROLES:
-            tensors[tensor.name], tensors[scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
+            tensors[tensor.name], tensors[FP8.scale_name(tensor.name)] = random_blocks(tensor.rows, tensor.cols, scales, generator)
         elif tensor.role in FP32_ROLES:
             tensors[tensor.name] = tensors[tensor.name].float()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -83,12 +83,12 @@ def import_and_export(
     folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None
 ) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Import a checkpoint, export it as it is. Return how many FP8 layers adopted blocks, how many there are, and rank 0's masters."""
-    from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, quantize_model
+    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
 
     trainer = _trainer(folder, precision, layout)
     quantize_model(trainer.model)  # once more: no step was made
     save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, folder)
-    layers = find_fp8_layers(trainer.model).values()
+    layers = find_quantized_layers(trainer.model).values()
     return sum(layer.adopted for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
 
 
@@ -100,7 +100,7 @@ def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = Non
 def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], learning_rate: float) -> dict[str, list[str]]:
     """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
     quantised master."""
-    from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, reorder_rows
+    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, reorder_rows
     from megatron_rl.precision.fp8 import quantize_weight
     from support.trainer import Trainer, negative_log_likelihood
 
@@ -108,7 +108,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], l
         return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, two, strict=True))
 
     trainer = Trainer(folder, precision, {"learning_rate": learning_rate})
-    layers = find_fp8_layers(trainer.model)
+    layers = find_quantized_layers(trainer.model)
     first = {name: [part.clone() for part in layer.blocks] for name, layer in layers.items()}
     trainer.actor.update(batch, negative_log_likelihood)
     return {
@@ -117,7 +117,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], l
         "quantized": [
             name
             for name, layer in layers.items()
-            if same(layer.blocks, quantize_weight(reorder_rows(layer.weight.detach(), layer.row_order), layer.scale_format))
+            if same(layer.blocks, quantize_weight(reorder_rows(layer.weight.detach(), layer.row_order), layer.format.scale_format))
         ],
     }
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from parallel.formats import FormatOf
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
-from support.golden.slow_cut import ROLES, Case
+from support.golden.slow_cut import Case, as_fp8
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 256, 8, 4, 128, 1024, 300
 
@@ -25,16 +26,16 @@ SMALL_MOE = small_model(layers=1, family="qwen3_moe", experts=MoEGeometry(count=
 
 
 def source_shards(case: Case) -> dict[int, list[Shard]]:
-    return build_trainer_shards(case.model, case.train, quantized=True)
+    return build_trainer_shards(case.model, case.train, format_of=as_fp8)
 
 
 def target_shards(case: Case) -> dict[int, list[Shard]]:
     return build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
 
 
-def plan_case(case: Case, roles: frozenset[str] = ROLES) -> list[Transfer]:
-    """The transfers from the case's trainer to its engines; weights of `roles` travel in FP8."""
-    return add_scale_transfers(reshard(source_shards(case), target_shards(case), roles))
+def plan_case(case: Case, format_of: FormatOf = as_fp8) -> list[Transfer]:
+    """The transfers from the case's trainer to its engines."""
+    return add_scale_transfers(reshard(source_shards(case), target_shards(case), format_of))
 
 
 _WIDTHS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")

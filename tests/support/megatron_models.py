@@ -16,17 +16,23 @@ from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import gather_tensors
-from megatron_rl.mcore.layers.fp8_linear import FP8ColumnParallelLinear, FP8RowParallelLinear, find_fp8_layers, quantize_model
+from megatron_rl.mcore.layers.quantized_linear import (
+    QuantizedColumnParallelLinear,
+    QuantizedRowParallelLinear,
+    find_quantized_layers,
+    quantize_model,
+)
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
-from megatron_rl.mcore.model import FP8TransformerConfig, build_model, start_megatron
+from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
-from parallel.digest import raw_bytes, view_rect
+from parallel.digest import make_stored_tensors, raw_bytes, view_rect
+from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import get_scale_rect, kind_of, scale_name
+from parallel.reshard import get_scale_rect
 from parallel.shards import Rect, Shard
 from support.trainer import TRAIN, Trainer, leave_layout, negative_log_likelihood, start
 
@@ -73,7 +79,7 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
     """
     hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
-    shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, quantized=contract.rollout_fp8)[dist.get_rank()]
+    shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, format_of=contract.format_of)[dist.get_rank()]
     tensors = collect_named_tensors(chunks, shards, contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)
     return {
@@ -81,35 +87,32 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
         "surplus": sorted(tensors.keys() - expected.keys()),
         "different": [name for name in expected.keys() & tensors.keys() if not _same_bytes(tensors[name], expected[name])],
         "scales": sum(name.endswith("_scale_inv") for name in expected),
-        "fp8_layers": sum(len(find_fp8_layers(chunk)) for chunk in chunks),
-        "computed": sum(layer.cached_operand is not None for chunk in chunks for layer in find_fp8_layers(chunk).values()),
+        "fp8_layers": sum(len(find_quantized_layers(chunk)) for chunk in chunks),
+        "computed": sum(layer.cached_operand is not None for chunk in chunks for layer in find_quantized_layers(chunk).values()),
     }
 
 
 def _on_the_checkpoints_grid(folder: Path, shards: list[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """Every tensor quantised whole, then cut by the geometry's regions. A trainer without FP8 has no FP32 master: it rounds first."""
-    high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
+    high = getattr(torch, contract.high_format.dtype)
     expected: dict[str, torch.Tensor] = {}
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         for shard in shards:
-            kind = kind_of(shard.role, contract.fp8_roles)
-            dtype = {"fp8": torch.float8_e4m3fn, "fp32": torch.float32, "high": high}[kind]
-            expected[shard.name] = torch.zeros(shard.shape, dtype=dtype)
-            if kind == "fp8":
-                expected[scale_name(shard.name)] = torch.zeros(shard.scale_shape())
+            format = contract.format_of(shard.role)
+            expected |= make_stored_tensors([shard], contract.format_of)
             for region in shard.regions:
                 value = file.get_tensor(region.tensor.name)
-                if kind == "fp8":
-                    grid = quantize_weight(value if contract.train_fp8 else value.to(high), contract.scale_format)
+                if format.quantized:
+                    grid = quantize_weight(value if contract.trainer_format.quantized else value.to(high), contract.scale_format)
                     _copy(expected[shard.name], region.shard_rect, grid.data, region.tensor_rect)
                     _copy(
-                        expected[scale_name(shard.name)],
-                        get_scale_rect(region.shard_rect),
+                        expected[FP8.scale_name(shard.name)],
+                        get_scale_rect(region.shard_rect, format),
                         grid.scale,
-                        get_scale_rect(region.tensor_rect),
+                        get_scale_rect(region.tensor_rect, format),
                     )
                 else:
-                    _copy(expected[shard.name], region.shard_rect, value.to(dtype), region.tensor_rect)
+                    _copy(expected[shard.name], region.shard_rect, value.to(expected[shard.name].dtype), region.tensor_rect)
     return expected
 
 
@@ -127,7 +130,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
     """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
     chunks = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
-    layers = [layer for chunk in chunks for layer in find_fp8_layers(chunk).values()]
+    layers = [layer for chunk in chunks for layer in find_quantized_layers(chunk).values()]
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
     wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
     config = chunks[0].config
@@ -200,7 +203,7 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
     """This rank's layer of a "column" (N split over ranks) or "row" (K split) kind, with its part of weight [N, K], quantised."""
     start()
     tp, rank = dist.get_world_size(), dist.get_rank()
-    config = FP8TransformerConfig(
+    config = QuantizedTransformerConfig(
         num_layers=1,
         hidden_size=weight.shape[1],
         num_attention_heads=2,
@@ -215,7 +218,7 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
     )
     options = dict(config=config, init_method=torch.nn.init.zeros_, bias=False) | {"skip_bias_add": False} | changes
     column = kind == "column"
-    make = FP8ColumnParallelLinear if column else FP8RowParallelLinear
+    make = QuantizedColumnParallelLinear if column else QuantizedRowParallelLinear
     layer = make(weight.shape[1], weight.shape[0], **options, **({"gather_output": False} if column else {"input_is_parallel": True}))
     with torch.no_grad():
         layer.weight.copy_(weight.chunk(tp, dim=0 if column else 1)[rank])

@@ -17,9 +17,8 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.quantizers import quantize
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import scale_name
 from support.families import ENGINE_ARCHITECTURES, VOCABULARY
 
 FP32 = {"mode": "bf16", "high": "fp32"}
@@ -89,9 +88,9 @@ def config_of(kind: str, contract: PrecisionContract, **changes: Any) -> dict[st
     """config.json of a tiny model; `changes` overwrite fields."""
     config = {
         **ENGINE_ARCHITECTURES[kind],
-        "torch_dtype": {"bf16": "bfloat16", "fp32": "float32"}[contract.high],
+        "torch_dtype": contract.high_format.dtype,
     }
-    if quantization := contract.hf_quantization_config():
+    if quantization := contract.engine_format.quantization_config():
         config["quantization_config"] = quantization
     return {**config, **changes}
 
@@ -109,14 +108,13 @@ def masters(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
 
 def served(config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """What a checkpoint for the engine holds of these masters: FP8 roles as bytes and scales, the rest in the contract's dtypes."""
-    roles, checkpoint = contract.fp8_roles, {}
-    high = {"bf16": torch.bfloat16, "fp32": torch.float32}[contract.high]
+    checkpoint = {}
     for tensor in ModelGeometry.from_hf_config(config).tensors().values():
-        value = tensors[tensor.name]
-        if tensor.role in roles:
-            checkpoint[tensor.name], checkpoint[scale_name(tensor.name)] = quantize_weight(value, contract.scale_format)
+        value, format = tensors[tensor.name], contract.format_of(tensor.role)
+        if format.quantized:
+            checkpoint[tensor.name], checkpoint[format.scale_name(tensor.name)] = quantize(value, format)
         else:
-            checkpoint[tensor.name] = value.to(torch.float32 if tensor.role == "router_bias" else high)
+            checkpoint[tensor.name] = value.to(getattr(torch, format.dtype))
     return checkpoint
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def _weight_scales(model: Any) -> Callable[[], None]:
 
 def _activation_scales(model: Any) -> Callable[[], None]:
     with ExitStack() as undone:
-        for layer in find_fp8_layers(model).values():
+        for layer in find_quantized_layers(model).values():
             undone.callback(_set(layer, "scale_format", "fp32"))
         return undone.pop_all().close
 

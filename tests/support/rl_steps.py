@@ -70,7 +70,7 @@ def write_empty_checkpoint(folder: Path, architecture: ArchitectureConfig, preci
     """Write a checkpoint's folder without weights and return it."""
     make_byte_tokenizer(folder)
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
-    quantization = PrecisionContract.from_config(precision).hf_quantization_config()
+    quantization = PrecisionContract.from_config(precision).engine_format.quantization_config()
     (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantization} if quantization else {})))
     return folder
 

@@ -33,7 +33,7 @@ def scores(
 ) -> dict[str, Any]:
     """What routers do with a batch, as it says and freely, and one step on it: log-probs, metrics, records, and the weights after it.
     `options`: of Megatron, in addition."""
-    with mock.patch.object(models, "FP8TransformerConfig", functools.partial(models.FP8TransformerConfig, **(options or {}))):
+    with mock.patch.object(models, "QuantizedTransformerConfig", functools.partial(models.QuantizedTransformerConfig, **(options or {}))):
         trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
     routing, results = trainer.actor.routing, {}
     with routing.collect_stats(batch, keep=True) as watch:

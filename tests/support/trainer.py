@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import gather_tensors
-from megatron_rl.mcore.layers.fp8_linear import disable_fp8, find_fp8_layers
+from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
@@ -65,8 +66,8 @@ class Trainer:
         or INT8 channels, and scales."""
         contract = self.contract if fp8 else PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         geometry = ModelGeometry.from_hf_config(self.hf_config)
-        named_tensors, roles = collect_named_tensors(self.model, self.shards, contract), contract.fp8_roles
-        tensors = gather_tensors(named_tensors, geometry, self.layout, roles, "fp32", contract.int8_roles)
+        named_tensors, as_fp32 = collect_named_tensors(self.model, self.shards, contract), replace(contract, high="fp32")
+        tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
 
     def dump_bytes(self) -> dict[str, bytes]:
@@ -147,7 +148,7 @@ def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Tr
     """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
     trainer = Trainer(folder, precision)
     logprobs = [torch.cat(trainer.actor.compute_logprobs(batch)[0])]
-    with disable_fp8(trainer.model):
+    with disable_quantization(trainer.model):
         logprobs.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
     logprobs.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
     return dict(zip(("with", "without", "again"), logprobs, strict=True))
@@ -162,14 +163,14 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
     return {
         "losses": losses,
         "dtypes": {name: str(parameter.dtype) for name, parameter in named.items()},
-        "fp8": [f"{name}.weight" for name in find_fp8_layers(trainer.model)],
+        "fp8": [f"{name}.weight" for name in find_quantized_layers(trainer.model)],
         "moved": {name: float((parameter.detach().float() - start_values[name].float()).abs().max()) for name, parameter in named.items()},
     }
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
     """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
-    from megatron_rl.mcore.layers.fp8_linear import quantize_model
+    from megatron_rl.mcore.layers.quantized_linear import quantize_model
 
     trainer = Trainer(folder, precision, layout=layout)
     parameters = global_parameters(trainer.model)
@@ -275,7 +276,7 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
     """This rank's gradients of one made-up loss under sequence parallelism; FP8 layers add theirs to a gradient buffer."""
     model = Trainer(folder, precision, {"recompute": recompute}).actor.model
     assert model.config.sequence_parallel
-    for layer in find_fp8_layers(model).values():
+    for layer in find_quantized_layers(model).values():
         layer.weight.main_grad = torch.zeros_like(layer.weight)
     runs: list[int] = []
     first = model.decoder.layers[0].mlp.linear_fc1

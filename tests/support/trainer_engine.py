@@ -24,7 +24,7 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.export import export_checkpoint, save_hf
-from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers, quantize_model
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.mcore.model import stop_megatron
 from megatron_rl.precision.graph.graph import PrecisionGraph
@@ -295,11 +295,11 @@ def generate_and_emulate(prompts: list[list[int]], tokens: int = 24) -> dict[str
     """Sample answers; log-probs of all sampled tokens by the engine, the trainer, and the trainer's model with the products of the
     engine."""
     trainer = current().trainer
-    assert not find_fp8_layers(trainer.model)  # the trainer computes in high precision
+    assert not find_quantized_layers(trainer.model)  # the trainer computes in high precision
     generations = current().sample(prompts, tokens)
     samples = make_samples(prompts, generations)
     own = current().compute_logprobs(samples)
-    with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.activation_format) as layers:
+    with emulate_engine(trainer.model, trainer.collect_named_tensors(), trainer.contract.engine_format) as layers:
         emulated = current().compute_logprobs(samples)
     mlps = trainer.hf_config.get("num_experts") or 1  # of a layer
     assert layers == (2 + 2 * mlps) * trainer.hf_config["num_hidden_layers"]

@@ -8,6 +8,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
@@ -162,7 +163,7 @@ def loop_of(
     engines: Any = None,
 ) -> Loop:
     """A loop around a trainer; `worker`, `log` and `engines` are what rank 0 has."""
-    causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.activation_format)
+    causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or NullEngine())
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0)
     recorder = Recorder(Rank0(lambda: log), on_rank0, config.log.samples)
@@ -370,7 +371,7 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
     saved = choose_checkpoint(run, 99)
     load_run_checkpoint(saved.folder, second.model, second.actor.optimizer, saved.state, True)
-    adopted = [[layer.adopted for layer in find_fp8_layers(trainer.model).values()] for trainer in (first, second)]
+    adopted = [[layer.adopted for layer in find_quantized_layers(trainer.model).values()] for trainer in (first, second)]
     before, after = first.collect_named_tensors(), second.collect_named_tensors()
     raw = {name: (before[name].contiguous().view(torch.uint8), after[name].contiguous().view(torch.uint8)) for name in before}
     return {"adopted": adopted, "different": [name for name, (one, two) in raw.items() if not torch.equal(one, two)]}
@@ -419,21 +420,21 @@ def measure_causes(folder: Path, precision: dict[str, Any], batch: list[Training
     """The metrics of the ladder. `fault`: the engine computes a little otherwise ("kernels"), scales its inputs in the other format
     ("activations"), holds a first scale that is twice as large ("weights"), or an optimizer step follows ("version")."""
     trainer = Trainer(folder, precision)
-    actor, named_tensors, activations = trainer.actor, trainer.collect_named_tensors(), trainer.contract.activation_format
+    actor, named_tensors, format = trainer.actor, trainer.collect_named_tensors(), trainer.contract.engine_format
     if fault == "activations":
-        activations = {"pow2": "fp32", "fp32": "pow2"}[activations or ""]
+        format = replace(format, scale_format={"pow2": "fp32", "fp32": "pow2"}[format.scale_format])
     if fault == "weights":
         name = next(name for name in named_tensors if f"{CHANGED}_scale" in name)
         named_tensors[name] = named_tensors[name].clone()
         named_tensors[name].view(-1)[0] *= 2
-    with emulate_engine(actor.model, named_tensors, activations):
+    with emulate_engine(actor.model, named_tensors, format):
         sampled = actor.compute_logprobs(batch)[0]
     for answer, engine, own in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
         answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
             fault == "kernels"
         )
         answer.old_logprobs = own
-    causes = MismatchAttribution(actor, lambda: named_tensors, activations)
+    causes = MismatchAttribution(actor, lambda: named_tensors, format)
     causes.measure(batch)
     if fault == "version":
         actor.update(batch, PolicyLoss(AlgorithmConfig()))

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.fp8_products import fprop
-from parallel.reshard import scale_name
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import FP8
 from support.models import masters, served
 
 
@@ -68,9 +69,9 @@ def fp8_logprobs(
     """
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate(precision))
     tensors = served(hf_config, masters(hf_config, seed), contract)
-    fp8 = [name for name in tensors if scale_name(name) in tensors]
+    fp8 = [name for name in tensors if FP8.scale_name(name) in tensors]
     values = {
-        name: dequantize_weight(Fp8Weight(tensor, tensors[scale_name(name)])) if name in fp8 else tensor.float()
+        name: dequantize_weight(QuantizedWeight(tensor, tensors[FP8.scale_name(name)])) if name in fp8 else tensor.float()
         for name, tensor in tensors.items()
     }
     values = {name: value for name, value in values.items() if not name.endswith("_scale_inv")}

@@ -37,12 +37,11 @@ from weight_sync_engine import PipeEngine, serve_engine_rank
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, UserError
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout, parse_sizes
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import scale_name
 from parallel.shards import GeometryError, Shard
 
 _QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
@@ -67,8 +66,9 @@ def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[s
     for number, shard in enumerate(shards):
         value = torch.empty(shard.shape, dtype=torch.bfloat16)
         value.normal_(generator=torch.Generator(value.device).manual_seed((seed << 32) + number))
-        if fp8 and shard.role in make_contract(True).fp8_roles:
-            tensors[shard.name], tensors[scale_name(shard.name)] = quantize_weight(value, "pow2")
+        format = make_contract(fp8).format_of(shard.role)
+        if format.quantized:
+            tensors[shard.name], tensors[format.scale_name(shard.name)] = quantize(value, format)
         else:
             tensors[shard.name] = value
     return tensors
@@ -100,7 +100,9 @@ class BenchCases:
         self.setup = setup
         on_cpu = setup.device == "cpu"
         self.named_tensors = {
-            fp8: make_random_tensors(build_trainer_shards(setup.model, setup.train, quantized=fp8)[rank], fp8, seed=1)
+            fp8: make_random_tensors(
+                build_trainer_shards(setup.model, setup.train, format_of=make_contract(fp8).format_of)[rank], fp8, seed=1
+            )
             for fp8 in (True, False)
         }
         self.seconds: dict[str, list[float]] = {}

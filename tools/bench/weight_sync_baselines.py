@@ -17,6 +17,7 @@ from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.sync.plan import SyncPlan
 from parallel.chunking import make_chunks
 from parallel.digest import view_rect
+from parallel.formats import FP8
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
@@ -91,8 +92,8 @@ def make_flat_plan(setup: BenchSetup) -> SyncPlan:
     rows = make_flat_tensors(setup)["flat0"].shape[0]
     whole = Rect(0, 0, rows, _FLAT_COLS)
     pairs = [(source, target) for target in range(setup.rollout_tp) for source in range(setup.train.world_size)]
-    transfers = [Transfer(source, f"flat{target}", whole, target, f"flat{source}", whole, "fp8") for source, target in pairs]
-    return SyncPlan(tuple(transfers), tuple(make_chunks(transfers, SyncConfig().chunk_bytes, "bf16")), {}, make_contract(True))
+    transfers = [Transfer(source, f"flat{target}", whole, target, f"flat{source}", whole, FP8) for source, target in pairs]
+    return SyncPlan(tuple(transfers), tuple(make_chunks(transfers, SyncConfig().chunk_bytes)), {}, make_contract(True))
 
 
 class GatherAndQuantize:
@@ -110,7 +111,7 @@ class GatherAndQuantize:
             parts = self._gather(name)
             if dist.get_rank() == 0:
                 for tensor in self._to_hugging_face(name, parts).values():
-                    if tensor.dim() == 2 and self._role(name) in make_contract(True).fp8_roles:
+                    if tensor.dim() == 2 and make_contract(True).format_of(self._role(name)).quantized:
                         quantize_weight(tensor, "pow2")
 
     def _role(self, name: str) -> str:

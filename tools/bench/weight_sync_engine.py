@@ -77,7 +77,7 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
 
 def make_empty_tensors(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:
     """Return an engine rank's tensors, every byte written: every page is there before anything is measured."""
-    tensors = make_stored_tensors(shards, contract.fp8_roles, contract.high)
+    tensors = make_stored_tensors(shards, contract.format_of)
     for tensor in tensors.values():
         tensor.view(torch.uint8).fill_(1)
     return tensors

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -32,24 +33,23 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.mcore.layers.fp8_linear import find_fp8_layers
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters
 from megatron_rl.mcore.model import build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
-from parallel.digest import digest_all, make_stored_tensors, view_rect
+from parallel.digest import digest_all, make_stored_tensors, raw_bytes, view_rect
 from parallel.layout import EngineLayout, Layout, parse_sizes
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import get_scale_rect, kind_of, scale_name
+from parallel.reshard import get_scale_rect
 from parallel.shards import GeometryError, HFTensor, NamedRect, Rect, Region, Shard
 from parallel.transport.base import Link
 from rollout_sglang.weight_receiver import WeightReceiver
 
-_BYTES = {"fp8": torch.uint8, "fp32": torch.int32, "high": torch.int16}
 _WAIT_SECONDS = 600
 _NOT_ABOUT_WEIGHTS = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
 """Settings of a config.json that no weight depends on, of kinds that the trainer computes."""
@@ -76,9 +76,8 @@ def make_hf_tensor(task: VerifyTask, tensor: HFTensor) -> torch.Tensor:
     """Return the random checkpoint tensor of a name, the same in every process: BF16 where it stays high, FP32 masters where FP8."""
     generator = torch.Generator().manual_seed(task.seed * 0x1_0000_0000 + zlib.crc32(tensor.name.encode()))
     shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
-    return torch.randn(shape, generator=generator).to(
-        torch.bfloat16 if kind_of(tensor.role, task.contract.fp8_roles) == "high" else torch.float32
-    )
+    format = task.contract.format_of(tensor.role)
+    return torch.randn(shape, generator=generator).to(torch.float32 if format.quantized else getattr(torch, format.dtype))
 
 
 def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor]:
@@ -86,7 +85,7 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
     start_megatron(task.train, task.seed)
     model = build_model(task.hf_config, task.train, task.contract)
     shards, parameters = build_rank_shards(task.hf_config, task.train, rank), global_parameters(model)
-    layers = {id(layer.weight): layer for chunk in get_model_chunks(model) for layer in find_fp8_layers(chunk).values()}
+    layers = {id(layer.weight): layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()}
     for shard in shards:
         parameter = parameters[shard.name].detach()
         for region in shard.regions:
@@ -102,7 +101,7 @@ class InProcessEngine:
     """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own receivers."""
 
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
-        self.tensors = {rank: make_stored_tensors(rank_shards, contract.fp8_roles, contract.high) for rank, rank_shards in shards.items()}
+        self.tensors = {rank: make_stored_tensors(rank_shards, contract.format_of) for rank, rank_shards in shards.items()}
         self._receivers: dict[int, WeightReceiver] = {}
 
     def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
@@ -138,22 +137,22 @@ def find_differences(task: VerifyTask, engine: InProcessEngine, shards: Mapping[
                 copies.setdefault(region.tensor.name, []).append((rank, shard, region))
     for of_tensor in copies.values():
         tensor = of_tensor[0][2].tensor
-        kind, value = kind_of(tensor.role, task.contract.fp8_roles), make_hf_tensor(task, tensor)
-        quantized = quantize_weight(value, task.contract.scale_format) if kind == "fp8" else None
+        format, value = task.contract.format_of(tensor.role), make_hf_tensor(task, tensor)
+        quantized = quantize(value, format) if format.quantized else None
         for rank, shard, region in of_tensor:
             tensors, rect, source_rect = engine.tensors[rank], region.shard_rect, region.tensor_rect
-            same = {"values": _same(tensors[shard.name], rect, quantized.data if quantized else value, source_rect, _BYTES[kind])}
+            same = {"values": _same(tensors[shard.name], rect, quantized.data if quantized else value, source_rect)}
             if quantized:
-                scales, scale_rect = tensors[scale_name(shard.name)], get_scale_rect(rect)
-                same["scales"] = _same(scales, scale_rect, quantized.scale, get_scale_rect(source_rect), torch.int32)
+                scales, scale_rect = tensors[format.scale_name(shard.name)], get_scale_rect(rect, format)
+                same["scales"] = _same(scales, scale_rect, quantized.scale, get_scale_rect(source_rect, format))
             for what in [what for what, equal in same.items() if not equal]:
                 wrong = scale_rect if what == "scales" else rect
                 yield f"engine rank {rank}: {what} of {shard.name}, rows {wrong.row}..{wrong.row + wrong.rows - 1}, from {tensor.name}"
 
 
-def _same(values: torch.Tensor, rect: Rect, expected: torch.Tensor, expected_rect: Rect, bits: torch.dtype) -> bool:
-    pairs = ((values, rect), (expected, expected_rect))
-    return torch.equal(*(view_rect(tensor, within).contiguous().view(bits) for tensor, within in pairs))
+def _same(values: torch.Tensor, rect: Rect, expected: torch.Tensor, expected_rect: Rect) -> bool:
+    actual_bytes, expected_bytes = (raw_bytes(view_rect(tensor, within)) for tensor, within in ((values, rect), (expected, expected_rect)))
+    return values.dtype == expected.dtype and np.array_equal(actual_bytes, expected_bytes)
 
 
 def run_rank(rank: int, task: VerifyTask, port: int, results: Any) -> None:

@@ -45,7 +45,7 @@ def load_in_one_process(folder: Path) -> tuple[Any, list[Shard], PrecisionConfig
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
     from megatron.core import dist_checkpointing
 
-    from megatron_rl.mcore.layers.fp8_linear import quantize_model
+    from megatron_rl.mcore.layers.quantized_linear import quantize_model
     from megatron_rl.mcore.load_weights import build_rank_shards
     from megatron_rl.mcore.model import build_model, start_megatron
     from megatron_rl.mcore.names import get_model_chunks

@@ -20,7 +20,7 @@ from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
 from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
 from megatron_rl.mcore.checkpoint.rng import restore_rng_state
-from megatron_rl.mcore.layers.fp8_linear import quantize_model
+from megatron_rl.mcore.layers.quantized_linear import quantize_model
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 
 

@@ -24,14 +24,14 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_rl.mcore.layers.fp8_linear import (
-    FP8ColumnParallelLinear,
-    FP8ReplicatedLinear,
-    FP8RowParallelLinear,
-    FP8WeightOnlyColumnParallelLinear,
-)
 from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
+from megatron_rl.mcore.layers.quantized_linear import (
+    QuantizedColumnParallelLinear,
+    QuantizedReplicatedLinear,
+    QuantizedRowParallelLinear,
+    WeightOnlyQuantizedLinear,
+)
 from megatron_rl.mcore.layers.router import Router
 from megatron_rl.mcore.packed_sequences import attend_packed
 from megatron_rl.precision.ops import batch_invariant
@@ -104,25 +104,25 @@ class SpecProvider(LocalSpecProvider):
         return OutputWeightedExperts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
 
 
-class FP8SpecProvider(SpecProvider):
-    """The same with FP8 linear layers, those of the experts included."""
+class QuantizedSpecProvider(SpecProvider):
+    """The same with quantized linear layers, those of the experts included."""
 
     def column_parallel_linear(self) -> type:
-        return FP8ColumnParallelLinear
+        return QuantizedColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        return FP8RowParallelLinear
+        return QuantizedRowParallelLinear
 
     def replicated_linear(self) -> type:
-        return FP8ReplicatedLinear
+        return QuantizedReplicatedLinear
 
     def absorbed_linear(self) -> type:
-        return FP8WeightOnlyColumnParallelLinear
+        return WeightOnlyQuantizedLinear
 
 
-def build_decoder_spec(config: TransformerConfig, fp8: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Return the spec of this pipeline stage's (or virtual stage's) layers, with FP8 linear layers where `fp8` is set."""
-    backend = FP8SpecProvider() if fp8 else SpecProvider()
+def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Return the spec of this pipeline stage's (or virtual stage's) layers, with quantized linear layers where asked for."""
+    backend = QuantizedSpecProvider() if quantized else SpecProvider()
     dense = _layer_spec(config, backend, None)
     sparse = _layer_spec(config, backend, config.num_moe_experts) if config.num_moe_experts else dense
     has_experts = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers  # one number for each layer

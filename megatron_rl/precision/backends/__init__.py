@@ -1,25 +1,24 @@
-"""Backends of the trainer's FP8 products; `base` holds the interface, every other module one implementation."""
+"""Backends of the trainer's quantized products; `base` holds the interface, every other module one implementation."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 
-from megatron_rl.precision.backends.base import Fp8Backend
+from megatron_rl.precision.backends.base import Backend
+from parallel.formats import TensorFormat
+
+PRODUCTS = {
+    ("fp8", "emulated"): "emulated:EmulatedBackend",
+    ("fp8", "deep_gemm"): "deep_gemm:DeepGemmBackend",
+    ("fp8", "transformer_engine"): "transformer_engine:TransformerEngineBackend",
+    ("int8", "emulated"): "int8:Int8Backend",
+}
+"""(`TensorFormat.name`, `precision.backend`) -> module of this package and class, which is given the format."""
 
 
 @functools.cache
-def make_backend(name: str, scale_format: str) -> Fp8Backend:
-    """Return the backend of `precision.backend` and load its libraries. `requirements.check_machine` reports beforehand what is missing."""
-    if name == "emulated":
-        from megatron_rl.precision.backends.emulated import EmulatedBackend
-
-        return EmulatedBackend(scale_format)
-    if name == "deep_gemm":
-        from megatron_rl.precision.backends.deep_gemm import DeepGemmBackend
-
-        return DeepGemmBackend(scale_format)
-    if name == "transformer_engine":
-        from megatron_rl.precision.backends.transformer_engine import TransformerEngineBackend
-
-        return TransformerEngineBackend(scale_format)
-    raise ValueError(f"no backend {name}")
+def make_backend(name: str, format: TensorFormat) -> Backend:
+    """Return the backend of `precision.backend` for a format and load its libraries; preflight has reported what is missing."""
+    module, _, attribute = PRODUCTS[format.name, name].partition(":")
+    return getattr(importlib.import_module(module if "." in module else f"{__name__}.{module}"), attribute)(format)

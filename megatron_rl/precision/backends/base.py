@@ -1,7 +1,7 @@
-"""The interface of the libraries that compute the FP8 products of the trainer's linear layers.
+"""The interface of the libraries that compute the quantized products of the trainer's linear layers.
 
 A layer keeps the FP32 master and the blocks made from it; a backend only multiplies. All of them take the bytes of the blocks as they
-are, so the engine is given what the trainer computes with, whichever backend runs. `emulated` is the reference.
+are, so the engine is given what the trainer computes with, whichever backend runs. `emulated` is the reference. In FP8:
 
     FProp   y  = Q_1x128(x)    . W^T      rows of x
     DGrad   dx = Q_1x128(dy)   . W        rows of dy, the same blocks
@@ -19,7 +19,8 @@ from parallel.formats import BLOCK
 if TYPE_CHECKING:
     import torch
 
-    from megatron_rl.precision.fp8 import Fp8Weight
+    from megatron_rl.precision.quantized_weight import QuantizedWeight
+    from parallel.formats import TensorFormat
 
     Tensors = tuple[torch.Tensor, ...]
 
@@ -37,11 +38,12 @@ class Operand:
     """Quantized along T, for WGrad; empty where not requested."""
 
 
-class Fp8Backend(Protocol):
-    """The products of one scale format."""
+class Backend(Protocol):
+    """The products of one format. One that only an engine computes with needs no `dgrad` and no `wgrad`."""
 
-    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
-        """Return the weight as `fprop` and `dgrad` take it; called once per optimizer step. `row_order`: see `mcore.layers.fp8_linear`."""
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
+        """Return the weight as `fprop` and `dgrad` take it; called once per optimizer step. `row_order` as in
+        `mcore.layers.quantized_linear.WeightLayer`."""
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         """Quantize x [T, K] in bf16, or float32 where the backend supports it."""
@@ -61,10 +63,10 @@ class GpuBackend:
 
     name: str
 
-    def __init__(self, scale_format: str) -> None:
-        self.scale_format = scale_format
+    def __init__(self, format: TensorFormat) -> None:
+        self.scale_format = format.scale_format
 
-    def check_weight(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> None:
+    def check_weight(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> None:
         """Raise RunError where the blocks are cut or reordered."""
         if row_order is not None or any(size % BLOCK for size in blocks.data.shape):
             raise RunError(f"{self.name} cannot multiply with a weight {list(blocks.data.shape)} whose blocks are cut or reordered")

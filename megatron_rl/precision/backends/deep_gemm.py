@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_rl.precision.backends.base import GpuBackend, Operand
-from megatron_rl.precision.fp8 import Fp8Weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 BLOCK_RECIPE = (1, 128, 128)
 GROUP_RECIPE = (1, 1, 128)
@@ -34,7 +34,7 @@ class DeepGemmWeight(NamedTuple):
 class DeepGemmBackend(GpuBackend):
     name = "deep_gemm"
 
-    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> DeepGemmWeight:
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DeepGemmWeight:
         self.check_weight(blocks, row_order)
         return DeepGemmWeight((blocks.data, blocks.scale), (_transposed(blocks.data), blocks.scale.t().contiguous()))
 

@@ -15,8 +15,8 @@ import torch
 from megatron_rl.errors import RunError
 from megatron_rl.precision.backends.base import Operand
 from megatron_rl.precision.backends.deep_gemm import BLOCK_RECIPE, GROUP_RECIPE, DeepGemmBackend, DeepGemmWeight
-from megatron_rl.precision.fp8 import Fp8Weight
-from parallel.formats import BLOCK
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import BLOCK, TensorFormat
 
 
 def pad_groups(counts: Sequence[int], device: torch.device | str) -> tuple[list[int], torch.Tensor]:
@@ -32,10 +32,10 @@ def pad_groups(counts: Sequence[int], device: torch.device | str) -> tuple[list[
 class DeepGemmExperts:
     """`DeepGemmBackend` for a list of experts whose weights have one shape. `groups`: padded token counts, one per expert, 0 allowed."""
 
-    def __init__(self, scale_format: str) -> None:
-        self._single = DeepGemmBackend(scale_format)
+    def __init__(self, format: TensorFormat) -> None:
+        self._single = DeepGemmBackend(format)
 
-    def prepare(self, blocks: Sequence[Fp8Weight]) -> DeepGemmWeight:
+    def prepare(self, blocks: Sequence[QuantizedWeight]) -> DeepGemmWeight:
         """Stack the experts' blocks: `fprop` data [E, N, K] and scales [E, N/128, K/128], `dgrad` both transposed."""
         weights = [self._single.prepare(expert, None) for expert in blocks]
         fprop, dgrad = ([getattr(weight, side) for weight in weights] for side in ("fprop", "dgrad"))

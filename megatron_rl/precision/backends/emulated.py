@@ -1,4 +1,4 @@
-"""The reference backend: `fp8_products` on any device, in any dtype, for weights of any shape and row order."""
+"""The reference backend of FP8: `fp8_products` on any device, in any dtype, for weights of any shape and row order."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import torch
 
 from megatron_rl.precision import fp8_products
 from megatron_rl.precision.backends.base import Operand
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import dequantize
+from parallel.formats import TensorFormat
 
 
 class DequantizedWeight:
     """A weight's dequantized blocks in its own row order, made on first use."""
 
-    def __init__(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> None:
-        self._blocks, self._row_order = blocks, row_order
+    def __init__(self, blocks: QuantizedWeight, format: TensorFormat, row_order: torch.Tensor | None) -> None:
+        self._blocks, self._format, self._row_order = blocks, format, row_order
         self._values: dict[torch.dtype, torch.Tensor] = {}
 
     def as_dtype(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the values [N, K]."""
         if dtype not in self._values:
-            values, order = dequantize_weight(self._blocks).to(dtype), self._row_order
+            values, order = dequantize(self._blocks, self._format).to(dtype), self._row_order
             self._values[dtype] = values if order is None else torch.empty_like(values).index_copy_(0, order.to(values.device), values)
         return self._values[dtype]
 
@@ -27,11 +29,11 @@ class DequantizedWeight:
 class EmulatedBackend:
     """An operand is the tensor itself: each product quantizes it, so nothing is quantized in vain."""
 
-    def __init__(self, scale_format: str) -> None:
-        self.scale_format = scale_format
+    def __init__(self, format: TensorFormat) -> None:
+        self.format, self.scale_format = format, format.scale_format
 
-    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> DequantizedWeight:
-        return DequantizedWeight(blocks, row_order)
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> DequantizedWeight:
+        return DequantizedWeight(blocks, self.format, row_order)
 
     def quantize(self, x: torch.Tensor, *, rows: bool, columns: bool) -> Operand:
         return Operand(x.shape[0], (x,) if rows else (), (x,) if columns else ())

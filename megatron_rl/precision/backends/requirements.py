@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.precision.contract import QUANTIZED_ROLES
+from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
 from parallel.formats import BLOCK
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order
@@ -61,7 +61,8 @@ def find_missing(name: str) -> list[tuple[str, str]]:
 
 def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout) -> None:
     """Raise UserError where a rank's FP8 weight is cut or reordered within a block, which only `emulated` supports."""
-    if precision.mode != "fp8_unified" or precision.backend == "emulated":
+    format = PrecisionContract.from_config(precision).trainer_format
+    if not format.quantized or precision.backend == "emulated":
         return
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
@@ -71,7 +72,7 @@ def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout
             rows = shard.rows // max(shard.experts, 1)
             if rows % BLOCK or shard.cols % BLOCK:
                 rule = f"needs widths in multiples of {BLOCK}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
-            elif shard.name.endswith("linear_qkv.weight") and compute_row_order(model, layout, coordinates, shard.name) is not None:
+            elif compute_row_order(shard, format) is not None:
                 rule = f"needs blocks that hold one of q, k and v each, and those of {shard.name} would mix them on rank {rank}"
             else:
                 continue

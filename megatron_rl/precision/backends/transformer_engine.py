@@ -18,8 +18,8 @@ import torch
 
 from megatron_rl.precision.backends.base import GpuBackend, Operand
 from megatron_rl.precision.contract import AMAX_EPSILON
-from megatron_rl.precision.fp8 import Fp8Weight
 from megatron_rl.precision.ops.batch_invariant import append_zeros
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 _TOKENS = 16
 """cuBLAS reads the transposed operand of WGrad in rows of T bytes, which must be a multiple of 16. Zeros are added."""
@@ -28,7 +28,7 @@ _TOKENS = 16
 class TransformerEngineBackend(GpuBackend):
     name = "transformer_engine"
 
-    def prepare(self, blocks: Fp8Weight, row_order: torch.Tensor | None) -> Any:
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
         self.check_weight(blocks, row_order)
         data, scale = blocks.data.view(torch.uint8), blocks.scale
         return self._tensor(self.weight_quantizer, (data, pad_scales(scale)), (data.t().contiguous(), pad_scales(scale.t())))

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorFormat
+from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGraph, TensorPrecision
 
-Inputs = Mapping[str, tuple[str, TensorFormat]]
+Inputs = Mapping[str, tuple[str, TensorPrecision]]
 """Tensor -> (operator that produces it, its precision)."""
 
 _LINEARS = ("linear", "router", "lm_head")
@@ -22,17 +22,17 @@ _LINEARS = ("linear", "router", "lm_head")
 class GradientFormats:
     """Precision of the operands of a linear layer's two backward products, and of what the optimizer reads."""
 
-    dy: TensorFormat
+    dy: TensorPrecision
     """dy in DGrad."""
-    weight: TensorFormat
+    weight: TensorPrecision
     """W in DGrad."""
-    dy_wgrad: TensorFormat
+    dy_wgrad: TensorPrecision
     """dy^T in WGrad."""
-    x: TensorFormat
+    x: TensorPrecision
     """x in WGrad."""
-    grad: TensorFormat
+    grad: TensorPrecision
     """The accumulated weight gradient."""
-    master: TensorFormat
+    master: TensorPrecision
     """The weight that the optimizer steps."""
 
 
@@ -40,9 +40,9 @@ class GradientFormats:
 class WeightedOpPrecision:
     """An operator with a weight: precision of its input `x`, its weight, and its gradients where it is trained."""
 
-    x: TensorFormat
-    weight: TensorFormat
-    bias: TensorFormat | None = None
+    x: TensorPrecision
+    weight: TensorPrecision
+    bias: TensorPrecision | None = None
     detail: str = ""
     gradients: GradientFormats | None = None
 
@@ -51,8 +51,8 @@ class WeightedOpPrecision:
 class AttentionPrecision:
     qkv: WeightedOpPrecision
     output: WeightedOpPrecision
-    q: TensorFormat
-    kv: TensorFormat
+    q: TensorPrecision
+    kv: TensorPrecision
     """Keys and values as the attention reads them, in a rollout from the cache."""
     q_norm: WeightedOpPrecision | None = None
     k_norm: WeightedOpPrecision | None = None
@@ -71,8 +71,8 @@ class MLAPrecision:
     kv_b: WeightedOpPrecision
     """From the latent, which a rollout reads from its cache."""
     output: WeightedOpPrecision
-    q: TensorFormat
-    kv: TensorFormat
+    q: TensorPrecision
+    kv: TensorPrecision
     q_a: WeightedOpPrecision | None = None
     q_a_norm: WeightedOpPrecision | None = None
     detail: str = ""
@@ -90,7 +90,7 @@ class MLPPrecision:
 @dataclass(frozen=True)
 class MoEPrecision:
     router: WeightedOpPrecision
-    logits: TensorFormat
+    logits: TensorPrecision
     experts: MLPPrecision
     shared: MLPPrecision | None = None
 
@@ -101,7 +101,7 @@ class LayerPrecision:
     attention: AttentionPrecision | MLAPrecision
     post_attention_norm: WeightedOpPrecision
     mlp: MLPPrecision | MoEPrecision
-    residual: TensorFormat
+    residual: TensorPrecision
     """The residual stream."""
 
 
@@ -109,18 +109,18 @@ class LayerPrecision:
 class DecoderPrecision:
     """The part of one rank: layers by their number in the whole model; embedding and head are None on a pipeline stage without them."""
 
-    hidden: TensorFormat
+    hidden: TensorPrecision
     """Activations between operators."""
     layers: dict[int, LayerPrecision]
     embedding: WeightedOpPrecision | None = None
     norm: WeightedOpPrecision | None = None
     lm_head: WeightedOpPrecision | None = None
-    logits: TensorFormat | None = None
+    logits: TensorPrecision | None = None
 
 
 @dataclass
 class _Builder:
-    hidden: TensorFormat
+    hidden: TensorPrecision
     nodes: dict[str, Node] = field(default_factory=dict)
     edges: list[Edge] = field(default_factory=list)
     gradients: dict[str, GradientFormats] = field(default_factory=dict)

@@ -19,7 +19,7 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 
 
 @dataclass(frozen=True)
-class TensorFormat:
+class TensorPrecision:
     """The precision of a tensor: `dtype` ("bf16", "e4m3"), and for a quantized one the block that shares a scale and the scales' format."""
 
     dtype: str
@@ -54,7 +54,7 @@ class Edge:
     source: str
     target: str
     tensor: str
-    format: TensorFormat
+    format: TensorPrecision
     phase: str = FORWARD
 
     @property
@@ -78,7 +78,7 @@ class PrecisionGraph:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PrecisionGraph:
-        edges = (Edge(**{**edge, "format": TensorFormat(**edge["format"])}) for edge in data["edges"])
+        edges = (Edge(**{**edge, "format": TensorPrecision(**edge["format"])}) for edge in data["edges"])
         return cls(tuple(Node(**node) for node in data["nodes"]), tuple(edges))
 
 

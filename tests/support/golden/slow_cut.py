@@ -10,14 +10,28 @@ import numpy as np
 from hypothesis import strategies as st
 
 from parallel.families import FAMILIES
-from parallel.formats import BLOCK
+from parallel.formats import BF16, BLOCK, FP8, FP32, INT8, TensorFormat
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, scale_name
+from parallel.reshard import Transfer
 from parallel.shards import FP32_ROLES, Shard
 from support.families import ARCHITECTURES
 
 ROLES = frozenset({"attention_qkv", "attention_output", "mlp_in", "mlp_out"})
+
+
+def as_fp8(role: str) -> TensorFormat:
+    return FP8 if role in ROLES else as_bf16(role)
+
+
+def as_bf16(role: str) -> TensorFormat:
+    return FP32 if role in FP32_ROLES else BF16
+
+
+def as_int8(role: str) -> TensorFormat:
+    return INT8 if role in ROLES else as_bf16(role)
+
+
 Arrays = dict[str, np.ndarray]
 """Name -> two-dimensional array of raw values: bytes of FP8 weights (uint8), scales (float32), else uint16, or uint32 where FP32."""
 
@@ -94,7 +108,7 @@ def checkpoint(model: ModelGeometry, seed: int = 0) -> Arrays:
         if tensor.role in ROLES:
             arrays[tensor.name] = random.integers(0, 256, (tensor.rows, tensor.cols), dtype=np.uint8)
             grid = (-(-tensor.rows // BLOCK), -(-tensor.cols // BLOCK))
-            arrays[scale_name(tensor.name)] = np.exp2(random.permutation(math.prod(grid)) - 12.0).reshape(grid).astype(np.float32)
+            arrays[FP8.scale_name(tensor.name)] = np.exp2(random.permutation(math.prod(grid)) - 12.0).reshape(grid).astype(np.float32)
         else:
             kind = np.uint32 if tensor.role in FP32_ROLES else np.uint16
             arrays[tensor.name] = random.integers(0, 2**16, (tensor.rows, tensor.cols), dtype=kind)
@@ -108,11 +122,11 @@ def cut(shards: Sequence[Shard], source: Arrays) -> Arrays:
     for shard in shards:
         arrays[shard.name] = _laid(shard, source)
         if shard.role in ROLES:
-            spread = {region.tensor.name: _spread(source[scale_name(region.tensor.name)]) for region in shard.regions}
+            spread = {region.tensor.name: _spread(source[FP8.scale_name(region.tensor.name)]) for region in shard.regions}
             elements = _laid(shard, spread)
             scales = elements[::BLOCK, ::BLOCK]
             assert np.array_equal(_spread(scales)[: shard.rows, : shard.cols], elements), f"{shard.name} cuts a block"
-            arrays[scale_name(shard.name)] = scales
+            arrays[FP8.scale_name(shard.name)] = scales
     return arrays
 
 

@@ -14,8 +14,10 @@ from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.read import INDEX, HFCheckpoint, is_fp8_checkpoint
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.hf.read import INDEX, HFCheckpoint, find_checkpoint_format
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import FP8
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect, Region, take_all
 
@@ -49,7 +51,7 @@ def geometry(folder: Path) -> ModelGeometry:
 def check(folder: Path) -> None:
     checkpoint, model = opened(folder), geometry(folder)
     checkpoint.check(model)
-    checkpoint.check_scales(model.tensors().values(), "pow2")
+    checkpoint.check_scales(model.tensors().values(), FP8.with_scales("pow2"))
 
 
 def refused(folder: Path) -> str:
@@ -75,8 +77,8 @@ def test_a_good_checkpoint_passes_in_one_file_or_in_several(folder):
     check(split(folder, 3))
     edit_config(folder, {"tie_word_embeddings": True})
     check(folder)
-    assert not is_fp8_checkpoint({}) and not is_fp8_checkpoint({"quantization_config": None})
-    assert is_fp8_checkpoint({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
+    assert not find_checkpoint_format({}) and not find_checkpoint_format({"quantization_config": None})
+    assert find_checkpoint_format({"quantization_config": {**SETTINGS, "scale_fmt": "ue8m0", "modules_to_not_convert": ["lm_head"]}})
 
 
 @pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
@@ -124,7 +126,7 @@ def test_fp8_tensors_that_are_not_the_contracts(folder, name, tensor, line):
 @pytest.mark.parametrize(
     "settings, line",
     [
-        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not read, only fp8 is"),
+        ({**SETTINGS, "quant_method": "gptq"}, "quant_method = 'gptq': is not read, only fp8 or w8a8_int8 is"),
         ({**SETTINGS, "weight_block_size": None}, "weight_block_size = 'None': is not read, only [128, 128] is"),
         ({**SETTINGS, "weight_block_size": [64, 64]}, "weight_block_size = '[64, 64]': is not read"),
         ({**SETTINGS, "activation_scheme": "static"}, "activation_scheme = 'static': is not read"),
@@ -197,7 +199,7 @@ def test_deepseeks_layers_for_multi_token_prediction_are_not_read(tmp_path):
 def test_rectangles_of_values_and_of_blocks(checkpoints):
     tensor, checkpoint = geometry(checkpoints["fp8"]).tensors()[GATE], opened(checkpoints["fp8"])
     weights = load_file(checkpoints["fp8"] / "model.safetensors")
-    values = dequantize_weight(Fp8Weight(weights[GATE], weights[SCALES]))
+    values = dequantize_weight(QuantizedWeight(weights[GATE], weights[SCALES]))
     assert torch.equal(checkpoint.read_values(take_all(tensor)), values)
     uneven = Region(tensor, Rect(100, 37, 200, 150))  # over the edges of blocks
     assert torch.equal(checkpoint.read_values(uneven), values[100:300, 37:187])
@@ -216,6 +218,6 @@ def test_values_that_are_no_numbers(folder):
     checkpoint.read_values(Region(tensor, Rect(0, 0, 384, 256)))  # what other ranks read
     with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
         checkpoint.read_values(take_all(tensor))
-    if checkpoint.fp8:
+    if checkpoint.format:
         with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
             checkpoint.read_blocks(take_all(tensor))

@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 
 from megatron_rl.cli.main import app
 from megatron_rl.hf.files import list_tokenizer_files, read_config
-from megatron_rl.hf.read import HFCheckpoint, is_fp8_checkpoint
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight
+from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import FP8
 from parallel.model_geometry import ModelGeometry
 
 
@@ -36,7 +38,7 @@ def test_fp8_to_bf16(tmp_path, scales):
             expected = torch.from_numpy(values.astype(np.float32)).bfloat16()
         assert torch.equal(tensor, expected) and tensor.dtype == torch.bfloat16, name
     config = read_config(output)
-    assert not is_fp8_checkpoint(config) and config["torch_dtype"] == "bfloat16"
+    assert not find_checkpoint_format(config) and config["torch_dtype"] == "bfloat16"
     HFCheckpoint(output, config).check(ModelGeometry.from_hf_config(config))
     assert {file.name for file in list_tokenizer_files(output)} == {file.name for file in list_tokenizer_files(source)} != set()
 
@@ -48,7 +50,7 @@ def test_high_precision_to_fp8_and_back(tmp_path):
     assert config["quantization_config"]["scale_fmt"] == "ue8m0" and config["torch_dtype"] == "float32"
     checkpoint, model = HFCheckpoint(output, config), ModelGeometry.from_hf_config(config)
     checkpoint.check(model)
-    checkpoint.check_scales(model.tensors().values(), "pow2")
+    checkpoint.check_scales(model.tensors().values(), FP8.with_scales("pow2"))
     for name, tensor in weights.items():
         if name + "_scale_inv" in results:
             codes, scales = slow_fp8.quantize_matrix(tensor.numpy(), "pow2")
@@ -64,7 +66,7 @@ def test_high_precision_to_fp8_and_back(tmp_path):
     again = read_weights(tmp_path / "again")
     for name in again:
         if name + "_scale_inv" in again:
-            values = [dequantize_weight(Fp8Weight(blocks[name], blocks[name + "_scale_inv"])) for blocks in (results, again)]
+            values = [dequantize_weight(QuantizedWeight(blocks[name], blocks[name + "_scale_inv"])) for blocks in (results, again)]
             assert torch.equal(*values), name
     assert again.keys() == results.keys()
 

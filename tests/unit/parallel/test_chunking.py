@@ -8,35 +8,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.geometries import plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
-from support.golden.slow_cut import ROLES, Case, cases
+from support.golden.slow_cut import Case, as_fp8, cases
 
 from parallel.chunking import clip_transfer, make_chunks
+from parallel.formats import BF16, FP8, TensorFormat
 from parallel.layout import Layout
 from parallel.reshard import Transfer, list_stored_tensors
 from parallel.shards import Rect
 
 
-def whole(name: str, rows: int, cols: int, kind: str) -> Transfer:
-    return Transfer(0, name, Rect(0, 0, rows, cols), 0, name, Rect(0, 0, rows, cols), kind)
+def whole(name: str, rows: int, cols: int, format: TensorFormat) -> Transfer:
+    return Transfer(0, name, Rect(0, 0, rows, cols), 0, name, Rect(0, 0, rows, cols), format)
 
 
 @given(st.data())
 def test_every_row_of_every_tensor_lies_in_one_chunk_of_bounded_size(data):
-    itemsize = {"fp8": 1, "high": 2, "scale": 4}
-    shape = st.tuples(st.integers(1, 40), st.integers(1, 12), st.sampled_from(sorted(itemsize)))
+    itemsize = {FP8: 1, BF16: 2, FP8.scale: 4}
+    shape = st.tuples(st.integers(1, 40), st.integers(1, 12), st.sampled_from(list(itemsize)))
     shapes = data.draw(st.lists(shape, min_size=1, max_size=8))
     transfers = [whole(f"p{index}", *shape) for index, shape in enumerate(shapes)]
     limit = data.draw(st.integers(48, 300))
     rows: dict[str, list[int]] = {transfer.target: [] for transfer in transfers}
     end = 0
-    for chunk in make_chunks(transfers, limit, "bf16"):
+    for chunk in make_chunks(transfers, limit):
         assert chunk.sources == chunk.targets and chunk.offset == end
         end += chunk.nbytes
         nbytes = 0
         for name, rect in chunk.targets:
-            kind, cols = next((transfer.kind, transfer.target_rect.cols) for transfer in transfers if transfer.target == name)
+            format, cols = next((transfer.format, transfer.target_rect.cols) for transfer in transfers if transfer.target == name)
             assert rect.rows > 0 and (rect.col, rect.cols) == (0, cols)
-            nbytes += rect.rows * cols * itemsize[kind]
+            nbytes += rect.rows * cols * itemsize[format]
             rows[name] += range(rect.row, rect.row + rect.rows)
         assert 0 < nbytes == chunk.nbytes <= limit
     assert rows == {transfer.target: list(range(transfer.target_rect.rows)) for transfer in transfers}
@@ -44,15 +45,15 @@ def test_every_row_of_every_tensor_lies_in_one_chunk_of_bounded_size(data):
 
 def test_a_row_larger_than_a_chunk_is_refused_by_name_and_size():
     with pytest.raises(ValueError, match="one row of wide.weight is 1024 bytes, a chunk holds 1000"):
-        make_chunks([whole("wide.weight", 3, 512, "high")], 1000, "bf16")
-    assert len(make_chunks([whole("wide.weight", 3, 512, "high")], 1024, "bf16")) == 3
+        make_chunks([whole("wide.weight", 3, 512, BF16)], 1000)
+    assert len(make_chunks([whole("wide.weight", 3, 512, BF16)], 1024)) == 3
 
 
 def test_an_fp8_weight_is_stored_as_two_tensors_and_a_vector_as_one():
-    stored = list_stored_tensors(target_shards(Case(small_model(), Layout(), 1))[0], ROLES)
-    assert stored["model.norm.weight"] == ("high", (256,))
-    assert stored["model.layers.0.mlp.down_proj.weight"] == ("fp8", (256, 1024))
-    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == ("scale", (2, 8))
+    stored = list_stored_tensors(target_shards(Case(small_model(), Layout(), 1))[0], as_fp8)
+    assert stored["model.norm.weight"] == (BF16, (256,))
+    assert stored["model.layers.0.mlp.down_proj.weight"] == (FP8, (256, 1024))
+    assert stored["model.layers.0.mlp.down_proj.weight_scale_inv"] == (FP8.scale, (2, 8))
 
 
 @given(cases(), st.integers(1, 5))
@@ -60,10 +61,10 @@ def test_the_engine_gets_the_same_through_tiny_chunks(case, times):
     source = slow_cut.checkpoint(case.model)
     sources = slow_cut.cut_all(source_shards(case), source)
     expected = slow_cut.cut_all(target_shards(case), source)
-    assert all(list_stored_tensors(shards, ROLES).keys() == expected[rank].keys() for rank, shards in target_shards(case).items())
+    assert all(list_stored_tensors(shards, as_fp8).keys() == expected[rank].keys() for rank, shards in target_shards(case).items())
     engine = {rank: {name: np.zeros_like(array) for name, array in arrays.items()} for rank, arrays in expected.items()}
     limit = 16 * times * max(array[0].nbytes for arrays in expected.values() for array in arrays.values())
-    chunks = make_chunks(plan_case(case), limit, "bf16")  # most of which end inside a parameter
+    chunks = make_chunks(plan_case(case), limit)  # most of which end inside a parameter
     assert len(chunks) > 1
     for chunk in chunks:
         assert chunk.nbytes <= limit
@@ -74,7 +75,7 @@ def test_the_engine_gets_the_same_through_tiny_chunks(case, times):
 
 
 def test_the_part_of_a_transfer_in_some_rows():
-    transfer = Transfer(0, "a", Rect(100, 7, 10, 5), 0, "b", Rect(10, 3, 10, 5), "fp8")
+    transfer = Transfer(0, "a", Rect(100, 7, 10, 5), 0, "b", Rect(10, 3, 10, 5), FP8)
     assert clip_transfer(transfer, 0, 10) is clip_transfer(transfer, 20, 25) is None  # ends where the transfer begins; begins behind it
     for start, end, row, rows in ((0, 11, 0, 1), (12, 16, 2, 4), (18, 27, 8, 2)):
         assert clip_transfer(transfer, start, end) == (Rect(100 + row, 7, rows, 5), Rect(10 + row, 3, rows, 5))

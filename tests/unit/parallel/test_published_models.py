@@ -6,7 +6,7 @@ import re
 
 import pytest
 from support.geometries import PUBLISHED, dense_config, published_model
-from support.golden.slow_cut import ROLES
+from support.golden.slow_cut import as_fp8
 
 from parallel.layout import EngineLayout, Layout
 from parallel.layout_hints import (
@@ -41,7 +41,7 @@ EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek
 def test_tensor_parallel_sizes_of_dense_models(name):
     model = published_model(name)
     for tp in (1, 2, 4, 8):
-        for problem in (find_trainer_problem(model, Layout(tp=tp), ROLES), find_engine_problem(model, tp, 1, ROLES)):
+        for problem in (find_trainer_problem(model, Layout(tp=tp), as_fp8), find_engine_problem(model, tp, 1, as_fp8)):
             assert (problem is None) == (tp in WORKS[name]), problem
 
 
@@ -54,12 +54,12 @@ def test_tensor_parallel_sizes_of_experts_and_of_their_attention(name):
     """
     model = published_model(name)
     for parts in (1, 2, 4, 8, 16):
-        train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), ROLES)
-        engine = find_engine_problem(model, parts, 1, ROLES)
+        train = find_trainer_problem(model, Layout(tp=4, etp=parts, dp=4), as_fp8)
+        engine = find_engine_problem(model, parts, 1, as_fp8)
         assert (train is None) == (engine is None) == (parts in EXPERT_WORKS[name]), (train, engine)
     for tp in (1, 2, 4, 8):
-        assert find_trainer_problem(model, Layout(tp=tp, ep=tp, etp=1), ROLES) is None
-        assert find_engine_problem(model, tp, tp, ROLES) is None
+        assert find_trainer_problem(model, Layout(tp=tp, ep=tp, etp=1), as_fp8) is None
+        assert find_engine_problem(model, tp, tp, as_fp8) is None
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -71,9 +71,9 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
         ep, rollout_ep = (train_tp, rollout_tp) if model.experts else (1, 1)
         targets = build_engine_shards(model, rollout_tp, rollout_ep)
         train = Layout(tp=train_tp, ep=ep, etp=1 if model.experts else 0)
-        plan = add_scale_transfers(reshard(build_trainer_shards(model, train, quantized=True), targets, ROLES))
+        plan = add_scale_transfers(reshard(build_trainer_shards(model, train, format_of=as_fp8), targets, as_fp8))
         rects = [region.tensor_rect for shards in targets.values() for shard in shards for region in shard.regions]
-        moved = [transfer.target_rect for transfer in plan if transfer.kind != "scale"]
+        moved = [transfer.target_rect for transfer in plan if not transfer.of_scales]
         assert sum(rect.rows * rect.cols for rect in moved) == sum(rect.rows * rect.cols for rect in rects)
 
 
@@ -112,25 +112,25 @@ def test_every_working_pair_has_a_plan_that_moves_every_byte(name):
 def test_a_refusal_names_tensor_numbers_and_the_nearest_layouts_that_work(name, train, rollout, pattern):
     model = published_model(name)
     with pytest.raises(GeometryError) as caught:
-        reshard(build_trainer_shards(model, train, quantized=True), build_engine_shards(model, *rollout), ROLES)
-    message = str(add_layout_hints(caught.value, model, train, EngineLayout(*rollout), ROLES))
+        reshard(build_trainer_shards(model, train, format_of=as_fp8), build_engine_shards(model, *rollout), as_fp8)
+    message = str(add_layout_hints(caught.value, model, train, EngineLayout(*rollout), as_fp8))
     assert re.match(pattern, message), message
 
 
 def test_nearest_layouts_keep_the_number_of_ranks_and_do_work():
     model, asked = published_model("Qwen3-30B-A3B"), Layout(tp=4, dp=8)
-    assert find_trainer_problem(model, asked, ROLES) is not None  # etp 4: 768 / 4 = 192
-    layouts = find_nearest_layouts(model, asked, ROLES)
+    assert find_trainer_problem(model, asked, as_fp8) is not None  # etp 4: 768 / 4 = 192
+    layouts = find_nearest_layouts(model, asked, as_fp8)
     assert layouts == [Layout(tp=4, etp=2, dp=8), Layout(tp=2, etp=2, dp=16)]
-    assert all(find_trainer_problem(model, layout, ROLES) is None for layout in layouts)
-    assert all(find_engine_problem(model, tp, ep, ROLES) is None for tp, ep in find_nearest_engines(model, 8, 1, ROLES))
+    assert all(find_trainer_problem(model, layout, as_fp8) is None for layout in layouts)
+    assert all(find_engine_problem(model, tp, ep, as_fp8) is None for tp, ep in find_nearest_engines(model, 8, 1, as_fp8))
 
 
 def test_a_model_that_no_layout_serves_gets_no_advice():
     model = ModelGeometry.from_hf_config(dense_config("llama", 1, 256, 2, 2, 200, 64))
-    assert find_nearest_layouts(model, Layout(), ROLES) == [] == find_nearest_engines(model, 1, 1, ROLES)
-    error = find_trainer_problem(model, Layout(), ROLES)
+    assert find_nearest_layouts(model, Layout(), as_fp8) == [] == find_nearest_engines(model, 1, 1, as_fp8)
+    error = find_trainer_problem(model, Layout(), as_fp8)
     assert error is not None
     assert "train layouts that work: none; rollout layouts that work: none" in str(
-        add_layout_hints(error, model, Layout(), EngineLayout(), ROLES)
+        add_layout_hints(error, model, Layout(), EngineLayout(), as_fp8)
     )

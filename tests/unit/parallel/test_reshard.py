@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from support.geometries import plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
-from support.golden.slow_cut import ROLES, Case, cases
+from support.golden.slow_cut import ROLES, Case, as_bf16, as_fp8, cases
 
 from megatron_rl.precision.fp8 import quantize_weight
-from parallel.formats import BLOCK
+from parallel.formats import BLOCK, FP8
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
 from parallel.model_geometry import MoEGeometry
-from parallel.reshard import Transfer, add_scale_transfers, reshard, scale_name
+from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards, padded_vocabulary
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
 
@@ -49,7 +49,7 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
     slow_cut.assert_same(filled, expected)
     for rank, shards in targets.items():
         assert_written_once(shards, written[rank])
-    data, scales = ([transfer for transfer in plan if transfer.kind == kind] for kind in ("fp8", "scale"))
+    data, scales = ([transfer for transfer in plan if transfer.format.name == name] for name in ("fp8", "scale"))
     assert len(data) == len(scales) > 0
     for weight, scale in zip(data, scales, strict=True):
         assert (scale.source, scale.target) == (weight.source + "_scale_inv", weight.target + "_scale_inv")
@@ -57,9 +57,9 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
         for small, big in ((scale.source_rect, weight.source_rect), (scale.target_rect, weight.target_rect)):
             assert (small.row * BLOCK, small.col * BLOCK) == (big.row, big.col)
             assert (small.rows, small.cols) == (-(-big.rows // BLOCK), -(-big.cols // BLOCK))  # MLA's kv_a ends inside a block
-    unquantized = plan_case(case, frozenset())
+    unquantized = plan_case(case, as_bf16)
     rects = [region.tensor_rect for shards in targets.values() for shard in shards for region in shard.regions]
-    assert {transfer.kind for transfer in unquantized} <= {"high", "fp32"}
+    assert {transfer.format.name for transfer in unquantized} <= {"bf16", "fp32"}
     assert sum(move.target_rect.rows * move.target_rect.cols for move in unquantized) == sum(rect.rows * rect.cols for rect in rects)
 
 
@@ -67,16 +67,16 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
 def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(case):
     source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
     trainer = slow_cut.cut_all(source_shards(case), source)
-    plan = add_scale_transfers(reshard(source_shards(case), whole, ROLES))
+    plan = add_scale_transfers(reshard(source_shards(case), whole, as_fp8))
     filled, written = slow_cut.carry_out(plan, trainer, {0: source})
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values())
     engines = {**target_shards(case), 100: whole[0]}  # kv heads are held by several ranks, all rectangles of one side cut the other's
-    plan = add_scale_transfers(reshard(engines, whole, ROLES))
+    plan = add_scale_transfers(reshard(engines, whole, as_fp8))
     filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(engines, source), {0: source})
     slow_cut.assert_same(filled, {0: source})
     assert all((times == 1).all() for times in written[0].values()), "sources that overlap each other write every byte once"
-    plan = add_scale_transfers(reshard(whole, source_shards(case), ROLES))
+    plan = add_scale_transfers(reshard(whole, source_shards(case), as_fp8))
     filled, written = slow_cut.carry_out(plan, {0: source}, trainer)
     slow_cut.assert_same(filled, trainer)
     for rank, shards in source_shards(case).items():
@@ -94,7 +94,7 @@ def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp
     weights = {name: random.standard_normal((tensor.rows, tensor.cols), np.float32) for name, tensor in fp8.items()}
     grid = {name: quantize_to_arrays(name, weight, scale_format) for name, weight in weights.items()}
     for rank in range(tp):
-        quantized = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), quantized=True)}
+        quantized = {shard.name: shard for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank), format_of=as_fp8)}
         for shard in build_megatron_shards(geometry, layout, layout.coordinates(rank)):
             if shard.role in ROLES:
                 master = np.empty((shard.rows, shard.cols), np.float32)
@@ -102,7 +102,7 @@ def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp
                     a = region.tensor_rect
                     values = weights[region.tensor.name][a.row : a.row + a.rows, a.col : a.col + a.cols]
                     master[region.shard_row : region.shard_row + a.rows, region.shard_col : region.shard_col + a.cols] = values
-                order = compute_row_order(geometry, layout, layout.coordinates(rank), shard.name)
+                order = compute_row_order(shard, FP8)
                 assert (order is not None) == (bool(widths) and "linear_qkv" in shard.name)
                 master = master if order is None else master[order]
                 expected = slow_cut.cut([quantized[shard.name]], {key: value for arrays in grid.values() for key, value in arrays.items()})
@@ -111,7 +111,7 @@ def test_a_trainer_that_quantises_its_own_shards_makes_the_checkpoints_blocks(tp
 
 def quantize_to_arrays(name: str, weight: np.ndarray, scale_format: str) -> slow_cut.Arrays:
     blocks = quantize_weight(torch.from_numpy(weight), scale_format)
-    return {name: blocks.data.view(torch.uint8).numpy(), scale_name(name): blocks.scale.numpy()}
+    return {name: blocks.data.view(torch.uint8).numpy(), FP8.scale_name(name): blocks.scale.numpy()}
 
 
 def test_equal_parallelism_moves_nothing_across_ranks():
@@ -120,9 +120,9 @@ def test_equal_parallelism_moves_nothing_across_ranks():
     layouts = [Layout(tp=tp, dp=dp) for tp in (1, 2, 4) for dp in (1, 2)]
     plans = [plan_case(Case(small_model(vocab=512), layout, layout.tp)) for layout in layouts]
     for ep in (1, 2, 4):
-        plans += [reshard(build_trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), build_engine_shards(moe, 4, ep), ROLES)]
+        plans += [reshard(build_trainer_shards(moe, Layout(tp=4, ep=ep, etp=4 // ep)), build_engine_shards(moe, 4, ep), as_fp8)]
     sources = build_trainer_shards(padded, Layout(tp=2), vocab_rows=padded_vocabulary(300, 2))
-    plans += [reshard(sources, build_engine_shards(padded, 2), ROLES)]
+    plans += [reshard(sources, build_engine_shards(padded, 2), as_fp8)]
     assert all(plan and all(transfer.source_rank == transfer.target_rank for transfer in plan) for plan in plans)
     crossing = {move.target for move in plan_case(Case(padded, Layout(tp=2), 2)) if move.source_rank != move.target_rank}
     assert crossing == {"model.embed_tokens.weight", "lm_head.weight"}
@@ -131,7 +131,7 @@ def test_equal_parallelism_moves_nothing_across_ranks():
 def test_an_overlap_is_taken_from_the_targets_own_rank():
     tensor = HFTensor("t", 10, 4, "norm")
     sources = {0: [Shard("whole", 10, 4, (take_all(tensor),))], 1: [stack_regions("middle", [take_rows(tensor, 3, 4)])]}
-    plan = reshard(sources, {1: [Shard("target", 10, 4, (take_all(tensor),))]}, ROLES)
+    plan = reshard(sources, {1: [Shard("target", 10, 4, (take_all(tensor),))]}, as_fp8)
     assert [(copy.source_rank, copy.source_rect, copy.target_rect) for copy in plan] == [
         (1, Rect(0, 0, 4, 4), Rect(3, 0, 4, 4)),
         (0, Rect(0, 0, 3, 4), Rect(0, 0, 3, 4)),
@@ -141,7 +141,7 @@ def test_an_overlap_is_taken_from_the_targets_own_rank():
 
 def assert_even(copies: list[Transfer], ranks: int) -> None:
     """Each of the ranks sends something, and none more than one transfer's bytes beyond another."""
-    sizes = [copy.target_rect.rows * copy.target_rect.cols * (1 if copy.kind == "fp8" else 2) for copy in copies]
+    sizes = [copy.target_rect.rows * copy.target_rect.cols * copy.format.element_bytes for copy in copies]
     sent: Counter[int] = Counter()
     for copy, size in zip(copies, sizes, strict=True):
         sent[copy.source_rank] += size
@@ -150,23 +150,23 @@ def assert_even(copies: list[Transfer], ranks: int) -> None:
 
 def test_replicas_share_the_load_of_ranks_that_hold_nothing_and_of_engines_on_their_own_devices():
     case = Case(small_model(kv_heads=8, vocab=512), Layout(dp=4), 8)
-    plan = reshard(source_shards(case), target_shards(case), ROLES)
+    plan = reshard(source_shards(case), target_shards(case), as_fp8)
     assert all(copy.source_rank == copy.target_rank for copy in plan if copy.target_rank < 4)
     assert_even([copy for copy in plan if copy.target_rank >= 4], 4)
-    assert_even(reshard(source_shards(case), target_shards(case), ROLES, homes={}), 4)
+    assert_even(reshard(source_shards(case), target_shards(case), as_fp8, homes={}), 4)
 
 
 def test_replicated_kv_heads_are_sent_to_every_rank_that_needs_them():
     case = Case(small_model(heads=8, kv_heads=2), Layout(tp=2), 8)
     source = "model.layers.0.self_attn.k_proj.weight"
-    copies = [copy for copy in reshard(source_shards(case), target_shards(case), ROLES) if copy.tensor == source]
+    copies = [copy for copy in reshard(source_shards(case), target_shards(case), as_fp8) if copy.tensor == source]
     assert [copy.target_rank for copy in copies] == list(range(8))
     assert [copy.source_rank for copy in copies] == [0, 0, 0, 0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_a_tied_embedding_is_sent_once_from_whichever_stage(pp):
-    plan = reshard(*(of(Case(small_model(tied=True), Layout(pp=pp), 1)) for of in (source_shards, target_shards)), ROLES)
+    plan = reshard(*(of(Case(small_model(tied=True), Layout(pp=pp), 1)) for of in (source_shards, target_shards)), as_fp8)
     embedding = [copy for copy in plan if copy.tensor == "model.embed_tokens.weight"]
     assert [(copy.target, copy.target_rect) for copy in embedding] == [("model.embed_tokens.weight", Rect(0, 0, 300, 256))]
     assert not any(copy.target == "lm_head.weight" for copy in plan)
@@ -189,7 +189,7 @@ MLP_ROWS = "mlp.gate_proj.weight = rows 0..192, columns 0..256: a shard boundary
 )
 def test_a_boundary_that_cuts_blocks_is_refused(case, start, words):
     with pytest.raises(GeometryError) as caught:
-        reshard(source_shards(case), target_shards(case), ROLES)
+        reshard(source_shards(case), target_shards(case), as_fp8)
     assert str(caught.value).startswith(f"model.layers.0.{start}") and words in str(caught.value) and caught.value.fix
 
 
@@ -198,8 +198,8 @@ def test_heads_of_64_in_the_parameters_own_order_are_refused_in_fp8_and_moved_in
     geometry = small_model(head_dim=64, heads=4, kv_heads=4)
     sources, targets = build_trainer_shards(geometry, Layout()), build_engine_shards(geometry, 1)
     with pytest.raises(GeometryError, match="model.layers.0.self_attn.q_proj.weight = rows 0..64, .* at its row 0"):
-        reshard(sources, targets, ROLES)
-    assert reshard(sources, targets, frozenset())
+        reshard(sources, targets, as_fp8)
+    assert reshard(sources, targets, as_bf16)
 
 
 def test_an_edge_block_at_a_tensors_end_is_no_cut():
@@ -215,4 +215,4 @@ def test_what_no_source_holds_is_refused_by_name():
     case = Case(small_model(), Layout(pp=2), 1)
     line = "model.embed_tokens.weight = 76800 elements: no source holds what model.embed_tokens.weight of rank 0"
     with pytest.raises(GeometryError, match=line):
-        reshard({1: source_shards(case)[1]}, target_shards(case), ROLES)
+        reshard({1: source_shards(case)[1]}, target_shards(case), as_fp8)

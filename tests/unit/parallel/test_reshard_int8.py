@@ -7,19 +7,18 @@ import pytest
 from hypothesis import given
 from support.geometries import filled_rows, small_model
 from support.golden import slow_cut
-from support.golden.slow_cut import ROLES, Arrays, Case, cases
+from support.golden.slow_cut import ROLES, Arrays, Case, as_int8, cases
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
+from parallel.formats import FP8, INT8
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry, MoEGeometry
-from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors, reshard, scale_name
+from parallel.reshard import Transfer, add_scale_transfers, list_stored_tensors, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Rect, Shard
-
-NONE: frozenset[str] = frozenset()
 
 
 def checkpoint(geometry: ModelGeometry) -> Arrays:
@@ -27,8 +26,8 @@ def checkpoint(geometry: ModelGeometry) -> Arrays:
     arrays = slow_cut.checkpoint(geometry)
     for tensor in geometry.tensors().values():
         if tensor.role in ROLES:
-            del arrays[scale_name(tensor.name)]
-            arrays[scale_name(tensor.name, "int8")] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
+            del arrays[FP8.scale_name(tensor.name)]
+            arrays[INT8.scale_name(tensor.name)] = 1 + np.arange(tensor.rows, dtype=np.float32)[:, None]
     return arrays
 
 
@@ -44,14 +43,14 @@ def cut(shards: list[Shard], source: Arrays) -> Arrays:
             values = source[region.tensor.name][row : row + rows, col : col + cols]
             arrays[shard.name][shard_rows, region.shard_col : region.shard_col + cols] = values
             if shard.role in ROLES:
-                scales[shard_rows] = source[scale_name(region.tensor.name, "int8")][row : row + rows]
+                scales[shard_rows] = source[INT8.scale_name(region.tensor.name)][row : row + rows]
         if shard.role in ROLES:
-            arrays[scale_name(shard.name, "int8")] = scales
+            arrays[INT8.scale_name(shard.name)] = scales
     return arrays
 
 
 def planned(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]]) -> list[Transfer]:
-    return add_scale_transfers(reshard(sources, targets, NONE, int8_roles=ROLES))
+    return add_scale_transfers(reshard(sources, targets, as_int8))
 
 
 def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shard]], source: Arrays) -> None:
@@ -61,10 +60,10 @@ def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shar
     slow_cut.assert_same(filled, expected)
     for rank, arrays in written.items():
         assert all((times <= 1).all() for times in arrays.values())  # padding is never written
-        assert arrays.keys() == list_stored_tensors(targets[rank], NONE, ROLES).keys()
+        assert arrays.keys() == list_stored_tensors(targets[rank], as_int8).keys()
         for shard in targets[rank]:
             assert (arrays[shard.name][: filled_rows(shard)] == 1).all(), shard.name
-            assert shard.role not in ROLES or (arrays[scale_name(shard.name, "int8")] == 1).all(), shard.name
+            assert shard.role not in ROLES or (arrays[INT8.scale_name(shard.name)] == 1).all(), shard.name
 
 
 @given(cases())
@@ -101,7 +100,7 @@ def test_experts_fill_sglangs_stacked_tensors_with_a_scale_for_every_output_chan
     contract = PrecisionContract.from_config(PrecisionConfig(mode="int8_rollout"))
     plan = SyncPlan.make(geometry, Layout(tp=2, ep=1, etp=2), (2, 2), contract, 1 << 20)
     prefix = "model.layers.0.mlp.experts."
-    shapes = {shard.name: (shard.shape, shard.scale_shape("int8")) for shard in plan.targets[1] if shard.name.startswith(prefix)}
+    shapes = {shard.name: (shard.shape, shard.scale_shape(INT8)) for shard in plan.targets[1] if shard.name.startswith(prefix)}
     assert shapes == {prefix + "w13_weight": ((2, 256, 256), (2, 256, 1)), prefix + "w2_weight": ((2, 256, 128), (2, 256, 1))}
     moves = [transfer for transfer in plan.transfers if transfer.target_rank == 1 and prefix in transfer.target]
     fc1, fc2 = (f"decoder.layers.0.mlp.experts.local_experts.3.linear_fc{n}.weight" for n in (1, 2))  # expert 3 is its second

@@ -27,7 +27,7 @@ CONTRACT = PrecisionContract.from_config(PrecisionConfig())
 
 def tensors_of(shards: list[Shard], fill) -> dict[str, torch.Tensor]:
     """Tensors of the shards in the default precision; `fill(shape)` gives their raw bytes."""
-    tensors = make_stored_tensors(shards, CONTRACT.fp8_roles, CONTRACT.high)
+    tensors = make_stored_tensors(shards, CONTRACT.format_of)
     for tensor in tensors.values():
         tensor.view(torch.uint8).copy_(fill(tensor.view(torch.uint8).shape))
     return tensors
@@ -59,7 +59,7 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
     chunks = plan.chunks
     assert max(chunk.nbytes for chunk in chunks) <= limit
     assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
-    trainer = build_trainer_shards(geometry, train, quantized=True)
+    trainer = build_trainer_shards(geometry, train, format_of=CONTRACT.format_of)
     named_tensors = {rank: tensors_of(shards, random_bytes) for rank, shards in trainer.items()}
     live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}
     sources = {rank: make_source_packer(named_tensors[rank], chunks, rank) for rank in named_tensors}

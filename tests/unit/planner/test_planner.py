@@ -27,6 +27,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
+from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -80,10 +81,10 @@ def test_experts_are_shared_out_by_their_own_replicas():
 @pytest.mark.parametrize("rows, cols", [(256, 384), (1536, 4096)])
 def test_operands_are_what_the_back_ends_make(rows, cols):
     blocks = quantize_weight(torch.randn(rows, cols), "pow2")
-    transposed, scales = DeepGemmBackend("pow2").prepare(blocks, None).dgrad
-    assert memory.count_operand_bytes("deep_gemm", rows, cols) == transposed.numel() + 4 * scales.numel()
+    transposed, scales = DeepGemmBackend(FP8.with_scales("pow2")).prepare(blocks, None).dgrad
+    assert memory.count_operand_bytes("deep_gemm", FP8, rows, cols) == transposed.numel() + 4 * scales.numel()
     padded = pad_scales(blocks.scale).numel() + pad_scales(blocks.scale.t()).numel()
-    assert memory.count_operand_bytes("transformer_engine", rows, cols) == rows * cols + 4 * padded
+    assert memory.count_operand_bytes("transformer_engine", FP8, rows, cols) == rows * cols + 4 * padded
 
 
 def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():

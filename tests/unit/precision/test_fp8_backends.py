@@ -10,6 +10,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.deep_gemm_experts import DeepGemmExperts, pad_groups
 from megatron_rl.precision.fp8 import quantize_weight
+from parallel.formats import FP8
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
 
@@ -20,7 +21,7 @@ BF16_ROUNDING = 2**-7
 
 
 def products(name: str, scale_format: str, x: torch.Tensor, dy: torch.Tensor, into: torch.Tensor | None = None):
-    backend = make_backend(name, scale_format)
+    backend = make_backend(name, FP8.with_scales(scale_format))
     weight = backend.prepare(quantize_weight(uneven_matrix(N, K, 3), scale_format), None)
     forward = backend.quantize(x, rows=True, columns=True)
     gradient = backend.quantize(dy, rows=True, columns=True)
@@ -70,7 +71,7 @@ def test_weight_gradients_are_added_to_a_buffer(name, make):
 
 @pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
 def test_what_a_kernel_cannot_do_is_refused(name):
-    backend = make_backend(name, "pow2")
+    backend = make_backend(name, FP8.with_scales("pow2"))
     with pytest.raises(RunError, match=r"was asked for torch.float32"):
         backend.quantize(torch.zeros(128, 128), rows=True, columns=False)
     blocks = quantize_weight(torch.zeros(128, 128), "pow2")
@@ -85,7 +86,7 @@ def test_experts_in_one_grouped_product_are_those_one_by_one(scale_format):
     groups, places = pad_groups(counts, "cpu")
     assert groups == [256, 0, 128, 256] and len(places) == sum(counts)
     blocks = [quantize_weight(uneven_matrix(N, K, seed), scale_format) for seed in range(4)]
-    experts, single = DeepGemmExperts(scale_format), make_backend("deep_gemm", scale_format)
+    experts, single = DeepGemmExperts(FP8.with_scales(scale_format)), make_backend("deep_gemm", FP8.with_scales(scale_format))
     x, dy = activations(sum(counts))
 
     def padded(values: torch.Tensor):

@@ -8,7 +8,8 @@ import torch
 from support.fp8_reference import both_scale_formats, uneven_matrix
 from support.golden import slow_fp8
 
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight, round_to_e4m3, round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 
 @both_scale_formats
@@ -41,7 +42,7 @@ def test_zero_blocks_have_zero_bytes_and_every_block_its_own_scale():
     blocks = quantize_weight(weight, "pow2")
     assert blocks.scale.tolist() == [[2.0**-42, 2.0**-7]]
     assert (blocks.data.view(torch.uint8)[:, :128] == 0).all()
-    values = dequantize_weight(Fp8Weight(torch.ones(200, 300).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2, 3], [4, 5, 6]])))
+    values = dequantize_weight(QuantizedWeight(torch.ones(200, 300).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2, 3], [4, 5, 6]])))
     assert [values[row, col].item() for row in (127, 128) for col in (127, 128, 256)] == [1, 2, 3, 4, 5, 6]
 
 

@@ -20,7 +20,7 @@ from megatron_rl.precision.graph.decoder import (
     WeightedOpPrecision,
     decoder_graph,
 )
-from megatron_rl.precision.graph.graph import TensorFormat
+from megatron_rl.precision.graph.graph import TensorPrecision
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
 from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
@@ -123,7 +123,7 @@ def test_a_whole_page_with_evaluations_and_the_precision_graph(tmp_path: Path):
     results = {"sampling": {"samples": 8}, "ks": [1], "comparison": [], "sides": {"checkpoint": {"step": 2, "table": [line]}}}
     (run / "eval" / "step_2").mkdir(parents=True)
     (run / "eval" / "step_2" / "eval.json").write_text(json.dumps(results))
-    high, weighted = TensorFormat("bf16"), WeightedOpPrecision(TensorFormat("bf16"), TensorFormat("bf16"))
+    high, weighted = TensorPrecision("bf16"), WeightedOpPrecision(TensorPrecision("bf16"), TensorPrecision("bf16"))
     layer = LayerPrecision(weighted, AttentionPrecision(weighted, weighted, high, high), weighted, MLPPrecision(weighted, weighted), high)
     graph = decoder_graph(DecoderPrecision(high, {0: layer}, embedding=weighted, norm=weighted, lm_head=weighted, logits=high))
     (run / "graph.svg").write_text(draw_svg(graph, graph))

@@ -48,7 +48,7 @@ class Scripted:
     def finish_receiving(self, hashing):
         return {0: [f"engine {self.number} rank 0"], 1: [f"engine {self.number} rank 1"]}
 
-    def read_activation_scale_formats(self):
+    def read_activation_formats(self):
         return {"layer": "pow2"}
 
     def stop(self, force=False):
@@ -225,7 +225,7 @@ def test_ranks_are_numbered_through(fleet):
     for number, engine in enumerate(two.started):
         _, link, own_chunks, _ = engine.calls[-1]
         assert (link.first, [chunk.target for chunk in own_chunks]) == (2 * number, [0, 1])
-    assert two.engines.read_activation_scale_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
+    assert two.engines.read_activation_formats() == {"engine 0: layer": "pow2", "engine 1: layer": "pow2"}
 
 
 def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():

@@ -94,7 +94,7 @@ class FakeEngine:
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         return self._live
 
-    def read_activation_scale_formats(self) -> dict[str, str]:
+    def read_activation_formats(self) -> dict[str, str]:
         return self._formats
 
 
@@ -109,7 +109,7 @@ def int8_engine() -> list[dict[str, EngineTensorSpec]]:
 
 
 def test_an_int8_engine_passes_in_int8_alone():
-    check_live_engine(make("int8_rollout"), FakeEngine({"a": "int8"}, int8_engine()))
+    check_live_engine(make("int8_rollout"), FakeEngine({"a": "int8 fp32"}, int8_engine()))
     with pytest.raises(RunError, match=r"is \('int8', .* the precision contract says \('float8_e4m3fn'"):
         check_live_tensors(make("fp8_rollout"), int8_engine())
     with pytest.raises(RunError, match=r"is \('float8_e4m3fn', .* the precision contract says \('int8'"):
@@ -119,14 +119,22 @@ def test_an_int8_engine_passes_in_int8_alone():
 @pytest.mark.parametrize(
     "mode, formats, line",
     [
-        ("fp8_unified", {"a": "pow2", "b": "fp32"}, "b quantises activations with fp32 scales; precision.scale_format is pow2"),
+        (
+            "fp8_unified",
+            {"a": "fp8 pow2", "b": "fp8 fp32"},
+            "b quantises activations as fp8 fp32; .* says fp8 pow2",
+        ),
         ("fp8_unified", {}, "no FP8 linear layer is live"),
-        ("int8_rollout", {"a": "int8", "b": "pow2"}, "b quantises activations with pow2 scales; precision.mode is int8_rollout"),
+        (
+            "int8_rollout",
+            {"a": "int8 fp32", "b": "fp8 pow2"},
+            "b quantises activations as fp8 pow2; .* says int8 fp32",
+        ),
         ("int8_rollout", {}, "no INT8 linear layer is live"),
     ],
 )
 def test_an_engine_that_quantises_activations_otherwise_is_refused(mode, formats, line):
-    check_live_engine(make(), FakeEngine({"a": "pow2", "b": "pow2"}))
+    check_live_engine(make(), FakeEngine({"a": "fp8 pow2", "b": "fp8 pow2"}))
     with pytest.raises(RunError, match=line):
         check_live_engine(make(mode), FakeEngine(formats, int8_engine() if mode == "int8_rollout" else live_engine()))
 

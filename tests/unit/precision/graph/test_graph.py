@@ -37,7 +37,7 @@ from megatron_rl.precision.graph.graph import (
     Edge,
     Node,
     PrecisionGraph,
-    TensorFormat,
+    TensorPrecision,
     compare_graphs,
     describe_differences,
     fold_layers,
@@ -49,8 +49,8 @@ from megatron_rl.precision.graph.graph import (
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
 
-HIGH, X, W = TensorFormat("bf16"), TensorFormat("e4m3", "1x128", "pow2"), TensorFormat("e4m3", "128x128", "pow2")
-FP32 = TensorFormat("fp32")
+HIGH, X, W = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", "pow2"), TensorPrecision("e4m3", "128x128", "pow2")
+FP32 = TensorPrecision("fp32")
 
 
 def linear(trained: bool) -> WeightedOpPrecision:
@@ -141,7 +141,7 @@ PLANTED = {
         ],
     ),
     "cache": (
-        every_layer(attention=replace(layer().attention, kv=TensorFormat("e4m3", "tensor", "fp32"))),
+        every_layer(attention=replace(layer().attention, kv=TensorPrecision("e4m3", "tensor", "fp32"))),
         [
             "layers 0..2: attention.rope -> attention.core (k) is e4m3 tensor fp32 in the rollout, bf16 in training",
             "layers 0..2: attention.qkv -> attention.core (v) is e4m3 tensor fp32 in the rollout, bf16 in training",
@@ -169,7 +169,7 @@ def test_a_planted_difference_is_named(plant):
 
 
 def test_latent_attention_that_absorbs_a_projection_shows_it():
-    def graph(trained: bool, read: TensorFormat) -> PrecisionGraph:
+    def graph(trained: bool, read: TensorPrecision) -> PrecisionGraph:
         norm, product = high(trained), linear(trained)
         kv_b = replace(product, x=read)
         attention = MLAPrecision(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm)
@@ -236,7 +236,7 @@ def test_the_block_of_one_scale_is_read_from_the_shapes(expected, shapes):
 @pytest.mark.parametrize("wanted", ["pow2", "fp32"])
 def test_the_scale_format_is_read_from_the_scales(wanted):
     blocks = quantize_weight(torch.randn(256, 384, generator=torch.Generator().manual_seed(3)), wanted)
-    assert block_format(*blocks) == TensorFormat("e4m3", "128x128", wanted)
+    assert block_format(*blocks) == TensorPrecision("e4m3", "128x128", wanted)
     assert scale_format(blocks.scale.to(torch.bfloat16)) == "bf16"
     for value in (torch.finfo(torch.float32).min, float("nan"), 0.0):
         blocks.scale[1, 1] = value
@@ -247,8 +247,8 @@ def test_int8_has_a_scale_per_channel_and_per_token():
     """A GPU's kernel keeps the weight transposed; its scales stay. Experts are stacked."""
     scale = torch.rand(256, 1) + 0.1
     for shape in ((256, 384), (384, 256)):
-        assert channel_format(torch.zeros(shape, dtype=torch.int8), scale) == TensorFormat("int8", "channel", "fp32")
-    assert channel_format(torch.zeros(4, 256, 384, dtype=torch.int8), scale.expand(4, 256, 1)) == TensorFormat("int8", "channel", "fp32")
+        assert channel_format(torch.zeros(shape, dtype=torch.int8), scale) == TensorPrecision("int8", "channel", "fp32")
+    assert channel_format(torch.zeros(4, 256, 384, dtype=torch.int8), scale.expand(4, 256, 1)) == TensorPrecision("int8", "channel", "fp32")
     assert str(token_format("int8")) == "int8 token fp32"
     assert channel_format(torch.zeros(256, 384, dtype=torch.int8), -scale).scale == "invalid"
     for other in (torch.ones(256, 3), torch.ones(100, 1), torch.ones(()), torch.ones(4, 256, 1)):

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight
+from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.fp8_products import fprop
 from megatron_rl.precision.int8 import quantize_int8_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 from rollout_sglang.hooks import cpu_moe, dequant_cache
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
@@ -35,10 +36,10 @@ def slow_mixture(gate_up, down) -> torch.Tensor:
     return y
 
 
-def quantized(weight: torch.Tensor, scale_format: str) -> Fp8Weight:
+def quantized(weight: torch.Tensor, scale_format: str) -> QuantizedWeight:
     """Each expert's matrix in blocks: data [E, N, K], scales [E, N / 128, K / 128]."""
     blocks = [quantize_weight(matrix, scale_format) for matrix in weight]
-    return Fp8Weight(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
+    return QuantizedWeight(torch.stack([b.data for b in blocks]), torch.stack([b.scale for b in blocks]))
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +72,8 @@ def test_fp8_experts_are_two_block_products_each(run, scale_format, scale_fmt):
     method = {"block_quant": True, "weight_block_size": [128, 128], "quant_config": SimpleNamespace(scale_fmt=scale_fmt)}
     y = run(cpu_moe.apply_block_fp8, layer, **method)
 
-    def product(blocks: Fp8Weight):
-        return lambda x, expert: fprop(x, dequantize_weight(Fp8Weight(blocks.data[expert], blocks.scale[expert])), scale_format)
+    def product(blocks: QuantizedWeight):
+        return lambda x, expert: fprop(x, dequantize_weight(QuantizedWeight(blocks.data[expert], blocks.scale[expert])), scale_format)
 
     # sums of 256 float32 products in another order, of magnitude 10^2
     torch.testing.assert_close(y, slow_mixture(product(w13), product(w2)), rtol=1e-4, atol=1e-2)

@@ -1,6 +1,6 @@
-"""Megatron's column- and row-parallel linear layers computing in unified FP8.
+"""Megatron's column- and row-parallel linear layers computing with quantized weights, in unified FP8 say.
 
-A layer holds three tensors: `weight`, the FP32 master that the optimizer steps; `blocks`, the E4M3 bytes and scales that `quantize()`
+A layer holds three tensors: `weight`, the FP32 master that the optimizer steps; `blocks`, the bytes and scales that `quantize()`
 makes from it once per optimizer step; and `operand`, the blocks in the form of the backend. Forward and backward never read the values
 of `weight`, so the engine gets what the trainer computes with.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,28 @@ from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.mla import ReplicatedLinear
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.precision.backends import make_backend
-from megatron_rl.precision.backends.base import Fp8Backend, Operand
-from megatron_rl.precision.fp8 import Fp8Weight, dequantize_weight, quantize_weight
+from megatron_rl.precision.backends.base import Backend, Operand
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import dequantize, quantize
+from parallel.formats import TensorFormat
+
+
+class WeightLayer(Protocol):
+    """What every layer with a weight says of it, quantized or not; `mcore.load_weights.set_formats` tells it Megatron's own layers."""
+
+    weight: torch.nn.Parameter
+    format: TensorFormat
+    """What the layer computes with."""
+    blocks: QuantizedWeight | None
+    """None where it computes with `weight` itself."""
+    row_order: torch.Tensor | None
+    """int64 [N]: row i of the weight's blocks is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the
+    checkpoint within a block (`parallel.megatron_shards.compute_row_order`); None for the same order."""
+    tp_group: Any
 
 
 def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]. Groups of 128 lie along h, so blocks are unaffected."""
+    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]. An input's groups lie along h, so they are unaffected."""
     gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
     dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
@@ -39,7 +55,7 @@ def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-class FP8Matmul(torch.autograd.Function):
+class QuantizedMatmul(torch.autograd.Function):
     """The three products with Megatron's tensor- and sequence-parallel communication around them.
 
     For the backward pass WGrad's operand of x is saved, which is smaller than x where the backend quantizes it; under sequence
@@ -81,7 +97,7 @@ class FP8Matmul(torch.autograd.Function):
         return dx, dw, None, None, None, None
 
 
-def _weight_gradient(weight: Any, backend: Fp8Backend, dy: Operand, x: Operand) -> torch.Tensor:
+def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
     """Compute WGrad and add it to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
     into = getattr(weight, "main_grad", None)
     dw = backend.wgrad(dy, x, into)
@@ -91,33 +107,31 @@ def _weight_gradient(weight: Any, backend: Fp8Backend, dy: Operand, x: Operand) 
     return torch.empty_like(weight)  # never read: DDP's hook sees the flag and drops it
 
 
-class _FP8Linear:
-    """Base of the FP8 layers. `config.fp8_scale_format` and `config.fp8_backend` come from `model.build_model`."""
+class QuantizedLinear:
+    """Base of the quantized layers, a `WeightLayer`. `config.linear_format` and `config.linear_backend` come from `model.build_model`."""
 
     weight: torch.nn.Parameter
-    blocks: Fp8Weight
+    blocks: QuantizedWeight
     config: TransformerConfig
-    scale_format: str
+    format: TensorFormat
+    row_order: torch.Tensor | None = None
     cached_operand: Any = None
     quantizes_input: bool = True
-    fp8_enabled: bool = True
-    """False within `disable_fp8`: the forward pass multiplies with the master."""
-    row_order: torch.Tensor | None = None
-    """int64 [N]: row i of `blocks` is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the checkpoint
-    within a block (`parallel.megatron_shards.compute_row_order`); None for the same order."""
+    quantization_enabled: bool = True
+    """False within `disable_quantization`: the forward pass multiplies with the master."""
     adopted: bool = False
     """`blocks` come from a checkpoint rather than from `quantize`."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)  # type: ignore[call-arg]
-        self.scale_format = config.fp8_scale_format
+        self.format = config.linear_format
 
-    def adopt(self, blocks: Fp8Weight) -> None:
+    def adopt(self, blocks: QuantizedWeight) -> None:
         """Use a checkpoint's blocks, rows in quantized order, byte for byte, and set the master to their values."""
         self.blocks, self.adopted = blocks, True
         with torch.no_grad():
             rows = slice(None) if self.row_order is None else self.row_order
-            self.weight[rows] = dequantize_weight(blocks)
+            self.weight[rows] = dequantize(blocks, self.format)
 
     def quantize(self, name: str) -> None:
         """Make `blocks` from the master; call once per optimizer step. Raise RunError naming the weight where it holds inf or NaN.
@@ -125,18 +139,18 @@ class _FP8Linear:
         Adopted blocks stay while the master equals their values, which the first optimizer step ends.
         """
         ordered = reorder_rows(self.weight.detach(), self.row_order)
-        self.adopted = self.adopted and torch.equal(ordered, dequantize_weight(self.blocks))
+        self.adopted = self.adopted and torch.equal(ordered, dequantize(self.blocks, self.format))
         try:
             if not self.adopted:
-                self.blocks = quantize_weight(ordered, self.scale_format)
+                self.blocks = quantize(ordered, self.format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
         self.cached_operand = None
 
     @property
-    def backend(self) -> Fp8Backend:
+    def backend(self) -> Backend:
         """The backend that computes the products."""
-        return make_backend(self.config.fp8_backend, self.scale_format)
+        return make_backend(self.config.linear_backend, self.format)
 
     @property
     def operand(self) -> Any:
@@ -147,8 +161,8 @@ class _FP8Linear:
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         sequence_parallel, group = options["sequence_parallel"], options["tp_group"]
-        if self.fp8_enabled:
-            y = FP8Matmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group)
+        if self.quantization_enabled:
+            y = QuantizedMatmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group)
         else:
             inputs = gather_sequence(input, group) if sequence_parallel else input
             y = F.linear(inputs, weight.to(inputs.dtype))
@@ -162,18 +176,18 @@ def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.
 
 
 def _with_master_dtype(config: TransformerConfig) -> TransformerConfig:
-    """Return a copy with FP32 parameters: an FP8 layer's parameter is the master itself, never rounded to bf16."""
+    """Return a copy with FP32 parameters: a quantized layer's parameter is the master itself, never rounded to bf16."""
     config = copy.copy(config)
     config.params_dtype = torch.float32
     return config
 
 
-class FP8ColumnParallelLinear(_FP8Linear, ColumnParallelLinear):
+class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
     """y = x W^T with W's rows split over tensor-parallel ranks; `weight` float32 [N / tp, K]."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        if self.bias is not None:  # of q, k and v: not FP8, so it has no FP32 master
+        if self.bias is not None:  # of q, k and v: not quantized, so it has no FP32 master
             self.bias.data = self.bias.data.to(config.params_dtype)
 
 
@@ -189,50 +203,50 @@ class _SubstituteBlockValues(torch.autograd.Function):
         return dw.float(), None
 
 
-class FP8WeightOnlyColumnParallelLinear(FP8ColumnParallelLinear):
+class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):
     """Multiplies the blocks' values with an input that is not quantized: MLA's kv_b, whose weight the engine absorbs into the attention,
     where no activation is quantized."""
 
     quantizes_input = False
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        if not self.fp8_enabled:
+        if not self.quantization_enabled:
             return super()._forward_impl(input, weight, *args, **options)
-        values = dequantize_weight(self.blocks).to(input.dtype)
+        values = dequantize(self.blocks, self.format).to(input.dtype)
         return ColumnParallelLinear._forward_impl(self, input, _SubstituteBlockValues.apply(weight, values), *args, **options)
 
 
-class FP8RowParallelLinear(_FP8Linear, RowParallelLinear):
+class QuantizedRowParallelLinear(QuantizedLinear, RowParallelLinear):
     """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` float32 [N, K / tp]."""
 
 
-class FP8ReplicatedLinear(_FP8Linear, ReplicatedLinear):
+class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
     """y = x W^T with the whole W on every tensor-parallel rank; `weight` float32 [N, K]."""
 
 
-def find_fp8_layers(model: torch.nn.Module) -> dict[str, _FP8Linear]:
-    """Return name -> layer for every FP8 linear of a model."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, _FP8Linear)}
+def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
+    """Return name -> layer for every quantized linear of a model."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 def quantize_model(model: ModelChunks) -> None:
-    """Quantize every FP8 linear of a model from its master: once after loading, once per optimizer step. Collective: raise RunError that
-    names a weight with inf or NaN on every rank."""
+    """Make the blocks of every quantized linear of a model from its master: once after loading, once per optimizer step. Collective: raise
+    RunError that names a weight with inf or NaN on every rank."""
     with errors_on_all_ranks():
         for chunk in get_model_chunks(model):
-            for name, layer in find_fp8_layers(chunk).items():
+            for name, layer in find_quantized_layers(chunk).items():
                 layer.quantize(global_name(chunk, f"{name}.weight"))
 
 
 @contextmanager
-def disable_fp8(model: ModelChunks) -> Iterator[None]:
+def disable_quantization(model: ModelChunks) -> Iterator[None]:
     """Within the context, forward passes compute with the masters, to measure the effect of quantization. No gradient."""
-    layers = [layer for chunk in get_model_chunks(model) for layer in find_fp8_layers(chunk).values()]
+    layers = [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
     for layer in layers:
-        layer.fp8_enabled = False
+        layer.quantization_enabled = False
     try:
         with torch.no_grad():
             yield
     finally:
         for layer in layers:
-            layer.fp8_enabled = True
+            layer.quantization_enabled = True

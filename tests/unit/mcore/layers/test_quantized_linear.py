@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_rl.mcore.layers.fp8_linear import FP8Matmul
+from megatron_rl.mcore.layers.quantized_linear import QuantizedMatmul
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.ops.batch_invariant import append_zeros
+from parallel.formats import FP8
 
 pytestmark = pytest.mark.usefixtures("fake_libraries")
 
@@ -20,11 +21,11 @@ _PADDED = 256  # T in whole blocks
 
 def find_saved(name: str, x: torch.Tensor, learns: bool) -> list[torch.Tensor]:
     """Tensors saved for the backward pass but the weight."""
-    backend, weight = make_backend(name, "pow2"), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
+    backend, weight = make_backend(name, FP8.with_scales("pow2")), torch.nn.Parameter(torch.randn(N, K), requires_grad=learns)
     layer = SimpleNamespace(backend=backend, operand=backend.prepare(quantize_weight(weight.detach(), "pow2"), None))
     result: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: result.append(tensor) or tensor, lambda tensor: tensor):
-        y = FP8Matmul.apply(x, weight, layer, False, False, None)
+        y = QuantizedMatmul.apply(x, weight, layer, False, False, None)
         assert y.shape == (T, N)
     return [tensor for tensor in result if tensor.data_ptr() != weight.data_ptr()]
 
