@@ -214,7 +214,7 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
         sequence_parallel=sequence_parallel,
         params_dtype=torch.float32,
         gradient_accumulation_fusion=False,
-        fp8_scale_format=scale_format,
+        linear_format=FP8.with_scales(scale_format),
     )
     options = dict(config=config, init_method=torch.nn.init.zeros_, bias=False) | {"skip_bias_add": False} | changes
     column = kind == "column"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from parallel.formats import FP8
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def _weight_scales(model: Any) -> Callable[[], None]:
 def _activation_scales(model: Any) -> Callable[[], None]:
     with ExitStack() as undone:
         for layer in find_quantized_layers(model).values():
-            undone.callback(_set(layer, "scale_format", "fp32"))
+            undone.callback(_set(layer, "format", FP8.with_scales("fp32")))
         return undone.pop_all().close
 
 
@@ -55,15 +56,14 @@ def _fp8_head(model: Any) -> Callable[[], None]:
     """The trainer quantises a layer more than the engine."""
     head, example = model.output_layer, model.decoder.layers[-1].mlp.linear_fc2
     rows, cols = head.weight.shape
-    head.blocks = example.blocks._replace(
+    blocks = example.blocks._replace(
         data=head.weight.detach().to(torch.float8_e4m3fn), scale=example.blocks.scale.new_ones(rows // 128, cols // 128)
     )
-    head.scale_format = example.scale_format
-
-    def undo() -> None:
-        del head.blocks, head.scale_format
-
-    return undo
+    with ExitStack() as undone:
+        for name, value in (("blocks", blocks), ("format", example.format)):
+            undone.callback(_set(head, name, value))
+        head.quantizes_input, head.backend = True, example.backend
+        return undone.pop_all().close
 
 
 def _norm_dtype(model: Any) -> Callable[[], None]:
