@@ -26,7 +26,7 @@ _REWARD_PART = declare("reward/part/{}", "mean of the reward function {}, before
 _REWARD_ERRORS = declare("reward/errors", "completions that no verdict could be had for", "count")
 _OVERLONG = declare("reward/overlong", "mean length penalty, in addition to the reward")
 _ACCURACIES = (
-    declare("accuracy/train", "share of correct completions", "share", "correct", label="sampled", progress="train {:.1%}"),
+    declare("accuracy/train", "share of correct completions, as sampled", "share", "correct", label="training", progress="train {:.1%}"),
     declare("accuracy/level_{}", "share of correct completions, level {}", "share"),
     declare("accuracy/source_{}", "share of correct completions, set {}", "share"),
 )

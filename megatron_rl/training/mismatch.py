@@ -12,20 +12,20 @@ from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.metrics import declare
 
-_DIFFERENCE, _KL = "|Δ log p| (nats)", "KL (nats per token)"
+_DIFFERENCE, _PANEL, _UNREPLAYED = "|log p trainer - log p engine|", "|Δ log p| (nats)", "had the trainer not replayed the routing"
+_MEAN = f"mean {_DIFFERENCE} over the tokens of the trainer's version"
 MISMATCH = (
-    declare("mismatch/abs_mean", "mean |log p trainer - log p engine| over the tokens of the trainer's version", "nats", _DIFFERENCE,
-            label="mean over tokens", progress="[cyan]mismatch mean {:.1e}"),
-    declare("mismatch/abs_max", "largest |log p trainer - log p engine| of a token", "nats", _DIFFERENCE,
-            label="largest", progress="[cyan]max {:.1e}"),
-    declare("mismatch/k3_kl", "k3 estimate of KL(rollout || trainer) per token", "nats", _KL, label="KL(rollout ‖ trainer), k3 estimate"),
-)  # fmt: skip
+    declare("mismatch/abs_mean", _MEAN, "nats", _PANEL, label="mean over tokens", progress="[cyan]mismatch mean {:.1e}"),
+    declare("mismatch/abs_max", f"largest {_DIFFERENCE} of a token", "nats", _PANEL, label="largest", progress="[cyan]max {:.1e}"),
+    declare(
+        "mismatch/k3_kl", "k3 estimate of KL(rollout || trainer) per token", "nats", "KL (nats per token)", label="KL(rollout ‖ trainer)"
+    ),
+)
 WITHOUT_REPLAY = (
-    declare("mismatch/without_replay/abs_mean", "mean |log p trainer - log p engine|, had the trainer not replayed the routing", "nats",
-            _DIFFERENCE, label="mean without routing replay"),
-    declare("mismatch/without_replay/abs_max", "largest |log p trainer - log p engine|, had the trainer not replayed the routing", "nats"),
-    declare("mismatch/without_replay/k3_kl", "k3 estimate of KL(rollout || trainer), had the trainer not replayed the routing", "nats"),
-)  # fmt: skip
+    declare("mismatch/without_replay/abs_mean", f"mean {_DIFFERENCE}, {_UNREPLAYED}", "nats", _PANEL, label="mean without routing replay"),
+    declare("mismatch/without_replay/abs_max", f"largest {_DIFFERENCE}, {_UNREPLAYED}", "nats"),
+    declare("mismatch/without_replay/k3_kl", f"k3 estimate of KL(rollout || trainer), {_UNREPLAYED}", "nats"),
+)
 _AGE = "age (policy versions)"
 AGES = (
     declare("staleness/mean", "mean age of a sampled token, in policy versions", "number", _AGE),
@@ -34,7 +34,7 @@ AGES = (
     declare("staleness/mixed", "share of completions that several versions sampled", "share"),
 )
 STALE_MISMATCH = (
-    declare("staleness/abs_mean", "mean |log p trainer - log p engine| over the stale tokens", "nats"),
+    declare("staleness/abs_mean", f"mean {_DIFFERENCE} over the stale tokens", "nats"),
     declare("staleness/k3_kl", "k3 estimate of KL(rollout || trainer) per stale token", "nats"),
 )
 
