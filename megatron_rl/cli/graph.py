@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0, is_rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
@@ -46,9 +45,7 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
     run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
-    folder = Path(run_on_rank0(lambda: tempfile.mkdtemp(prefix="megatron-rl-graph-")))
-    if is_rank0():
-        resources.callback(shutil.rmtree, folder, ignore_errors=True)
+    folder = Path(run_on_rank0(lambda: resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-graph-"))))
     hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
     shards = build_rank_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)

@@ -24,7 +24,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal
 
 from megatron_rl.errors import UserError
@@ -35,10 +34,7 @@ from megatron_rl.observability.trackers import Trackers
 
 
 class RunLog:
-    """Writes one run folder. Rank 0 only.
-
-    As a context manager it ends the run by itself: "finished" on a normal exit, "broken" with the exception's text otherwise.
-    """
+    """Writes one run folder, up to `finish`."""
 
     def __init__(self, folder: Path, run: dict[str, Any], resume_step: int | None = None) -> None:
         """`run`: run.json; `resume_step`: the last step that trackers are to keep. Raises UserError for a folder that another process still
@@ -139,15 +135,6 @@ class RunLog:
             self._trackers.finish(status)
         for file in self._files.values():
             file.close()
-
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is None:
-            self.finish("finished")
-        else:
-            self.finish("broken", "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or type(error).__name__)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         file = self._files[name]

@@ -30,8 +30,10 @@ class CheckpointManager:
 
     def write(self, state: TrainState, last: bool) -> None:
         """Copy a policy, unless it is saved, and begin to write it. Wait for the `last` checkpoint, and raise RunError if it fails; notify
-        of the failure of any other one."""
+        of the failure of any other one. Raise RunError between the optimizer steps of two versions, from where no run could go on."""
         self.wait()
+        if self._actor.steps_done != state.optimizer_steps:
+            raise RunError(f"the weights are between policy versions {state.version} and {state.version + 1}")
         if self._newest_version == state.version:
             return
         try:

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, is_rank0
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, gather_from_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.precision_graph import read_rank_graph
 from megatron_rl.precision.contract import PrecisionContract
@@ -54,10 +52,7 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
     different edges for one part."""
     with errors_on_all_ranks():
         rank_graph = read_rank_graph(model)
-    rank_graphs: list[Any] = [rank_graph]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        rank_graphs = [None] * dist.get_world_size()
-        dist.gather_object(rank_graph, rank_graphs if is_rank0() else None)
+    rank_graphs = gather_from_ranks(rank_graph)
 
     def merge() -> PrecisionGraph:
         try:

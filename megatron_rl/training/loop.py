@@ -15,7 +15,6 @@ from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
-from megatron_rl.errors import RunError
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
@@ -68,13 +67,7 @@ class Loop:
                     self.save(last=step == steps)
 
     def save(self, last: bool) -> None:
-        """Write a checkpoint of the newest policy, unless it is written already; see `CheckpointManager.write`. Collective.
-
-        Raises RunError between the optimizer steps of one policy version, from where no run could go on.
-        """
-        if self._trainer.actor.steps_done != self._state.optimizer_steps:
-            self._checkpoints.wait()
-            raise RunError(f"the weights are between policy versions {self._state.version} and {self._state.version + 1}")
+        """Write a checkpoint of the newest policy, unless it is written already; see `CheckpointManager.write`. Collective."""
         self._checkpoints.write(self._state, last)
 
     def _step(self, step: int) -> dict[str, float]:

@@ -60,11 +60,10 @@ class Recorder:
         row = {"step": version, _VERSION: version, **metrics}
         if seconds is not None:
             row[_STEP] = seconds
-        largest: dict[str, float] = {}  # of all ranks
-        for memory in gather_from_ranks(self._memory):
-            largest |= {name: max(value, largest.get(name, value)) for name, value in memory.items()}
-        self._memory = {}
-        self._log.tell(lambda log: log.write_step(row | largest))
+        memory_by_rank, self._memory = gather_from_ranks(self._memory), {}
+        for name in memory_by_rank[0]:  # the engine's stands there alone
+            row[name] = max(memory[name] for memory in memory_by_rank if name in memory)
+        self._log.tell(lambda log: log.write_step(row))
 
     def write_samples(self, step: int, completions_B: Sequence[Completion], samples_B: Sequence[TrainingSample]) -> None:
         """Write some of a step's completions, with the advantages of the samples made from them."""

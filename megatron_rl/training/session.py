@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -114,11 +115,11 @@ class Session:
 
     def _open_log(self) -> RunLog:
         """Create the run's folder, or reopen that of the resumed run. Rank 0 only."""
-        config = self.config.model_dump(mode="json")
+        launch = self.config.model_dump(mode="json"), collect_versions()
         if self.resume_point is None:
-            return RunLog.create(self.config.log.dir, config, collect_versions())
+            return RunLog.create(self.config.log.dir, *launch)
         folder = self.resume_point.folder.parents[1]
-        log = RunLog.reopen(folder, config, collect_versions(), self.resume_point.state["step"])
+        log = RunLog.reopen(folder, *launch, self.resume_point.state["step"])
         for line in self.resume_point.describe(describe_layout(self.layout, self.config.train)):
             log.write_event(line)
         for damaged in self.resume_point.damaged:
@@ -139,10 +140,7 @@ class Session:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, self.config.train, self.config.rollout.temperature)
         state = self._load_checkpoint(actor)
-
-        def read_named_tensors() -> dict[str, torch.Tensor]:
-            return collect_named_tensors(model, shards, self.contract)
-
+        read_named_tensors = partial(collect_named_tensors, model, shards, self.contract)
         save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, self.layout, self.contract, model_path)
         rollout = Rank0(lambda: self._start_rollout(state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
