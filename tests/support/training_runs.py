@@ -385,7 +385,7 @@ def save_without_room(folder: Path, run: Path, precision: dict[str, Any], step: 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     try:
-        checkpoints.write(TrainState(step, step, (0.8, 1.2), {}), last=False)
+        checkpoints.write(TrainState(step, trainer.actor.steps_done, (0.8, 1.2), {}), last=False)
         checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
