@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
-import megatron_rl.training.loop  # noqa: F401 - with all that declares metrics
+import megatron_rl.training.loop  # noqa: F401  it declares what rows hold
 from megatron_rl.errors import UserError
+from megatron_rl.metrics import DECLARED, UndeclaredMetricWarning, group_by_panel, read_declarations
 from megatron_rl.observability.console import progress_line, proof_verdict
 from megatron_rl.observability.run_log import RunLog, read_jsonl, read_metrics, read_run
 
@@ -42,6 +45,20 @@ def test_round_trip(log: RunLog):
     assert run["status"] == "finished" and run["versions"] == {"torch": "2.0"}
     assert run["config"] == {**CONFIG, "model": {"path": "models/tiny"}}
     assert [(event.step, event.value) for event in events.Reload().Scalars("reward/mean")] == [(1, 0.25)]
+
+
+def test_a_run_declares_its_metrics_and_a_row_holds_no_others(log: RunLog):
+    """TensorBoard gets the panels, with patterns that match the names."""
+    declared = read_declarations(json.loads((log.dir / "run.json").read_text()))
+    assert declared == DECLARED and "reward/mean" in declared and not log.dir.joinpath("metrics.jsonl").read_text()
+    with pytest.raises(UndeclaredMetricWarning, match="metric nobody/said is not declared"):
+        log.write_step({"step": 1, "reward/mean": 0.5, "nobody/said": 1.0})
+    log.finish("finished")
+    events = EventAccumulator(str(log.dir / "tensorboard")).Reload()
+    layout = layout_pb2.Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for chart in layout.category[0].chart}
+    assert charts.keys() == group_by_panel().keys() and charts["reward"] == ["reward/mean"]
+    assert all(re.fullmatch(charts["correct, by level or set"][0], name) for name in ("eval/level_1", "eval/level_10"))
 
 
 def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
