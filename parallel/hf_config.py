@@ -90,10 +90,10 @@ class HFConfig:
             raise GeometryError("config.json head_dim", None, rule, _CORRECT)
         return hidden // heads
 
-    def rope(self, stretch: str = "llama3", share: float = 1.0) -> Rope:
+    def rope(self, *stretches: str, share: float = 1.0) -> Rope:
         """Read rotary positions, from `rope_parameters` or, as older files have them, from `rope_theta` and `rope_scaling`.
 
-        `stretch`: the one way of stretching that the family has, `llama3` or `yarn`. `share`: the part of a head that must be rotated.
+        `stretches`: ways of stretching that the family has, of `llama3` and `yarn`. `share`: the part of a head that must be rotated.
         """
         settings = self.get("rope_parameters") or self.get("rope_scaling") or {}
         theta = (self.get("rope_parameters") or {}).get("rope_theta", self.get("rope_theta"))
@@ -103,8 +103,8 @@ class HFConfig:
         if partial != share:
             raise refuse("partial_rotary_factor", partial, share)
         kind = settings.get("rope_type", settings.get("type", "default"))
-        if kind not in ("default", stretch):
-            raise refuse("rope scaling", kind, f"default and {stretch}")
+        if kind not in ("default", *stretches):
+            raise refuse("rope scaling", kind, " and ".join(("default", *stretches)))
         return Rope(
             float(theta),
             share,

@@ -2,11 +2,12 @@
 operators keep counts once. Attention is fused, so no scores are kept; dropout is off; nothing is fused with the rotation or SwiGLU.
 
 T tokens of a micro-batch on a rank (S = T / tp of them between the linear layers under sequence parallelism, else S = T), h the hidden
-width, q and kv the widths of a rank's query and key heads of d, f its part of the MLP's width, b the bytes of the high dtype:
+width, q and kv the widths of a rank's query and key heads of d, of which d' is rotated, f its part of the MLP's width,
+b the bytes of the high dtype:
 
     two norms, or four   S (h b + 4) each: their inputs, the residual stream, and FP32 statistics
     linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
-    attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, with 4 T d b cosines and sines;
+    attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, with 4 T d' b cosines and sines;
                     T b q, the result; 4 T heads of statistics
     q and k norm    T b q where q had to be copied out of its groups; statistics
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more
@@ -102,7 +103,7 @@ def _attention(inputs: FormulaInputs) -> float:
     heads, groups = model.heads / inputs.layout.tp, max(1.0, model.kv_heads / inputs.layout.tp)
     q, kv = heads * model.head_dim, groups * model.head_dim
     size = _column_input(inputs, model.hidden) + _row_input(inputs, q)
-    size += tokens * inputs.high_bytes * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim + q)
+    size += tokens * inputs.high_bytes * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim * model.rope.share + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
     if model.qk_norm:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)

@@ -12,4 +12,4 @@ list_layer = pre_norm_layer
 def read(config: HFConfig) -> ModelGeometry:
     config = HFConfig(config.fields, num_key_value_heads=config.get("num_attention_heads"))
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
-    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), rope=config.rope())
+    return ModelGeometry(**config.widths(), head_dim=config.head_dim(), rope=config.rope("llama3"))

@@ -11,4 +11,4 @@ list_layer = pre_norm_layer
 
 def read(config: HFConfig) -> ModelGeometry:
     config.require(hidden_act="silu", attention_bias=False, mlp_bias=False, use_sliding_window=False)
-    return ModelGeometry(**config.widths(), head_dim=config.size("head_dim"), qk_norm=True, rope=config.rope())
+    return ModelGeometry(**config.widths(), head_dim=config.size("head_dim"), qk_norm=True, rope=config.rope("llama3"))

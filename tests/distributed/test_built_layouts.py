@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import pytest
 from support import megatron_models
+from support.families import cut_everything
 from support.models import random_sequences, read_weights
 
+from parallel.families import FAMILIES
 from parallel.layout import Layout
 
 UNIFIED = {"mode": "fp8_unified", "high": "bf16"}
 CASES = [
     ("qwen3", Layout(pp=2, vpp=2, dp=2), UNIFIED | {"scale_format": "fp32"}),
     ("qwen3", Layout(tp=2, cp=2), {"mode": "fp8_rollout", "high": "bf16"}),
-    ("llama", Layout(tp=2, dp=2), UNIFIED),
-    ("qwen2", Layout(tp=2, pp=2), UNIFIED),
+    *((name, cut_everything(name), UNIFIED) for name in FAMILIES),
     ("qwen3_moe", Layout(tp=2, ep=2, etp=2, dp=2), {"mode": "bf16", "high": "fp32"}),
     ("qwen3_moe", Layout(tp=2, pp=2, vpp=2, ep=2, etp=1), UNIFIED | {"scale_format": "fp32"}),
-    ("deepseek_v3", Layout(tp=2, pp=2, ep=2, etp=1), UNIFIED),
     ("deepseek_v3", Layout(pp=4), {"mode": "fp8_rollout", "high": "bf16"}),
 ]
 LONG_CASES = [
-    ("qwen3", Layout(tp=2, pp=2), UNIFIED),
+    ("llama", Layout(tp=2, dp=2), UNIFIED),
     ("qwen2", Layout(tp=2, pp=2), {"mode": "fp8_rollout", "high": "bf16"}),
     ("qwen3_moe", Layout(ep=2, dp=4), UNIFIED),
     ("qwen3_moe", Layout(tp=2, ep=2, etp=1, dp=2), UNIFIED),

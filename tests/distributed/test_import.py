@@ -20,6 +20,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.write import write_checkpoint
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.families import FAMILIES
 from parallel.formats import FP8
 from parallel.layout import Layout
 
@@ -154,11 +155,9 @@ def test_scales_in_bfloat16_are_those_in_float32(worlds, fp8, tmp_path):
 
 
 ANY_MODEL = [
-    ("llama", Layout()),
-    ("qwen2", Layout()),
+    *((name, Layout()) for name in FAMILIES),
     ("qwen3_moe", Layout(dp=2, ep=2)),
     ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
-    ("deepseek_v3", Layout()),
     ("deepseek_v3", Layout(tp=2, dp=2, ep=4, etp=1)),
 ]
 

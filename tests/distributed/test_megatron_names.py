@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import ARCHITECTURES
+from support.families import ARCHITECTURES, cut_everything
 from support.megatron_models import restart_megatron
 
+from parallel.families import FAMILIES
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
@@ -22,13 +23,12 @@ from parallel.model_geometry import ModelGeometry
 WORLD = 4
 MODELS = ARCHITECTURES | {"tied": ARCHITECTURES["qwen3"] | {"tie_word_embeddings": True}}
 CASES = [
-    ("qwen3", Layout(tp=2, pp=2)),
+    *((name, cut_everything(name)) for name in FAMILIES),
     ("qwen3", Layout(pp=2, vpp=2, dp=2)),
     ("qwen3", Layout(tp=4)),  # more ranks than kv heads
     ("tied", Layout(tp=2, pp=2)),
     ("llama", Layout(tp=2, dp=2)),
     ("llama", Layout(tp=2, cp=2)),
-    ("qwen2", Layout(tp=2, pp=2)),
     ("qwen2", Layout(tp=4)),
     ("qwen3_moe", Layout(ep=2, dp=4)),
     ("qwen3_moe", Layout(tp=2, ep=2, etp=2, dp=2)),
@@ -36,7 +36,6 @@ CASES = [
     ("qwen3_moe", Layout(etp=2, ep=2, dp=4)),
     ("qwen3_moe", Layout(tp=2, pp=2, vpp=2, ep=2, etp=1)),
     ("deepseek_v3", Layout(dp=4, ep=4)),
-    ("deepseek_v3", Layout(tp=2, pp=2, ep=2, etp=1)),
     ("deepseek_direct_q", Layout(tp=4, ep=2, etp=2)),
 ]
 

@@ -7,14 +7,15 @@ import torch
 from support import trainer
 from support.models import FP8, FP32, random_sequences
 
+from parallel.families import FAMILIES
+
 BOUNDS = [1, 60, 10000]
 """Tokens of a micro-batch: every sequence alone, a few together, all in one row."""
 
 
 CASES = [
-    *((name, FP8) for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")),
-    ("deepseek_v3", FP32),
-    *(pytest.param(name, FP32, marks=pytest.mark.long) for name in ("llama", "qwen2", "qwen3", "qwen3_moe")),
+    *((name, FP8) for name in FAMILIES),
+    *((name, FP32) if name == "deepseek_v3" else pytest.param(name, FP32, marks=pytest.mark.long) for name in FAMILIES),
 ]
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 from support import trainer_engine
+from support.families import ARCHITECTURES
 from support.models import FP8, FP32
 
 from megatron_rl.errors import RunError
+from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.graph.graph import TensorPrecision, describe_differences, fold_layers, split_by_layer
+from parallel.families import FAMILIES
+from parallel.model_geometry import ModelGeometry
 
 LINEARS = {"attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"}
 BF16 = {"mode": "bf16", "high": "bf16"}
@@ -48,6 +54,16 @@ def test_in_bf16_no_tensor_is_quantised(worlds, checkpoint):
     graph = worlds(1).call(trainer_engine.read_trainer_graph, checkpoint, BF16)[0]
     assert {edge.format for edge in graph.select_forward().edges} == {TensorPrecision("bf16")}
     assert {edge.format for edge in graph.edges if edge.tensor in ("grad", "master")} == {TensorPrecision("fp32")}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
+    graph = worlds(1).call(trainer_engine.read_trainer_graph, model_folder(family), FP8)[0]
+    quantized = {edge.source for edge in graph.edges if edge.tensor == "weight" and edge.phase == "forward" and edge.format.quantized}
+    counts = {node.name: node.count for node in graph.nodes if node.op == "weight"}
+    roles = [part.pieces[0].tensor.role for part in chain(*ModelGeometry.from_hf_config(ARCHITECTURES[family]).list_weights())]
+    assert sum(counts.values()) == len(roles)
+    assert sum(counts[name] for name in quantized) == sum(role in QUANTIZED_ROLES for role in roles)
 
 
 def test_two_ranks_tell_the_graph_of_one(worlds, checkpoint):

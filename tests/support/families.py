@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from parallel.layout import Layout
+from parallel.model_geometry import ModelGeometry
+
 VOCABULARY = 384
 CLASSES: dict[str, str] = {}
 """Family -> its class in transformers and in SGLang."""
@@ -99,9 +102,35 @@ _add(
     | {"num_hidden_layers": 2, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0}
     | {"head_dim": 64},  # transformers: the rotary part
 )
+_GLM4_MOE = {name: value for name, value in _DEEPSEEK.items() if "lora" not in name and "_head_dim" not in name} | {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+_add(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    _GLM4_MOE | {"num_experts_per_tok": 4},
+    # with 32 experts torch's sigmoid, and so the router, has the same bits in every batch
+    _GLM4_MOE | {"num_hidden_layers": 2, "n_routed_experts": 32, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
+)
+ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {
+    "attention_bias": False,
+    "use_qk_norm": False,
+    "n_group": 4,
+    "topk_group": 2,
+}
 ARCHITECTURES["deepseek_direct_q"] = ARCHITECTURES["deepseek_v3"] | {
     "q_lora_rank": None,
     "rope_scaling": None,
     "n_group": 1,
     "topk_group": 1,
 }
+
+
+def cut_everything(family: str) -> Layout:
+    """A layout of four ranks: tensor and pipeline parallel, experts over the tensor-parallel ranks."""
+    moe = ModelGeometry.from_hf_config(ARCHITECTURES[family]).experts
+    return Layout(tp=2, pp=2, ep=2, etp=1) if moe else Layout(tp=2, pp=2)

@@ -54,6 +54,8 @@ def _qwen3_moe(layers: int, hidden: int, heads: int, ffn: int, moe_ffn: int) -> 
 _DEEPSEEK = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 _DEEPSEEK |= {"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_shared_experts": 1, "first_k_dense_replace": 3}
 
+_GLM = {"head_dim": 128, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 160, "moe_intermediate_size": 1536}
+
 PUBLISHED = {  # widths of the models' own config.json files
     "Llama-3.1-8B": dense_config("llama", 32, 4096, 32, 8, 14336, 128256),
     "Llama-3.1-70B": dense_config("llama", 80, 8192, 64, 8, 28672, 128256),
@@ -66,6 +68,7 @@ PUBLISHED = {  # widths of the models' own config.json files
     "Qwen3-32B": dense_config("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12288, 1536),
+    "GLM-4.5": dense_config("glm4_moe", 92, 5120, 96, 8, 12288, 151552, **_GLM, first_k_dense_replace=3),
     "DeepSeek-V3": dense_config("deepseek_v3", 61, 7168, 128, 128, 18432, 129280, **_DEEPSEEK),
 }
 

@@ -15,7 +15,9 @@ from parallel.hf_config import Rope, Yarn
 from parallel.model_geometry import MLAGeometry, ModelGeometry, MoEGeometry
 from parallel.shards import GeometryError
 
-LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK = (ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3"))
+LLAMA, QWEN2, QWEN3, MOE, DEEPSEEK, AIR = (
+    ARCHITECTURES[name] for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe_air")
+)
 DISTINCT = {  # no two widths of a model are equal, so that none can be taken for another
     **{"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 50, "head_dim": 32},
     **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10},
@@ -97,6 +99,16 @@ def test_routing():
     assert routing(DEEPSEEK | {"routed_scaling_factor": 2.0}) == (4, True, True, 2.0, 4, 2)
 
 
+def test_glm4_moe_is_read_whole():
+    geometry, defaults = published_model("GLM-4.5"), ModelGeometry.from_hf_config(AIR)
+    assert geometry.qkv_bias and geometry.qk_norm and not (defaults.qkv_bias or defaults.qk_norm)
+    assert (geometry.rope.share, geometry.unused_layers, geometry.norm_eps) == (0.5, 1, 1e-5)
+    routing = {"top_k": 8, "sigmoid": True}
+    dense = frozenset({0, 1, 2})
+    assert geometry.experts == MoEGeometry(160, 1536, shared_ffn=1536, dense_layers=dense, correction_bias=True, **routing)
+    assert (defaults.experts.groups, defaults.experts.groups_used, defaults.experts.scale) == (4, 2, 2.5)
+
+
 LLAMA3, YARN = LLAMA["rope_scaling"], DEEPSEEK["rope_scaling"]
 ABSENT = object()
 
@@ -129,6 +141,9 @@ ABSENT = object()
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),
         (DEEPSEEK, {"topk_group": 1}, "topk_group"),
+        (AIR, {"partial_rotary_factor": 1.0}, "partial_rotary_factor = 1.0"),
+        (AIR, {"rope_scaling": LLAMA3}, "rope scaling = llama3"),
+        (AIR, {"norm_topk_prob": False}, "norm_topk_prob"),
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused_by_field(config, changes, words):

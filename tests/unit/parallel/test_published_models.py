@@ -23,7 +23,7 @@ from parallel.reshard import add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError
 
-WORKS = {  # tensor-parallel sizes of attention and dense MLP that work on either side
+WORKS = {  # tensor-parallel sizes of attention and MLP that work on either side
     "Llama-3.1-8B": (1, 2, 4, 8),
     "Llama-3.1-70B": (1, 2, 4, 8),
     "Llama-3.2-1B": (1, 2, 4),
@@ -33,12 +33,13 @@ WORKS = {  # tensor-parallel sizes of attention and dense MLP that work on eithe
     "Qwen3-0.6B": (1, 2, 4, 8),
     "Qwen3-8B": (1, 2, 4, 8),
     "Qwen3-32B": (1, 2, 4, 8),
+    "GLM-4.5": (1, 2, 4),  # its shared expert is 1536 wide
 }
 EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek-V3": (1, 2, 4, 8, 16)}  # ranks that share one expert
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_tensor_parallel_sizes_of_dense_models(name):
+def test_tensor_parallel_sizes_of_what_every_token_meets(name):
     model = published_model(name)
     for tp in (1, 2, 4, 8):
         for problem in (find_trainer_problem(model, Layout(tp=tp), as_fp8), find_engine_problem(model, tp, 1, as_fp8)):

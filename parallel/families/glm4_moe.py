@@ -1,0 +1,33 @@
+"""GLM-4.5 and 4.6: grouped-query attention, of which half of each head is rotated, and DeepSeek's experts behind a few dense layers.
+
+config.json says whether q, k and v have biases, and whether heads of q and k are normalised: GLM-4.5 does, GLM-4.5-Air does not.
+"""
+
+from __future__ import annotations
+
+from parallel.families.deepseek_v3 import read_experts
+from parallel.hf_config import HFConfig
+from parallel.layer_weights import pre_norm_layer
+from parallel.model_geometry import ModelGeometry
+
+list_layer = pre_norm_layer
+
+_DEFAULTS = {  # those of transformers
+    **{"rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+}
+
+
+def read(config: HFConfig) -> ModelGeometry:
+    config = HFConfig(config.fields, **_DEFAULTS)
+    config.require(hidden_act="silu", mlp_bias=False, use_sliding_window=False)
+    return ModelGeometry(
+        **config.widths(),
+        head_dim=config.head_dim(),
+        qkv_bias=bool(config.get("attention_bias")),
+        qk_norm=bool(config.get("use_qk_norm")),
+        rope=config.rope(share=0.5),
+        experts=read_experts(config),
+        tied_in_engine=False,
+        unused_layers=config.get("num_nextn_predict_layers"),
+    )
