@@ -1,10 +1,10 @@
 """The warm start: makes the model that a run trains, from random weights by supervised training on worked examples.
 
-    python -m examples.arithmetic.warm_start configs/quickstart.toml examples/arithmetic/quickstart.toml [--section.key=value ...]
+    python -m examples.arithmetic.warm_start configs/quickstart.toml [--model FILE] [--section.key=value ...]
 
-The first file is the run's: its trainer, layout and precision are used. The second has the sections `[architecture]` and `[warm_start]`.
-The result is a Hugging Face checkpoint of FP32 masters at `model.path`; its folder appears when it is whole, and one that is there already
-is left as it is.
+The trainer, layout and precision are those of the run. A second file, by default examples/arithmetic/quickstart.toml, has the sections
+`[architecture]` and `[warm_start]`. The result is a Hugging Face checkpoint of FP32 masters at `model.path`; its folder appears when it is
+whole, and one that is there already is left as it is.
 """
 
 from __future__ import annotations
@@ -29,17 +29,22 @@ from parallel.model_geometry import ModelGeometry
 
 def main(
     config: ConfigFile,
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A TOML file with [architecture] and [warm_start].", show_default=False)],
     overrides: Overrides = None,
+    model: Annotated[Path | None, typer.Option(help="[architecture] and [warm_start]; default: the file here named as CONFIG.")] = None,
 ) -> None:
     """Make the model that the run of CONFIG trains, in this process or under torchrun. One that is there already is kept."""
     with expected_errors():
-        demo = load_config(config, overrides or [], root=DemoConfig, more=model)
-        if (demo.model.path / "config.json").is_file():
-            _check_same_model(demo)
-            _notify(f"warm start: {demo.model.path} is there already")
-        else:
+        file = model or Path(__file__).with_name(config.name)
+        given = model is not None or file.is_file()
+        demo = load_config(config, overrides or [], root=DemoConfig, more=file if given else None)
+        if not (demo.model.path / "config.json").is_file():
+            if not given:
+                raise UserError("--model", None, f"is required, for there is no {file}", "name a file with [architecture] and [warm_start]")
             make_model(demo)
+            return
+        if given:
+            _check_same_model(demo)
+        _notify(f"warm start: {demo.model.path} is there already")
 
 
 def make_model(config: DemoConfig) -> None:

@@ -96,4 +96,8 @@ def _override_value(path: str, text: str) -> Any:
 
 def _is_text(path: str) -> bool:
     info = find_field(path, Config)
-    return info is not None and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})
+    return (
+        info is not None
+        and typing.get_origin(info.annotation) is not dict
+        and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})
+    )

@@ -47,7 +47,7 @@ def make_model(folder: Path, settings: dict[str, Any], launcher: tuple = (), con
     overrides = [f"--{name}={value}" for name, value in settings.items()]
     demo = load_config(files[0], overrides, root=DemoConfig, more=files[1])
     if demo.warm_start.steps and not demo.model.path.exists():
-        done = finish(Command(folder / "warm_start", *launcher, "examples.arithmetic.warm_start", *files, *overrides))
+        done = finish(Command(folder / "warm_start", *launcher, "examples.arithmetic.warm_start", files[0], *overrides))
         assert done.code == 0, done.err
     elif not demo.model.path.exists():
         make_random_checkpoint(demo.model.path, demo.architecture, demo.warm_start.seed)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAY_IMPORT = {  # launch, tools -> rollout_sglang -> megatron_rl -> parallel
+MAY_IMPORT = {  # launch, tools -> examples -> rollout_sglang -> megatron_rl -> parallel
     "parallel": {"parallel"},
     "megatron_rl": {"megatron_rl", "parallel"},
     "rollout_sglang": {"rollout_sglang", "megatron_rl", "parallel"},

@@ -44,11 +44,10 @@ def measure_run(folder: Path, settings: Mapping[str, object], others: Sequence[s
     """
     options = [f"--{name}={value}" for name, value in {**COMMON, **settings, "log.dir": folder}.items()]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, "-m", "megatron_rl", "train", "configs/quickstart.toml", *options, *others]
-    if not read:
-        environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        code = subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False, env=environment).returncode
-        if code:
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    for words in () if read else (["examples.arithmetic.warm_start"], ["megatron_rl", "train"]):
+        command = [sys.executable, *launcher, "-m", *words, "configs/quickstart.toml", *options, *others]
+        if code := subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False, env=environment).returncode:
             raise RunError(f"the run below {folder} ended with exit code {code}")
     return read_metrics(folder / "latest")
 

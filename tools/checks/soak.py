@@ -153,6 +153,9 @@ def main() -> int:
         return 0
     folder = options.folder.resolve()
     overrides += [f"--checkpoint.every={options.every}", f"--model.path={folder / 'model'}"]
+    subprocess.run(
+        [sys.executable, "-m", "examples.arithmetic.warm_start", str(options.config.resolve()), *overrides], cwd=ROOT, check=True
+    )
     straight, killed = (SoakRun(folder / name, options.config.resolve(), options.steps, overrides) for name in ("straight", "fired"))
     straight.start()
     while not straight.finished():

@@ -58,12 +58,15 @@ def run_cli(main: Callable[..., None]) -> None:
 
 
 def ensure_run(config: Path, folder: Path, overrides: Sequence[str]) -> int:
-    """Make the run in a process of its own unless it is there; return its exit code. Raise UserError for a bad configuration."""
+    """Make the run in a process of its own unless it is there, and before it the model; return the exit code. Raise UserError for a bad
+    configuration."""
     overrides = [f"--log.dir={folder}", *overrides]
     if _is_finished(folder, load_config(ROOT / config, overrides)):
         return 0
-    command = [sys.executable, "-m", "megatron_rl", "train", str(config), *overrides]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    for words in (["examples.arithmetic.warm_start"], ["megatron_rl", "train"]):
+        if code := subprocess.run([sys.executable, "-m", *words, str(config), *overrides], cwd=ROOT, check=False).returncode:
+            return code
+    return 0
 
 
 def run_study(target: Path, title: str, intro: str, runs: Iterable[StudyRun], config: Path, broken: Container[int] = ()) -> None:

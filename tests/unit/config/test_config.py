@@ -56,6 +56,7 @@ def test_values_come_from_the_file_and_defaults_fill_the_rest(load):
         (["--train.steps=3", "--train.steps=4"], "train", "steps", 4),
         (["--train.learning_rate=1e-4"], "train", "learning_rate", 1e-4),
         (["--data.settings.levels=[1, 2]"], "data", "settings", {"levels": [1, 2]}),
+        (['--data.settings={path = "a.csv"}'], "data", "settings", {"path": "a.csv"}),
         (["--data.format=my.rows:read"], "data", "format", "my.rows:read"),
         (["--data.format=math"], "data", "format", "math"),
         (["--log.dir=2026"], "log", "dir", Path("2026")),  # text stays text, whatever it looks like

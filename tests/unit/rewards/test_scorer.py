@@ -67,7 +67,13 @@ def test_the_examples_of_the_documentation_are_right(load):
     tables = [block.replace("\n    ", "\n").strip() for block in blocks if "[reward]" in block or "[[reward.functions]]" in block]
     assert len(tables) == 6
     judged = [table for table in tables if '"length"' not in table or '"math"' in table]
-    assert [list(load(table).parts) for table in judged] == [["math"], ["math", "format"], ["exact"], ["my_module:my_reward"], ["http"]]
+    assert [list(load(table).parts) for table in judged] == [
+        ["math"],
+        ["math", "format"],
+        ["exact"],
+        ["examples.plugs.contains_answer:reward"],
+        ["http"],
+    ]
 
 
 def test_the_first_that_judges_the_answer_decides():
@@ -135,7 +141,7 @@ def test_your_own_function_is_found_in_the_working_directory_and_checked_beforeh
     (tmp_path / "my_module.py").write_text(example[1] + "\n\ndef wrong(text): ...\n")
     monkeypatch.chdir(tmp_path)
     assert str(tmp_path) not in sys.path
-    own = RewardConfig(function="my_module:my_reward", workers=1)
+    own = RewardConfig(function="my_module:reward", workers=1)
     check_rewards(own)
     with Scorer(own, print) as scorer:
         assert scorer.score(["so 5", "so 6"], problems("5", "5"), [1, 1]) == [Reward(1.0, True), Reward(-0.1, False)]

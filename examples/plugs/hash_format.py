@@ -1,0 +1,20 @@
+"""A data format: `question`, and `answer`, a worked solution that ends in `#62`.
+
+[data]
+format = "examples.plugs.hash_format:read_row"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.data.formats import ProblemRow, RowError
+
+
+def read_row(row: Mapping[str, Any]) -> ProblemRow:
+    """Return question, gold answer, and as level the steps of the solution. Raise RowError for a row without a gold answer."""
+    solution, marker, gold = row["answer"].rpartition("#")
+    if not marker:
+        raise RowError("the field answer has no # before the gold answer")
+    return ProblemRow(row["question"], gold.strip(), level=len(solution.split(",")))

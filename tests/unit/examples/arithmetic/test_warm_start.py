@@ -1,0 +1,93 @@
+"""The command that makes the demo's model: what it refuses before anything heavy starts, and a model that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+from support.processes import ROOT
+from typer.testing import CliRunner
+
+from examples.arithmetic.config import ArchitectureConfig, DemoConfig
+from examples.arithmetic.new_model import make_random_checkpoint
+from examples.arithmetic.warm_start import find_levels, main
+from megatron_rl.config import load_config
+
+app = typer.Typer()
+app.command(context_settings={"ignore_unknown_options": True})(main)
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+NAMES = ("quickstart", "quickstart_moe", "calculator", "gsm8k")
+
+
+def run(*arguments: object) -> str:
+    """What the command prints when it succeeds."""
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def refused(*overrides: object) -> str:
+    done = CliRunner().invoke(app, [str(QUICKSTART), *map(str, overrides)])
+    assert done.exit_code == 2 and done.stderr.startswith("megatron-rl: ") and done.stderr.count("\n") == 1, done.output
+    return done.stderr.removeprefix("megatron-rl: ").rstrip()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_settings_of_every_demo_are_read_beside_the_runs(name):
+    config = load_config(ROOT / "configs" / f"{name}.toml", root=DemoConfig, more=ROOT / "examples" / "arithmetic" / f"{name}.toml")
+    assert find_levels(config) == ((2, 3, 4, 5) if config.warm_start.steps else ())
+    assert config.longest_sequence <= config.architecture.max_position_embeddings
+
+
+def test_a_model_that_is_there_is_kept_if_it_is_the_same(tmp_path):
+    make_random_checkpoint(tmp_path / "model", ArchitectureConfig(num_hidden_layers=1), 0)
+    settings = tmp_path / "small.toml"
+    settings.write_text("[architecture]\nnum_hidden_layers = 1\n")
+    model = f"--model.path={tmp_path / 'model'}"
+    before = (tmp_path / "model" / "model.safetensors").read_bytes()
+    assert run(QUICKSTART, "--model", settings, model) == f"warm start: {tmp_path / 'model'} is there already\n"
+    assert run(ROOT / "configs" / "qwen3_8b.toml", model), "a run that has no such settings takes any model"
+    assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
+    line = refused("--model", settings, model, "--architecture.hidden_size=384")
+    assert line.startswith(f"architecture.hidden_size = 384: the checkpoint already at {tmp_path / 'model'} has 256; remove that folder")
+    assert "rope_theta" in refused("--model", settings, model, "--architecture.rope_theta=5.0")
+
+
+@pytest.mark.parametrize(
+    "overrides, line",
+    [
+        (["--architecture.hiden_size=256"], "architecture.hiden_size = 256: unknown key; did you mean architecture.hidden_size?"),
+        (["--architecture.hidden_size=100"], "architecture.hidden_size = 100: must be a multiple of 128; the default is 256"),
+        (
+            ["--architecture.num_experts=2", "--architecture.num_experts_per_tok=4"],
+            "architecture: num_experts (2) must be at least num_experts_per_tok (4)",
+        ),
+        (
+            ["--architecture.num_attention_heads=3"],
+            "architecture: num_attention_heads (3) must be a multiple of num_key_value_heads (2)",
+        ),
+        (["--model=none.toml"], "CONFIG = 'none.toml': does not exist; give a TOML file such as configs/quickstart.toml"),
+        (["--model.path=."], "model.path = '.': exists but holds no config.json; remove it, or name another folder"),
+        (["--data.settings.levels=[0]"], "data.settings.levels = [0]: must name at least one level, each 1 or more; use e.g. [1, 2, 3, 4]"),
+        (
+            ["--data.train=examples.plugs.csv_rows:read_csv", "--data.format=gsm8k", "--data.eval=", '--data.settings={path = "q.csv"}'],
+            "warm_start.steps = 600: needs worked examples, which exist for examples.arithmetic.task:Arithmetic in data.train only",
+        ),
+        (
+            ["--warm_start.tool_share=0.5"],
+            "warm_start.tool_share = 0.5: shows calls of the calculator, which the run does not have; add [environment] with name =",
+        ),
+        (["--train.layout.tp=2"], "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(tmp_path, monkeypatch, overrides, line):
+    (tmp_path / "q.csv").write_text("question,answer\n1?,#### 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert refused(*overrides).startswith(line)
+    assert [path.name for path in tmp_path.iterdir()] == ["q.csv"]
+
+
+def test_the_demos_are_those_of_the_launcher():
+    configs = {path.stem for path in Path(ROOT / "examples" / "arithmetic").glob("*.toml")}
+    assert configs == set(NAMES) and all(name in (ROOT / "launch" / "quickstart.sh").read_text() for name in NAMES)
