@@ -36,7 +36,7 @@ def main() -> None:
     (folder / "sitecustomize.py").write_text(ENGINE)
     os.environ["PYTHONPATH"] = f"{folder}:{os.environ['PYTHONPATH']}"
     config = load_config(Path(sys.argv[4]), sys.argv[5:])  # -m megatron_rl train CONFIG ...
-    check(Facts.here(config), Needs.ENGINE | Needs.MACHINE)
+    check(Facts(config), Needs.ENGINE | Needs.MACHINE)
     engines = [EngineLaunchSpec(config, folder, folder, number).start_process().process for number in range(config.rollout.engines)]
     try:
         until(lambda: all('"pid"' in engine.log.read_text() for engine in engines), 900, "every engine")

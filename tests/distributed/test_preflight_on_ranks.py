@@ -1,0 +1,35 @@
+"""What rank 0 alone checks is every rank's mistake: all end with the same line and exit code, so that no batch job starts again for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from support.models import make_checkpoint
+from support.processes import ROOT, free_port
+
+RUN = """
+model.path = "model"
+log.dir = "runs"
+data = {train = "no.jsonl", eval = "", format = "gsm8k"}
+rollout.max_new_tokens = 16
+train.layout.dp = 2
+"""
+
+
+def test_a_file_that_rank_0_misses_ends_all_ranks_with_exit_code_2(tmp_path):
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(RUN)
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "megatron_rl", "train", "run.toml"]
+    ranks = [
+        subprocess.Popen(
+            command, cwd=tmp_path, env={**os.environ, **launch, "RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    for process, name in zip(ranks, ("megatron-rl", "megatron-rl [rank 1]"), strict=True):
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 2 and errors.startswith(f"{name}: data.train = 'no.jsonl': does not exist; "), errors
+    assert not (tmp_path / "runs").exists()
