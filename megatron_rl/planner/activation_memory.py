@@ -5,7 +5,7 @@ T tokens of a micro-batch on a rank (S = T / tp of them between the linear layer
 width, q and kv the widths of a rank's query and key heads of d, of which d' is rotated, f its part of the MLP's width,
 b the bytes of the high dtype:
 
-    two norms, or four   S (h b + 4) each: their inputs, the residual stream, and FP32 statistics
+    norms           S (h b + 4) each of two, or of four: their inputs, such as the residual stream, and FP32 statistics
     linear inputs   S h twice, T q, T f: b each, or 1 + 4/128 where a GPU back end quantized it
     attention       T b (q + 2 kv) of linear_qkv, which v is a view of; T b (q + kv) rotated, with 4 T d' b cosines and sines;
                     T b q, the result; 4 T heads of statistics

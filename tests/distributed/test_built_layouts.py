@@ -46,6 +46,7 @@ def test_named_tensors_are_the_checkpoints_blocks(worlds, model_folder, name, la
 
 TRAINED = [
     ("llama", Layout(tp=4)),
+    ("glm4", Layout(tp=4)),
     ("qwen3_moe", Layout(tp=4, ep=2, etp=2)),
     ("qwen3_moe_raw_weights", Layout(tp=4, ep=4, etp=1)),
     ("deepseek_direct_q", Layout(tp=4, etp=2)),

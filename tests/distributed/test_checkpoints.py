@@ -21,6 +21,7 @@ CASES = {
     "tied": Layout(pp=2, dp=2),
     "qwen3_moe": Layout(dp=2, ep=2, pp=2),
     "deepseek_v3": Layout(tp=2),
+    "glm4": Layout(tp=2),
 }
 
 

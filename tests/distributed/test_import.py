@@ -159,6 +159,7 @@ ANY_MODEL = [
     ("qwen3_moe", Layout(dp=2, ep=2)),
     ("qwen3_moe", Layout(pp=2, dp=2, ep=2)),
     ("deepseek_v3", Layout(tp=2, dp=2, ep=4, etp=1)),
+    ("glm4", Layout(tp=2)),
 ]
 
 

@@ -63,6 +63,7 @@ def folder_of(checkpoint, tied_checkpoint, model_folder):
         "deep_moe": lambda: model_folder("qwen3_moe"),
         "qwen3_moe": lambda: model_folder("qwen3_moe", **two_layers, mlp_only_layers=[0]),
         "deepseek_v3": lambda: model_folder("deepseek_v3", **two_layers),
+        "glm4": lambda: model_folder("glm4", **two_layers),
     }
 
 
@@ -91,6 +92,7 @@ CASES = [
     ("tp2_ep2_etp1", "deepseek_v3", "fp32"),
     ("tp2_ep2_etp2", "qwen3_moe", "fp32"),
     ("cp2", "deepseek_v3", "fp32"),
+    ("cp2", "glm4", "fp32"),
     ("cp2_ep2", "qwen3_moe", "fp32"),
     ("pp2_vpp2", "deep", "fp32"),
     ("tp2_cp2", "deep", "fp8"),
@@ -102,6 +104,7 @@ LONG_CASES = [
     ("pp2_dp2", "tied", "fp8"),
     *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "cp2")),
     ("tp2", "deepseek_v3", "fp32"),
+    ("pp2", "glm4", "fp8"),
     ("cp2_dp2", "deep", "fp8"),
     ("pp2_vpp2_ep2", "deep_moe", "fp32"),
     *((name, "deep", "fp32") for name in ("tp2_pp2_vpp2_dp2", "tp2_pp2_vpp2_cp2")),

@@ -66,6 +66,8 @@ PUBLISHED = {  # widths of the models' own config.json files
     "Qwen3-0.6B": dense_config("qwen3", 28, 1024, 16, 8, 3072, 151936, head_dim=128, tie_word_embeddings=True),
     "Qwen3-8B": dense_config("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128),
     "Qwen3-32B": dense_config("qwen3", 64, 5120, 64, 8, 25600, 151936, head_dim=128),
+    "GLM-4-9B-0414": dense_config("glm4", 40, 4096, 32, 2, 13696, 151552, head_dim=128, attention_bias=True, partial_rotary_factor=0.5),
+    "GLM-4-32B-0414": dense_config("glm4", 61, 6144, 48, 2, 23040, 151552, head_dim=128, attention_bias=False, partial_rotary_factor=0.5),
     "Qwen3-30B-A3B": _qwen3_moe(48, 2048, 32, 6144, 768),
     "Qwen3-235B-A22B": _qwen3_moe(94, 4096, 64, 12288, 1536),
     "GLM-4.5": dense_config("glm4_moe", 92, 5120, 96, 8, 12288, 151552, **_GLM, first_k_dense_replace=3),

@@ -5,7 +5,8 @@ single decoded tokens gave.
 MKL's matrix products use other kernels for few rows and split long sums by their length, also between threads. Measured with torch 2.13
 on two kinds of AVX-512 machines: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
 product has the same bits in any batch, at any position. With two threads that held on one of them only. Norms, SwiGLU, rotary positions
-and log-softmax work row by row and need no care.
+and log-softmax work row by row and need no care. Sigmoids, which route GLM-4.5's and DeepSeek-V3's tokens, differ in their last bit at the
+end of a tensor unless their number is a multiple of 32: so must be the number of experts.
 """
 
 from __future__ import annotations

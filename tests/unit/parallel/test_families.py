@@ -72,6 +72,7 @@ def test_deepseek_v3_is_read_whole():
 
 def test_the_number_of_parameters_is_the_published_one():
     published = {"Qwen3-235B-A22B": 235.09e9, "Llama-3.1-8B": 8.03e9, "Qwen2.5-7B": 7.616e9, "Llama-3.2-1B": 1.236e9, "DeepSeek-V3": 671e9}
+    published |= {"GLM-4-9B-0414": 9.4e9, "GLM-4-32B-0414": 32.57e9}
     for name, parameters in published.items():
         tensors = published_model(name).tensors().values()
         assert sum(tensor.rows * tensor.cols for tensor in tensors) == pytest.approx(parameters, rel=1e-3)

@@ -34,6 +34,8 @@ WORKS = {  # tensor-parallel sizes of attention and MLP that work on either side
     "Qwen3-8B": (1, 2, 4, 8),
     "Qwen3-32B": (1, 2, 4, 8),
     "GLM-4.5": (1, 2, 4),  # its shared expert is 1536 wide
+    "GLM-4-9B-0414": (1,),
+    "GLM-4-32B-0414": (1, 2, 4),
 }
 EXPERT_WORKS = {"Qwen3-30B-A3B": (1, 2), "Qwen3-235B-A22B": (1, 2, 4), "DeepSeek-V3": (1, 2, 4, 8, 16)}  # ranks that share one expert
 
