@@ -56,11 +56,9 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
 
     def compare() -> GraphComparison:
         engine = find_engine_launcher(config.rollout.engine)(config, folder / "engine", folder)
-        try:
-            engine.wait_until_ready()
-            return GraphComparison(training.value, tuple(engine.read_graph()))
-        finally:
-            engine.stop()
+        resources.callback(engine.stop)
+        engine.wait_until_ready()
+        return GraphComparison(training.value, tuple(engine.read_graph()))
 
     return Rank0(compare)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
@@ -24,16 +26,16 @@ def to_training_samples(rollout: RolloutBatch, version: int = 0, routing: Routin
             completion.output_ids_T,
             reward=completion.score,
             excluded=completion.reward.excluded,
-            rollout_logprobs=_sampled(torch.tensor(completion.logprobs_T), completion.response_mask_T),
+            rollout_logprobs=_sampled(completion.logprobs_T, completion.response_mask_T),
             response_mask=completion.response_mask_T,
             routed_experts=torch.empty(0) if routing is None else torch.from_numpy(completion.routed_experts_T),
-            version_lags=_sampled(version - torch.tensor(completion.versions_T), completion.response_mask_T)
-            if completion.versions_T
-            else torch.empty(0),
+            version_lags=_sampled([version - sampled_by for sampled_by in completion.versions_T], completion.response_mask_T),
         )
         for completion in rollout.completions_B
     ]
 
 
-def _sampled(values_T: torch.Tensor, response_mask_T: list[bool]) -> torch.Tensor:
-    return values_T[torch.tensor(response_mask_T)] if response_mask_T else values_T
+def _sampled(values_T: Sequence[float], response_mask_T: list[bool]) -> torch.Tensor:
+    """Return the values of the policy's own tokens, without the environment's; no mask for an answer of one turn."""
+    values = torch.tensor(values_T)
+    return values[torch.tensor(response_mask_T)] if response_mask_T and values_T else values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -79,40 +78,6 @@ class Session:
         if not torch.cuda.is_available():
             torch.set_num_threads(max((os.cpu_count() or 1) // self.layout.world_size, 1))
 
-    def _start_watchdog(self) -> None:
-        """Open this rank's log and watch for hangs. Raises UserError if some rank does not see the run's folder."""
-        rank, size, settings = dist.get_rank(), self.layout.world_size, self.config.log
-        rule = f"rank {rank} does not see the run's folder"
-        invisible = UserError("log.dir", str(settings.dir), rule, "name a folder that all nodes share")
-        raise_on_all_ranks(None if self.folder.is_dir() else invisible)
-        log = self._resources.enter_context(rank_log(self.folder, rank, size))
-        self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_hang))
-
-    def run(self) -> Path:
-        """Train, write checkpoints and report, and return the run's folder. A run that breaks is marked so and keeps what it wrote."""
-        loop = None
-        try:
-            loop = self._build_loop()
-            loop.run()
-        except BaseException as raised:
-            error = to_lost_rank_error(raised) or raised
-            if loop is not None:
-                if isinstance(raised, RunError):  # every rank is here: the loop raises RunErrors on all of them
-                    error = prefer_stop_error(raised)
-                if isinstance(raised, RunError) or self.layout.world_size == 1:
-                    self._try_checkpoint(loop)
-            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
-            if error is not raised:
-                raise error from raised
-            raise
-        self.log.tell(lambda log: log.write_event(headline(read_metrics(self.folder))))
-        self._close_log("finished")
-        return self.folder
-
-    def notify(self, text: str) -> None:
-        """Write one line to the console and run.log; nothing on other ranks than 0."""
-        self.log.tell(lambda log: log.write_event(text))
-
     def _open_log(self) -> RunLog:
         """Create the run's folder, or reopen that of the resumed run. Rank 0 only."""
         launch = self.config.model_dump(mode="json"), collect_versions()
@@ -128,30 +93,49 @@ class Session:
         hang_watchdog.clear_rank_files(folder)
         return log
 
+    def _start_watchdog(self) -> None:
+        """Open this rank's log and watch for hangs. Raises UserError if some rank does not see the run's folder."""
+        rank, size, settings = dist.get_rank(), self.layout.world_size, self.config.log
+        rule = f"rank {rank} does not see the run's folder"
+        invisible = UserError("log.dir", str(settings.dir), rule, "name a folder that all nodes share")
+        raise_on_all_ranks(None if self.folder.is_dir() else invisible)
+        log = self._resources.enter_context(rank_log(self.folder, rank, size))
+        self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_hang))
+
     def _build_loop(self) -> Loop:
-        model_path = self.config.model.path
+        """Load the model, start the engines with its weights, and prove that both compute the same with the same bytes."""
+        config, layout, contract = self.config, self.layout, self.contract
         hang_watchdog.enter_phase("loading the model")
-        hf_config = read_config(model_path)
-        shards = build_rank_shards(hf_config, self.layout)
-        model = build_model(hf_config, self.layout, self.contract, self.config.train)
-        load_checkpoint(model, model_path, shards)
+        hf_config = read_config(config.model.path)
+        shards = build_rank_shards(hf_config, layout)
+        model = build_model(hf_config, layout, contract, config.train)
+        load_checkpoint(model, config.model.path, shards)
         stored = find_checkpoint_format(hf_config)
-        if stored is not None and stored.name != self.contract.trainer_format.name:
+        if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
-        actor = Actor(model, self.config.train, self.config.rollout.temperature)
+        actor = Actor(model, config.train, config.rollout.temperature)
         state = self._load_checkpoint(actor)
-        read_named_tensors = partial(collect_named_tensors, model, shards, self.contract)
-        save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, self.layout, self.contract, model_path)
+        read_named_tensors = partial(collect_named_tensors, model, shards, contract)
+        save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, layout, contract, config.model.path)
+
         rollout = Rank0(lambda: self._start_rollout(state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
-        sync = self._start_sync(model, hf_config, engines, read_named_tensors)
-        reference = self._load_reference(hf_config)
+        hang_watchdog.enter_phase("the first proof")
+        plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), layout, config)
+        sync = WeightSync(plan, engines, read_named_tensors, config.sync)
+        self._resources.callback(sync.close)
+        engines.run(lambda engines: check_live_engine(plan, engines))
+        check_graph(model, engines, contract, self.folder)
+        sync.prove()
+        self.notify(f"engines up: {config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
+
+        attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format)
+        trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines)
+        recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
+        recorder = Recorder(self.log, engines, config.log.samples)
         saved = -1 if state is None else state.version
-        checkpoints = CheckpointManager(self.config, self.layout, self.folder, actor, hf_config, self.notify, saved)
-        attribution = MismatchAttribution(actor, read_named_tensors, self.contract.engine_format)
-        trainer = PolicyTrainer(self.config, actor, reference, attribution, engines)
-        recorder = Recorder(self.log, engines, self.config.log.samples)
-        return Loop(self.config, worker, trainer, sync, recorder, checkpoints, state)
+        checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved)
+        return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)
 
     def _load_checkpoint(self, actor: Actor) -> TrainState | None:
         """Load the checkpoint of a resumed run; return None in a new run."""
@@ -183,20 +167,6 @@ class Session:
         self._resources.callback(ahead.close)
         return engines, ahead
 
-    def _start_sync(
-        self, model: Any, hf_config: dict[str, Any], engines: Rank0[EnginePool], read_named_tensors: Callable[[], dict[str, torch.Tensor]]
-    ) -> RecoveringWeightSync:
-        """Check that trainer and engines have the same precision graph and hold the same bytes."""
-        hang_watchdog.enter_phase("the first proof")
-        plan = SyncPlan.from_config(ModelGeometry.from_hf_config(hf_config), self.layout, self.config)
-        sync = WeightSync(plan, engines, read_named_tensors, self.config.sync)
-        self._resources.callback(sync.close)
-        engines.run(lambda engines: check_live_engine(plan, engines))
-        check_graph(model, engines, self.contract, self.folder)
-        sync.prove()
-        self.notify(f"engines up: {self.config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
-        return RecoveringWeightSync(sync, engines, self.notify)
-
     def _load_reference(self, hf_config: dict[str, Any]) -> Policy | None:
         """Return the frozen starting policy, in the same precision; None without a KL term."""
         if not self.config.algorithm.kl_coef:
@@ -204,6 +174,31 @@ class Session:
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
         load_checkpoint(model, self.config.model.path, build_rank_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
+
+    def run(self) -> Path:
+        """Train, write checkpoints and report, and return the run's folder. A run that breaks is marked so and keeps what it wrote."""
+        loop = None
+        try:
+            loop = self._build_loop()
+            loop.run()
+        except BaseException as raised:
+            error = to_lost_rank_error(raised) or raised
+            if loop is not None:
+                if isinstance(raised, RunError):  # every rank is here: the loop raises RunErrors on all of them
+                    error = prefer_stop_error(raised)
+                if isinstance(raised, RunError) or self.layout.world_size == 1:
+                    self._try_checkpoint(loop)
+            self._close_log("broken", str(error) if isinstance(error, MegatronRLError) else f"{type(error).__name__}: {error}")
+            if error is not raised:
+                raise error from raised
+            raise
+        self.log.tell(lambda log: log.write_event(headline(read_metrics(self.folder))))
+        self._close_log("finished")
+        return self.folder
+
+    def notify(self, text: str) -> None:
+        """Write one line to the console and run.log; nothing on other ranks than 0."""
+        self.log.tell(lambda log: log.write_event(text))
 
     def _try_checkpoint(self, loop: Loop) -> None:
         hang_watchdog.enter_phase("checkpoint")
@@ -219,15 +214,11 @@ class Session:
 
     def _close_log(self, status: Literal["finished", "broken"], reason: str = "") -> None:
         """End the log and write the report; an error in here never hides the run's own error."""
-
-        def close(log: RunLog) -> None:
-            log.finish(status, reason)
-            try:
-                write_report(log.dir)
-            except Exception as error:
-                print(f"megatron-rl: no report: {error}", file=sys.stderr)
-
-        self.log.tell(close)
+        self.log.tell(lambda log: log.finish(status, reason))
+        try:
+            self.log.tell(lambda log: write_report(log.dir))
+        except Exception as error:
+            print(f"megatron-rl: no report: {error}", file=sys.stderr)
 
 
 def run_session(config: Config, layout: Layout) -> Path:
