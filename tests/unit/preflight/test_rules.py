@@ -78,7 +78,7 @@ MISTAKES = [
         ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
     ),
     Mistake(
-        settings.backend_computes_in_high,
+        settings.backend_computes_in_the_trainers_formats,
         "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
         ("--precision.backend=deep_gemm", "--precision.high=fp32"),
     ),
