@@ -20,6 +20,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import EVAL_MODEL, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout import Layout
+from parallel.sglang_shards import build_engine_shards
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,9 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
-    facts = Facts.here(config, hf_config=hf_config, folder=folder, option=option)
+    facts = Facts.here(config, hf_config=hf_config, folder=folder, option=option, trainer=Layout())
     check(facts, EVAL_MODEL if step is not None else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
-    plan = SyncPlan.from_config(facts.model, Layout(), config)
+    plan = SyncPlan((), (), build_engine_shards(facts.model, *facts.engine), facts.contract)  # no trainer: what the engine is to hold
     return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)
 
 

@@ -7,8 +7,7 @@ line. Rules on the fields of one section alone are pydantic's, in `megatron_rl.c
     settings   the configuration alone
     layouts    model, trainer's and engines' layouts, launch
     machine    what this machine and its nodes have
-    files      weights, problems, the user's own code
-    resumed_run   the run that goes on
+    files      weights, problems, the user's own code; `resumed_run`: the run that goes on
 """
 
 from megatron_rl.preflight import settings, layouts, machine, files, resumed_run  # noqa: I001 - in the order in which rules are checked

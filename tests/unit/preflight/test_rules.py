@@ -60,6 +60,7 @@ class Mistake(NamedTuple):
     ranks: int = 1
     gpus: int = 0
     launchers: str = ""
+    scene: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
 
 
 def layout(*sizes: str) -> tuple[str, ...]:
@@ -76,6 +77,11 @@ MISTAKES = [
         settings.calibration_has_fp8_ratios,
         "algorithm.calibrate_every = 9: calibrates FP8 ratios, which precision.mode bf16 has none of in the trainer; set it to 0",
         ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
+    ),
+    Mistake(
+        settings.backend_computes_in_the_trainers_formats,
+        "precision.backend = 'emulated': does not compute in FP8; use deep_gemm",
+        scene=lambda patch: patch.setattr(settings, "PRODUCTS", {("fp8", "deep_gemm"): ""}),
     ),
     Mistake(
         settings.backend_computes_in_the_trainers_formats,
@@ -302,6 +308,7 @@ def workplace(models, tmp_path, monkeypatch) -> Path:
 def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if mistake.model:
         edit_config(workplace / "model", mistake.model)
+    mistake.scene(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", str(mistake.ranks))
     monkeypatch.setenv(LAUNCHER_VARIABLE, mistake.launchers)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: mistake.gpus > 0)
