@@ -96,8 +96,5 @@ def _override_value(path: str, text: str) -> Any:
 
 def _is_text(path: str) -> bool:
     info = find_field(path, Config)
-    return (
-        info is not None
-        and typing.get_origin(info.annotation) is not dict
-        and bool({str, Path} & {info.annotation, *typing.get_args(info.annotation)})
-    )
+    annotation = info.annotation if info else None
+    return typing.get_origin(annotation) is not dict and bool({str, Path} & {annotation, *typing.get_args(annotation)})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.config import Config
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.files import SOURCE_FIX
-from megatron_rl.data.own_source import ProblemGenerator, load_generator
+from megatron_rl.data.own_source import ProblemGenerator, check_generator, load_generator
 from megatron_rl.data.prompt_template import make_prompt_formatter, read_template
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.data.stream import ProblemOrder, ProblemStream, compute_fingerprint, mix_orders, shuffle_epochs
@@ -59,7 +59,9 @@ def check_data(data: DataConfig, model: Path) -> None:
         raise UserError("data.train", None, "names no problems", SOURCE_FIX)
     for field, sources in (("data.train", data.train), ("data.eval", data.eval)):
         for source in sources:
-            if load_generator(source, data, field) is None:
+            if generator := load_generator(source, data, field):
+                check_generator(generator, source, data, field)
+            else:
                 read_problem_set(source, data, field, quiet=True)
     if data.chat:
         from megatron_rl.hf.tokenizer import load_tokenizer

@@ -5,9 +5,8 @@ r"""Formats: the columns in which a published data set keeps question, gold answ
     deepmath    question, final_answer, difficulty; also as prompt, ground_truth
     aime        problem or question, answer or expected_answer: an integer from 0 to 999
 
-Other columns are ignored. A row whose answer is null or blank has no gold answer: published files contain some.
-
-A format of your own is a function from a row to a `ProblemRow`, which raises `RowError` for a row that is malformed.
+Other columns are ignored. A row whose answer is null or blank has no gold answer: published files contain some. A format of your own is a
+function from a row to a `ProblemRow` (`RowReader`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class ProblemRow:
 
 
 class RowReader(Protocol):
-    """A format. Gets a row with all its columns; raises RowError for a malformed one."""
+    """A format: it gets a row with all its columns, and raises RowError for a malformed one."""
 
     def __call__(self, row: Mapping[str, Any]) -> ProblemRow: ...
 
@@ -60,15 +59,17 @@ def read_row(row: object, format: str, read: RowReader | None = None) -> Problem
         raise RowError(f"must be a JSON object, not {type(row).__name__}")
     try:
         result = (read or DATA_FORMATS.load(format))(row)
-        if not isinstance(result, ProblemRow):
-            raise TypeError(f"it returned {type(result).__name__}, not a ProblemRow")
+        if not isinstance(result, ProblemRow) or not isinstance(result.question, str) or not isinstance(result.gold, str):
+            raise TypeError(f"it returned {result!r:.80}, not a ProblemRow of texts")
         return result
     except _ColumnError as missing:
         fix = f"set {formats}" if (formats := _fitting_formats(row)) else _CORRECT
         raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
     except RowError as error:
         raise RowError(error.rule, f"{_CORRECT}, or set {formats}" if (formats := _fitting_formats(row)) else _CORRECT) from None
-    except Exception as error:  # whatever a format of the user's own raises
+    except Exception as error:
+        if format in DATA_FORMATS.builtin:
+            raise
         raise RowError(f"format {format} fails ({type(error).__name__}: {error})") from None
 
 

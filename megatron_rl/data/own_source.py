@@ -1,7 +1,7 @@
 """Problems from a source of the user's own, named in `data.train` or `data.eval` as `module:attribute`; one of two things.
 
-a function      yields rows: mappings, which a format reads as it reads those of a file; called with the source's settings
-a class         generates problems without end: `ProblemGenerator`; called with `data.seed` and the settings
+a function    yields rows: mappings, which a format reads as it reads those of a file; called with the source's settings
+a class       generates problems without end: `ProblemGenerator`; called with `data.seed` and the settings
 """
 
 from __future__ import annotations
@@ -35,15 +35,21 @@ def load_generator(source: DataSourceConfig, data: DataConfig, field: str) -> Pr
 
     `field` is the configuration field that named the source, also below.
     """
-    if not source.is_own:
-        return None
-    made = _load(source, field)
-    if not hasattr(made, "train_problem"):
-        return None
-    generator: ProblemGenerator = _call(made, source, data, field, data.seed)
-    if not hasattr(generator, "fingerprint") or not hasattr(generator, "held_out"):
-        raise UserError(field, source.source, "has no fingerprint, or no held_out(count)", "see docs/extending.md")
-    return generator
+    made = _load(source, field) if source.is_own else None
+    return _call(made, source, data, field, data.seed) if made is not None and hasattr(made, "train_problem") else None
+
+
+def check_generator(generator: ProblemGenerator, source: DataSourceConfig, data: DataConfig, field: str) -> None:
+    """Raise UserError where the generator cannot make the problems that `field` asks for first."""
+    try:
+        problems = generator.held_out(data.eval_size) if field == "data.eval" else [generator.train_problem(0, lambda problem: True)]
+        texts = [text for problem in problems for text in (problem.id, problem.prompt, problem.answer)]
+        if not isinstance(generator.fingerprint, tuple) or not all(isinstance(text, str) for text in texts):
+            raise TypeError("fingerprint must be a tuple; id, prompt and answer of a problem must be texts")
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's class raises
+        raise UserError(field, source.source, f"fails ({type(error).__name__}: {error})", "see docs/extending.md") from None
 
 
 def read_own_rows(source: DataSourceConfig, data: DataConfig, field: str) -> Iterator[tuple[int, object]]:

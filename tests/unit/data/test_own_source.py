@@ -30,6 +30,14 @@ class Doubles:
 class Unidentified(Doubles):
     def __init__(self, seed): pass
 
+class Numbers(Doubles):
+    def problem(self, number):
+        return Problem(f"{number}", "1?", number)
+
+class Few(Doubles):
+    def held_out(self, count):
+        return [[self.problem(0)][number] for number in range(count)]
+
 def rows(count):
     for number in range(count):
         yield {"question": f"{number}?", "answer": f"#### {number}"}
@@ -88,7 +96,12 @@ def test_rows_of_a_function_are_a_set_like_any_other():
     [
         ({"train": "own_sources:absent"}, "data.train = 'own_sources:absent': cannot be imported (AttributeError"),
         ({"train": "own_sources:number", "format": "gsm8k"}, "data.train = 'own_sources:number': cannot be made with the settings {}"),
-        ({"train": "own_sources:Unidentified"}, "data.train = 'own_sources:Unidentified': has no fingerprint, or no held_out(count)"),
+        ({"train": "own_sources:Unidentified"}, "data.train = 'own_sources:Unidentified': fails (AttributeError: "),
+        (
+            {"train": "own_sources:Numbers"},
+            "data.train = 'own_sources:Numbers': fails (TypeError: fingerprint must be a tuple; id, prompt and",
+        ),
+        ({"train": "own_sources:Doubles", "eval": "own_sources:Few"}, "data.eval = 'own_sources:Few': fails (IndexError: "),
         (
             {"train": "own_sources:Doubles", "settings": {"lagest": 3}},
             "data.train = 'own_sources:Doubles': cannot be made with the settings {'lagest': 3} (TypeError: ",
