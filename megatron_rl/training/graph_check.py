@@ -53,14 +53,7 @@ def read_training_graph(model: Any) -> Rank0[PrecisionGraph]:
     with errors_on_all_ranks():
         rank_graph = read_rank_graph(model)
     rank_graphs = gather_from_ranks(rank_graph)
-
-    def merge() -> PrecisionGraph:
-        try:
-            return merge_graphs(rank_graphs)
-        except ValueError as error:
-            raise RunError(f"the trainer's precision graph: {error}") from None
-
-    return Rank0(merge)
+    return Rank0(lambda: merge_graphs(rank_graphs))
 
 
 def check_graph(model: Any, engine: Rank0[Engine], contract: PrecisionContract, folder: Path) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from megatron_rl.errors import RunError
+
 T = TypeVar("T")
 FORWARD = "forward"
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -83,17 +85,17 @@ class PrecisionGraph:
 
 
 def merge_graphs(parts: Iterable[PrecisionGraph]) -> PrecisionGraph:
-    """Merge the graphs of a model's ranks, each of its part. Raise ValueError where two ranks disagree about a part."""
+    """Merge the graphs of a model's ranks, each of its part. Raise RunError where two ranks disagree about a part."""
     nodes: dict[str, Node] = {}
     edges: dict[tuple[str, ...], Edge] = {}
     for part in parts:
         for node in part.nodes:
             if nodes.setdefault(node.name, node) != node:
-                raise ValueError(f"ranks disagree about {node.name}: {nodes[node.name]} and {node}")
+                raise RunError(f"the trainer's precision graph: ranks disagree about {node.name}: {nodes[node.name]} and {node}")
         for edge in part.edges:
             if (other := edges.setdefault(edge.key, edge)) != edge:
                 arrow = f"{edge.source} -> {edge.target} ({edge.tensor})"
-                raise ValueError(f"ranks disagree about {arrow}: {other.format} and {edge.format}")
+                raise RunError(f"the trainer's precision graph: ranks disagree about {arrow}: {other.format} and {edge.format}")
     return PrecisionGraph(tuple(nodes.values()), tuple(edges.values()))
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
@@ -213,9 +214,9 @@ def test_pipeline_stages_make_the_whole_graph():
 
 
 def test_ranks_that_disagree_are_refused():
-    with pytest.raises(ValueError, match=r"layers.1.mlp.swiglu -> layers.1.mlp.down \(x\): e4m3 1x128 pow2 and e4m3 1x128 fp32"):
+    with pytest.raises(RunError, match=r"layers.1.mlp.swiglu -> layers.1.mlp.down \(x\): e4m3 1x128 pow2 and e4m3 1x128 fp32"):
         merge_graphs([ROLLOUT, changed(ROLLOUT, "layers.1.mlp.down", scale="fp32")])
-    with pytest.raises(ValueError, match="norm: norm and layer_norm"):
+    with pytest.raises(RunError, match="norm: norm and layer_norm"):
         merge_graphs([ROLLOUT, PrecisionGraph((Node("norm", "layer_norm"),), ())])
 
 
