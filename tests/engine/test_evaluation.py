@@ -19,8 +19,8 @@ pytestmark = pytest.mark.timeout(4000)
 
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
-LEVELS = "--data.settings.levels=[2, 3]"
-SETTINGS = [f"--data.eval_size={PROBLEMS}", LEVELS, "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32"]
+TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")
+SETTINGS = (*TASK, "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")
 
 
 def evaluate(folder: Path, *arguments: object) -> Done:
@@ -32,7 +32,7 @@ def evaluate(folder: Path, *arguments: object) -> Done:
 def run(new_world, tmp_path_factory) -> Path:
     """A run folder with the checkpoint of a model that gets some problems right."""
     folder = tmp_path_factory.mktemp("evaluated")
-    small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", LEVELS]
+    small = ["--architecture.num_hidden_layers=1", "--warm_start.steps=60", *TASK]
     model = ROOT / "examples" / "arithmetic" / "quickstart.toml"
     config = load_config(QUICKSTART, [f"--model.path={folder / 'model'}", *small], root=DemoConfig, more=model)
     new_world().call(training_runs.make_run, config, folder / "run", 3)
