@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 BLOCK = 128
 """Rows and columns of an FP8 weight block, and length of an activation group."""
@@ -89,18 +89,16 @@ class TensorFormat:
         """Return the format with these scales, where it is one that leaves them open."""
         return replace(self, scale_format=scale_format) if self.quantized and not self.scale_format else self
 
-    def quantization_config(self) -> dict[str, object] | None:
-        """Return the `quantization_config` of a checkpoint, as SGLang reads it; None where nothing is quantized."""
+    def quantization_config(self) -> dict[str, object]:
+        """Return the `quantization_config` of a checkpoint, as SGLang reads it; {} where nothing is quantized."""
         config = {name: list(value) if isinstance(value, tuple) else value for name, value in self.quantization}
-        if config and self.scale_format == "pow2":
-            config["scale_fmt"] = "ue8m0"  # makes the engine's activation scales powers of two as well
-        return config or None
+        # makes the engine's activation scales powers of two as well
+        return config | ({"scale_fmt": "ue8m0"} if self.scale_format == "pow2" else {})
 
     @property
     def engine_quantization(self) -> str | None:
         """SGLang's name of the format, for its argument `--quantization`; None for none."""
-        method = dict(self.quantization).get("quant_method")
-        return None if method is None else str(method)
+        return cast(str | None, dict(self.quantization).get("quant_method"))
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.name, self.scale_format)))

@@ -30,17 +30,12 @@ def padded_vocabulary(vocab: int, tp: int, multiple: int = 1) -> int:
     return -(-vocab // (multiple * tp)) * multiple * tp
 
 
-def no_format(role: str) -> TensorFormat:
-    """Return a format without blocks for every role: rows in the parameters' own order."""
-    return BF16
-
-
 def build_megatron_shards(
     model: ModelGeometry,
     layout: Layout,
     coordinates: Coordinates,
     *,
-    format_of: FormatOf = no_format,
+    format_of: FormatOf = lambda _: BF16,
     vocab_rows: int | None = None,
 ) -> list[Shard]:
     """Return all parameters of the rank at `coordinates`. Raise GeometryError where the layout does not divide the model.
@@ -59,7 +54,7 @@ def build_megatron_shards(
 
 
 def build_trainer_shards(
-    model: ModelGeometry, layout: Layout, *, format_of: FormatOf = no_format, vocab_rows: int | None = None
+    model: ModelGeometry, layout: Layout, *, format_of: FormatOf = lambda _: BF16, vocab_rows: int | None = None
 ) -> dict[int, list[Shard]]:
     """Return `build_megatron_shards` of every rank of a layout."""
     return {

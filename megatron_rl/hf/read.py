@@ -29,7 +29,6 @@ from parallel.shards import HFTensor, Rect, Region
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HIGH = ("BF16", "F16", "F32")
-_NOT_COMPARED = ("quant_method", "modules_to_not_convert")  # the first chooses the format; which weights are quantised show their dtypes
 
 
 def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
@@ -37,20 +36,15 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
     quantization = hf_config.get("quantization_config")
     if quantization is None:
         return None
-    settings = quantization if isinstance(quantization, dict) else {}
+    settings = {"fmt": "e4m3", **quantization} if isinstance(quantization, dict) else {}
     by_method = {format.engine_quantization: format for format in FORMATS.values() if format.quantized}
     format = by_method.get(settings.get("quant_method"))
-    if format is None:
-        raise _unread("quant_method", settings, " or ".join(map(str, by_method)))
-    for name, supported in (format.quantization_config() or {}).items():
-        if name not in _NOT_COMPARED and settings.get(name, "e4m3" if name == "fmt" else None) != supported:
-            raise _unread(name, settings, supported)
+    for name, supported in (format.quantization_config() if format else {"quant_method": " or ".join(map(str, by_method))}).items():
+        if name != "modules_to_not_convert" and settings.get(name) != supported:
+            rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
+            raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
+    assert format is not None
     return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
-
-
-def _unread(name: str, settings: Mapping[str, Any], supported: object) -> UserError:
-    rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
-    return UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
 
 
 @dataclass(frozen=True)

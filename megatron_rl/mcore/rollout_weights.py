@@ -44,14 +44,17 @@ def quantize_shards(
 
 
 def _get_blocks(shard: Shard, weight: torch.Tensor, layer: WeightLayer, format: TensorFormat) -> QuantizedWeight:
+    """Whole rows share a scale also where each tensor-parallel rank holds some of their columns: the bytes are the checkpoint's."""
     if layer.blocks is not None and layer.format == format:
         return layer.blocks
     order = compute_row_order(shard, format)
-    is_cut = format.whole_rows and any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions)
+    is_cut = any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions)
 
     def max_over_ranks(amax: torch.Tensor) -> torch.Tensor:
+        if not is_cut:
+            return amax
         amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may lose a NaN
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=layer.tp_group)
         return amax
 
-    return quantize(reorder_rows(weight, None if order is None else torch.tensor(order)), format, max_over_ranks if is_cut else None)
+    return quantize(reorder_rows(weight, None if order is None else torch.tensor(order)), format, max_over_ranks)

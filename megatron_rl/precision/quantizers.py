@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,48 +15,29 @@ MaxOverRanks = Callable[[torch.Tensor], torch.Tensor]
 """Maxima of parts of rows, float32 [N, 1] -> those of the whole rows, whose other columns other ranks hold. Collective."""
 
 
-class Quantizer:
-    """Quantizes the weights of one format. A new one overrides `quantize`, and `read_scales` where scales are no floating-point numbers."""
+class Quantizer(NamedTuple):
+    """What one format needs."""
 
-    def quantize(self, weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks | None = None) -> QuantizedWeight:
-        """Quantize [N, K] in any float dtype; edge blocks may be partial. Raise ValueError where a value is inf or NaN.
-
-        `max_over_ranks` is given where `weight` holds some columns only and whole rows share a scale; call it whatever the values are.
-        """
-        raise NotImplementedError
-
-    def read_scales(self, scale: torch.Tensor) -> torch.Tensor:
-        """Return the float32 numbers that scales stand for."""
-        return scale.float()
-
-    def dequantize(self, weight: QuantizedWeight, format: TensorFormat) -> torch.Tensor:
-        """Return float32 [N, K]."""
-        return weight.data.float() * expand_scales(self.read_scales(weight.scale), format, *weight.data.shape)
+    quantize: Callable[[torch.Tensor, TensorFormat, MaxOverRanks], QuantizedWeight]
+    """(weight [N, K], format, max_over_ranks) -> its blocks; edge blocks may be partial. Raises ValueError for inf or NaN. Where whole rows
+    share a scale, it calls `max_over_ranks` on what it finds in its columns, whatever the values are."""
+    read_scales: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
+    """Scales -> the float32 numbers that they stand for."""
 
 
-class Fp8Quantizer(Quantizer):
-    def quantize(self, weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks | None = None) -> QuantizedWeight:
-        return fp8.quantize_weight(weight, format.scale_format)
-
-
-class Int8Quantizer(Quantizer):
-    """Quantizes with the scales of whole rows, also where each rank holds some of their columns, so that the bytes equal those of the
-    quantized checkpoint."""
-
-    def quantize(self, weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks | None = None) -> QuantizedWeight:
-        amax = int8.row_maxima(weight)
-        return int8.quantize_int8_weight(weight, amax if max_over_ranks is None else max_over_ranks(amax))
-
-
-QUANTIZERS: dict[str, Quantizer] = {"fp8": Fp8Quantizer(), "int8": Int8Quantizer()}
+QUANTIZERS = {
+    "fp8": Quantizer(lambda weight, format, _: fp8.quantize_weight(weight, format.scale_format)),
+    "int8": Quantizer(lambda weight, _, max_over_ranks: int8.quantize_int8_weight(weight, max_over_ranks(int8.row_maxima(weight)))),
+}
 """By `TensorFormat.name`."""
 
 
-def quantize(weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks | None = None) -> QuantizedWeight:
-    """Quantize [N, K] in a format; see `Quantizer.quantize`."""
+def quantize(weight: torch.Tensor, format: TensorFormat, max_over_ranks: MaxOverRanks = lambda amax: amax) -> QuantizedWeight:
+    """Quantize [N, K] in any float dtype; `max_over_ranks` where `weight` holds some columns only. Raise ValueError for inf or NaN."""
     return QUANTIZERS[format.name].quantize(weight, format, max_over_ranks)
 
 
 def dequantize(weight: QuantizedWeight, format: TensorFormat) -> torch.Tensor:
     """Return float32 [N, K]."""
-    return QUANTIZERS[format.name].dequantize(weight, format)
+    scale = QUANTIZERS[format.name].read_scales(weight.scale)
+    return weight.data.float() * expand_scales(scale, format, *weight.data.shape)

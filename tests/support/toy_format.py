@@ -48,19 +48,19 @@ TOY = TensorFormat(
 MODE = "toy8_unified"
 
 
-class ToyQuantizer(Quantizer):
-    def quantize(self, weight: torch.Tensor, format: TensorFormat, max_over_ranks: Any = None) -> QuantizedWeight:
-        cols = weight.shape[1]
-        groups = append_zeros(weight.float(), -1, -cols % GROUP).unflatten(1, (-1, GROUP))
-        amax = groups.abs().amax(2).clamp_min(2.0**-100)
-        if not torch.isfinite(amax).all():
-            raise ValueError("weight holds inf or NaN")
-        exponent = torch.frexp(amax).exponent - 1 - 8  # E4M3's largest exponent is 8
-        data = (groups * torch.exp2(-exponent.float())[..., None]).clamp(-448, 448).flatten(1)[:, :cols]
-        return QuantizedWeight(data.to(torch.float8_e4m3fn).contiguous(), (exponent + 127).to(torch.uint8))
+def quantize_toy(weight: torch.Tensor, format: TensorFormat, max_over_ranks: Any) -> QuantizedWeight:
+    cols = weight.shape[1]
+    groups = append_zeros(weight.float(), -1, -cols % GROUP).unflatten(1, (-1, GROUP))
+    amax = groups.abs().amax(2).clamp_min(2.0**-100)
+    if not torch.isfinite(amax).all():
+        raise ValueError("weight holds inf or NaN")
+    exponent = torch.frexp(amax).exponent - 1 - 8  # E4M3's largest exponent is 8
+    data = (groups * torch.exp2(-exponent.float())[..., None]).clamp(-448, 448).flatten(1)[:, :cols]
+    return QuantizedWeight(data.to(torch.float8_e4m3fn).contiguous(), (exponent + 127).to(torch.uint8))
 
-    def read_scales(self, scale: torch.Tensor) -> torch.Tensor:
-        return torch.exp2(scale.float() - 127)
+
+def read_exponents(scale: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(scale.float() - 127)
 
 
 def round_trip(x: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,7 @@ def registered() -> Iterator[None]:
     additions: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [
         (FORMATS, {TOY.name: TOY}),
         (MODES, {MODE: Mode(trainer=TOY, engine=TOY)}),
-        (QUANTIZERS, {TOY.name: ToyQuantizer()}),
+        (QUANTIZERS, {TOY.name: Quantizer(quantize_toy, read_exponents)}),
         (PRODUCTS, {(TOY.name, "emulated"): f"{__name__}:ToyProduct"}),
     ]
     with ExitStack() as added:

@@ -12,7 +12,7 @@ PRODUCTS = {
     ("fp8", "emulated"): "emulated:EmulatedBackend",
     ("fp8", "deep_gemm"): "deep_gemm:DeepGemmBackend",
     ("fp8", "transformer_engine"): "transformer_engine:TransformerEngineBackend",
-    ("int8", "emulated"): "int8:Int8Backend",
+    ("int8", "emulated"): "emulated:EmulatedInt8",
 }
 """(`TensorFormat.name`, `precision.backend`) -> module of this package and class, which is given the format."""
 

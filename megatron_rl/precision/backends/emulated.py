@@ -1,11 +1,14 @@
-"""The reference backend of FP8: `fp8_products` on any device, in any dtype, for weights of any shape and row order."""
+"""The reference backends, on any device, in any dtype, for weights of any shape and row order: of FP8, and of SGLang's INT8 layers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from megatron_rl.precision import fp8_products
 from megatron_rl.precision.backends.base import Operand
+from megatron_rl.precision.int8 import int8_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.formats import TensorFormat
@@ -50,3 +53,13 @@ class EmulatedBackend:
 
     def _values(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return weight.as_dtype(fp8_products.value_dtype(x.rows[0], self.scale_format))
+
+
+class EmulatedInt8(EmulatedBackend):
+    """The product of SGLang's INT8 layers. No trainer computes in INT8, so its backward products are never asked for."""
+
+    def prepare(self, blocks: QuantizedWeight, row_order: torch.Tensor | None) -> Any:
+        return QuantizedWeight(blocks.data.float(), blocks.scale)
+
+    def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
+        return int8_matmul(x.rows[0], *weight)
