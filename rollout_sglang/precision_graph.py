@@ -24,7 +24,6 @@ from megatron_rl.precision.graph.decoder import (
 from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, group_format, token_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
 
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _KNOWN_METHODS = (
     "Fp8LinearMethod",
     "Fp8MoEMethod",
@@ -136,7 +135,7 @@ class _GraphReader:
         """Return the format of keys and values in the cache; an FP8 cache has one scale for a layer's keys and one for its values."""
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
         dtype = self.runner.token_to_kv_pool.dtype
-        return TensorPrecision(dtype_name(dtype), "tensor", "fp32") if dtype in _FP8_DTYPES else TensorPrecision(dtype_name(dtype))
+        return TensorPrecision(dtype_name(dtype), "tensor", "fp32") if dtype.itemsize == 1 else TensorPrecision(dtype_name(dtype))
 
     def read_mlp(self, mlp: Any) -> MLPPrecision:
         return MLPPrecision(self.read_linear(mlp.gate_up_proj), self.read_linear(mlp.down_proj))
@@ -168,7 +167,7 @@ class _GraphReader:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
         self.seen.add(id(weight))
         bias, detail = self.read_vector(module, "bias"), f"{type(module).__name__}, {method}"
-        if weight.dtype not in (*_FP8_DTYPES, torch.int8):
+        if weight.dtype.itemsize > 1:
             return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail)
         name = self.names[id(module)]
         if scale is None:

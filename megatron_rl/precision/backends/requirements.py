@@ -12,7 +12,6 @@ from pathlib import Path
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
-from parallel.formats import BLOCK
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
@@ -60,18 +59,19 @@ def find_missing(name: str) -> list[tuple[str, str]]:
 
 
 def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout) -> None:
-    """Raise UserError where a rank's FP8 weight is cut or reordered within a block, which only `emulated` supports."""
+    """Raise UserError where a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
     format = PrecisionContract.from_config(precision).trainer_format
-    if not format.quantized or precision.backend == "emulated":
+    if format.block is None or precision.backend == "emulated":
         return
+    width = max(format.block)
     for rank in range(layout.world_size):
         coordinates = layout.coordinates(rank)
         for shard in build_megatron_shards(model, layout, coordinates):
             if shard.role not in QUANTIZED_ROLES:
                 continue
             rows = shard.rows // max(shard.experts, 1)
-            if rows % BLOCK or shard.cols % BLOCK:
-                rule = f"needs widths in multiples of {BLOCK}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
+            if rows % width or shard.cols % width:
+                rule = f"needs widths in multiples of {width}, and {shard.name} is [{rows}, {shard.cols}] on rank {rank}"
             elif compute_row_order(shard, format) is not None:
                 rule = f"needs blocks that hold one of q, k and v each, and those of {shard.name} would mix them on rank {rank}"
             else:

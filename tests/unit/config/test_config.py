@@ -139,6 +139,10 @@ def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
             "precision.backend = 'emulate': must be 'emulated', 'transformer_engine' or 'deep_gemm'; did you mean 'emulated'?",
         ),
         (
+            "[precision]\nmode = 'fp8_unifed'",
+            "precision.mode = 'fp8_unifed': must be 'bf16', 'fp8_rollout', 'int8_rollout' or 'fp8_unified'; did you mean 'fp8_unified'?",
+        ),
+        (
             "[train]\nsteps = 0\nseed = 'a'",
             "train.steps = 0: must be greater than or equal to 1; the default is 30 (1 more error after this one)",
         ),

@@ -1,0 +1,45 @@
+"""The table of number formats: bytes, grids, names in files, and what a checkpoint's config.json says of them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from parallel.formats import BF16, FORMATS, FP8, FP32, INT8, MODES, TensorFormat
+
+
+@pytest.mark.parametrize("format", [*FORMATS.values(), TensorFormat("e8m0", "float8_e8m0fnu"), TensorFormat("bytes", "uint8")], ids=str)
+def test_bytes_and_names_follow_from_the_dtype(format, tmp_path):
+    from safetensors.torch import safe_open, save_file
+
+    values = torch.zeros(2, 4, dtype=getattr(torch, format.dtype))
+    assert format.element_bytes == values.itemsize
+    save_file({"x": values}, tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.get_slice("x").get_dtype() == format.safetensors_dtype
+
+
+def test_scales_are_counted_by_the_grid_of_blocks():
+    assert FP8.scale_grid(300, 128) == (3, 1) and INT8.scale_grid(300, 128) == (300, 1)
+    assert (FP8.scale, FP8.scale_name("x.weight")) == (TensorFormat("scale", "float32"), "x.weight_scale_inv")
+    assert FP8.count_bytes((4, 300, 128)) == 4 * (300 * 128 + 4 * 3) and INT8.count_bytes((300, 128)) == 300 * (128 + 4)
+    assert BF16.count_bytes((300,)) == 600 and FP32.count_bytes((3, 2)) == 24
+    assert FP8.group_bytes == 1 + 4 / 128
+
+
+def test_what_a_config_json_says():
+    pow2 = FP8.with_scales("pow2")
+    assert str(pow2) == "fp8 pow2" and pow2.with_scales("fp32") == pow2 and INT8.with_scales("pow2") == INT8
+    config = '{"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128], '
+    config += '"modules_to_not_convert": ["lm_head"]'
+    assert json.dumps(pow2.quantization_config()) == config + ', "scale_fmt": "ue8m0"}'
+    assert json.dumps(FP8.with_scales("fp32").quantization_config()) == config + "}"
+    assert INT8.quantization_config() == {"quant_method": "w8a8_int8", "is_dynamic": True} and BF16.quantization_config() == {}
+    assert [format.engine_quantization for format in (FP8, INT8, BF16)] == ["fp8", "w8a8_int8", None]
+
+
+def test_every_mode_is_made_of_rows_of_the_table():
+    assert {side for mode in MODES.values() for side in mode} <= {None, *FORMATS.values()}
+    assert len({hash(format) for format in FORMATS.values()}) == len(FORMATS)
