@@ -11,8 +11,8 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, get_base_gpu
 
 @rule(Needs.TRAINER | Needs.MACHINE)
 def backend_runs_here(facts: Facts) -> None:
-    precision = facts.config.precision
-    if facts.contract.trainer_format.quantized and (missing := requirements.find_missing(precision.backend)):
+    precision, format = facts.config.precision, facts.contract.trainer_format
+    if format.quantized and (missing := requirements.find_missing(precision.backend, format)):
         rule = "cannot run here: " + ", ".join(reason for reason, _ in missing)
         raise UserError("precision.backend", precision.backend, rule, "; ".join([fix for _, fix in missing] + ["or use emulated"]))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.backends import PRODUCTS
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 
@@ -23,14 +22,9 @@ def calibration_has_fp8_ratios(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER)
-def backend_computes_in_the_trainers_formats(facts: Facts) -> None:
-    precision, format = facts.config.precision, facts.contract.trainer_format
-    if not format.quantized:
-        return
-    if (format.name, precision.backend) not in PRODUCTS:
-        known = " or ".join(backend for name, backend in PRODUCTS if name == format.name)
-        raise UserError("precision.backend", precision.backend, f"does not compute in {format.name.upper()}", f"use {known}")
-    if precision.backend != "emulated" and precision.high != "bf16":
+def backend_computes_in_high(facts: Facts) -> None:
+    precision = facts.config.precision
+    if facts.contract.trainer_format.quantized and precision.backend != "emulated" and precision.high != "bf16":
         rule = f"is not what backend {precision.backend} computes"
         raise UserError("precision.high", precision.high, rule, "use bf16, or precision.backend emulated")
 

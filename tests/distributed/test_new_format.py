@@ -15,6 +15,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.planner import memory
 from megatron_rl.planner.candidate import Workload
+from megatron_rl.precision.backends.requirements import find_missing
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import dequantize, quantize
 from parallel.digest import view_rect
@@ -86,6 +87,10 @@ def test_what_fp8_refuses_is_cut_where_its_blocks_allow():
     modes = {mode: PrecisionContract.from_config(PrecisionConfig(mode=mode)) for mode in (MODE, "fp8_unified")}
     problems = {mode: find_trainer_problem(model, Layout(tp=2), contract.format_of) for mode, contract in modes.items()}
     assert problems[MODE] is None and "cuts a 128x128 FP8 block" in str(problems["fp8_unified"])
+
+
+def test_a_backend_without_its_product_is_refused():
+    assert find_missing("emulated", TOY) == [] and find_missing("deep_gemm", TOY) == [("it has no TOY8 products", "name another")]
 
 
 def test_outside_of_the_table_it_is_no_mode_and_no_checkpoint(monkeypatch):

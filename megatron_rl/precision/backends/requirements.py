@@ -11,7 +11,9 @@ from pathlib import Path
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
+from megatron_rl.precision.backends import PRODUCTS
 from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
+from parallel.formats import FP8, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order
 from parallel.model_geometry import ModelGeometry
@@ -48,8 +50,10 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of a
 }
 
 
-def find_missing(name: str) -> list[tuple[str, str]]:
+def find_missing(name: str, format: TensorFormat = FP8) -> list[tuple[str, str]]:
     """Return pairs (reason why the backend cannot run on this machine, fix), the most important first; empty where it can run."""
+    if (format.name, name) not in PRODUCTS:
+        return [(f"it has no {format.name.upper()} products", "name another")]
     if name == "emulated":
         return []
     missing = [_find_gpu_problem(), *map(_find_package_problem, _PACKAGES[name])]

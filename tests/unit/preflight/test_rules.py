@@ -79,12 +79,12 @@ MISTAKES = [
         ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
     ),
     Mistake(
-        settings.backend_computes_in_the_trainers_formats,
+        settings.backend_computes_in_high,
         "precision.backend = 'emulated': does not compute in FP8; use deep_gemm",
         scene=lambda patch: patch.setattr(settings, "PRODUCTS", {("fp8", "deep_gemm"): ""}),
     ),
     Mistake(
-        settings.backend_computes_in_the_trainers_formats,
+        settings.backend_computes_in_high,
         "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
         ("--precision.backend=deep_gemm", "--precision.high=fp32"),
     ),
