@@ -22,6 +22,7 @@ from megatron_rl.cli.main import app
 from megatron_rl.config import load_config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight import (
     EVAL,
     EVAL_MODEL,
@@ -77,11 +78,6 @@ MISTAKES = [
         settings.calibration_has_fp8_ratios,
         "algorithm.calibrate_every = 9: calibrates FP8 ratios, which precision.mode bf16 has none of in the trainer; set it to 0",
         ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
-    ),
-    Mistake(
-        settings.backend_computes_in_high,
-        "precision.backend = 'emulated': does not compute in FP8; use deep_gemm",
-        scene=lambda patch: patch.setattr(settings, "PRODUCTS", {("fp8", "deep_gemm"): ""}),
     ),
     Mistake(
         settings.backend_computes_in_high,
@@ -198,6 +194,11 @@ MISTAKES = [
         machine.backend_runs_here,
         "precision.backend = 'deep_gemm': cannot run here: ",
         ("--precision.backend=deep_gemm",),
+    ),
+    Mistake(
+        machine.backend_runs_here,
+        "precision.backend = 'emulated': cannot run here: it has no FP8 products; name another; or use emulated",
+        scene=lambda patch: patch.setattr(requirements, "PRODUCTS", {}),
     ),
     Mistake(
         machine.transport_works_here,
