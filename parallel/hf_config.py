@@ -15,10 +15,10 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it, with its correction of the softmax scale."""
+    """YaRN (arXiv 2309.00071) as DeepSeek-V3 uses it, with its correction of the softmax scale. Fields have Megatron's names."""
 
-    factor: float
-    original_length: int
+    rotary_scaling_factor: float
+    original_max_position_embeddings: int
     beta_fast: float
     beta_slow: float
     mscale: float
@@ -62,6 +62,13 @@ class HFConfig:
             raise GeometryError(f"config.json {name}", value, "must be a positive integer", _CORRECT)
         return value
 
+    def number(self, name: str, what: str = "") -> float:
+        """Return a field that must be a positive number; `what` precedes its name in an error."""
+        value = self.get(name)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise GeometryError(f"config.json {what}{name}", value, "must be a positive number", _CORRECT)
+        return float(value)
+
     def widths(self) -> dict[str, Any]:
         """Return the fields of a ModelGeometry that nearly every family has."""
         heads, kv_heads = self.size("num_attention_heads"), self.size("num_key_value_heads")
@@ -77,7 +84,7 @@ class HFConfig:
             "ffn": self.size("intermediate_size"),
             "vocab": self.size("vocab_size"),
             "tied": bool(self.get("tie_word_embeddings")),
-            "norm_eps": float(self.get("rms_norm_eps", 1e-6)),
+            "norm_eps": HFConfig(self.fields, rms_norm_eps=1e-6).number("rms_norm_eps"),
         }
 
     def head_dim(self) -> int:
@@ -95,7 +102,7 @@ class HFConfig:
 
         `stretches`: ways of stretching that the family has, of `llama3` and `yarn`. `share`: the part of a head that must be rotated.
         """
-        settings = self.get("rope_parameters") or self.get("rope_scaling") or {}
+        settings = HFConfig(self.get("rope_parameters") or self.get("rope_scaling") or {})
         theta = (self.get("rope_parameters") or {}).get("rope_theta", self.get("rope_theta"))
         if not isinstance(theta, int | float):
             raise GeometryError("config.json rope_theta", theta, "is missing", "add it, or rope_parameters.rope_theta")
@@ -118,29 +125,20 @@ def refuse(name: str, value: object, supported: object) -> GeometryError:
     return GeometryError(f"config.json {name}", value, f"is not built in the trainer, which computes {supported}", "use another model")
 
 
-def _read_llama3(settings: Mapping[str, Any]) -> float:
+def _read_llama3(settings: HFConfig) -> float:
     for name, supported in _LLAMA3.items():
         if settings.get(name) != supported:
             raise refuse(f"llama3 rope {name}", settings.get(name), supported)
-    return _number(settings, "llama3 rope", "factor")
+    return settings.number("factor", "llama3 rope ")
 
 
-def _read_yarn(settings: Mapping[str, Any]) -> Yarn:
-    for name, supported in {"attention_factor": None, "truncate": True}.items():
-        if settings.get(name, supported) != supported:
-            raise refuse(f"yarn rope {name}", settings[name], supported)
+def _read_yarn(settings: HFConfig) -> Yarn:
+    settings.require(attention_factor=None, truncate=True)
     return Yarn(
-        factor=_number(settings, "yarn rope", "factor"),
-        original_length=int(_number(settings, "yarn rope", "original_max_position_embeddings")),
+        settings.number("factor", "yarn rope "),
+        int(settings.number("original_max_position_embeddings", "yarn rope ")),
         beta_fast=float(settings.get("beta_fast") or 32),
         beta_slow=float(settings.get("beta_slow") or 1),
-        mscale=_number(settings, "yarn rope", "mscale"),  # without the two, libraries disagree on what they default to
-        mscale_all_dim=_number(settings, "yarn rope", "mscale_all_dim"),
+        mscale=settings.number("mscale", "yarn rope "),  # without the two, libraries disagree on what they default to
+        mscale_all_dim=settings.number("mscale_all_dim", "yarn rope "),
     )
-
-
-def _number(settings: Mapping[str, Any], what: str, name: str) -> float:
-    value = settings.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise GeometryError(f"config.json {what} {name}", value, "must be a positive number", _CORRECT)
-    return float(value)

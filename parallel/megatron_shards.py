@@ -21,46 +21,28 @@ from parallel.shards import GeometryError, HFTensor, Region, Shard, find_misalig
 from parallel.weights import Weight, cut_vocabulary, cut_weight
 
 
-def padded_vocabulary(vocab: int, tp: int, multiple: int = 1) -> int:
-    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `multiple * tp`.
-
-    `multiple` is Megatron's make_vocab_size_divisible_by. With 1 only what tensor parallelism needs is added, which is nothing for the
-    vocabularies of most models; with `parallel.sglang_shards.padded_vocabulary` both sides split it alike. Padding belongs to no region.
-    """
-    return -(-vocab // (multiple * tp)) * multiple * tp
+def padded_vocabulary(vocab: int, tp: int) -> int:
+    """Return the rows of Megatron's embedding: `vocab` rounded up to a multiple of `tp`. Padding belongs to no region."""
+    return -(-vocab // tp) * tp
 
 
 def build_megatron_shards(
-    model: ModelGeometry,
-    layout: Layout,
-    coordinates: Coordinates,
-    *,
-    format_of: FormatOf = lambda _: BF16,
-    vocab_rows: int | None = None,
+    model: ModelGeometry, layout: Layout, coordinates: Coordinates, *, format_of: FormatOf = lambda _: BF16
 ) -> list[Shard]:
     """Return all parameters of the rank at `coordinates`. Raise GeometryError where the layout does not divide the model.
 
     With `format_of`, rows are in the order in which the trainer must quantise them; it differs from the parameter's own where that would
-    cut blocks (see `compute_row_order`). `vocab_rows`: rows of the embedding over all ranks, by default `padded_vocabulary(vocab, tp)`.
+    cut blocks (see `compute_row_order`).
     """
     check_layout(model, layout)
-    rows = padded_vocabulary(model.vocab, layout.tp) if vocab_rows is None else vocab_rows
-    if rows < model.vocab or rows % layout.tp:
-        raise GeometryError(
-            "vocab_rows", rows, f"must be a multiple of tp ({layout.tp}) and at least the vocabulary ({model.vocab})", "pad it further"
-        )
     first_replica = Coordinates(tp=coordinates.tp, pp=coordinates.pp, ep=coordinates.ep, etp=coordinates.etp)  # replicas share one list
-    return list(_shards(model, layout, first_replica, format_of("attention_qkv"), rows))
+    return list(_shards(model, layout, first_replica, format_of("attention_qkv")))
 
 
-def build_trainer_shards(
-    model: ModelGeometry, layout: Layout, *, format_of: FormatOf = lambda _: BF16, vocab_rows: int | None = None
-) -> dict[int, list[Shard]]:
+def build_trainer_shards(model: ModelGeometry, layout: Layout, *, format_of: FormatOf = lambda _: BF16) -> dict[int, list[Shard]]:
     """Return `build_megatron_shards` of every rank of a layout."""
-    return {
-        rank: build_megatron_shards(model, layout, layout.coordinates(rank), format_of=format_of, vocab_rows=vocab_rows)
-        for rank in range(layout.world_size)
-    }
+    ranks = range(layout.world_size)
+    return {rank: build_megatron_shards(model, layout, layout.coordinates(rank), format_of=format_of) for rank in ranks}
 
 
 @lru_cache(maxsize=1024)
@@ -103,9 +85,46 @@ def _must_divide(name: str, size: int, length: int, what: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv: TensorFormat, vocab_rows: int) -> tuple[Shard, ...]:
-    shards = _MegatronShardBuilder(model, layout, coordinates, vocab_rows).build()
-    return tuple(reorder_for_quantization(shard, qkv) for shard in shards)
+def _shards(model: ModelGeometry, layout: Layout, coordinates: Coordinates, qkv: TensorFormat) -> tuple[Shard, ...]:
+    embedding, *layers, last = model.list_weights(layout.ep, coordinates.ep)
+    first_stage, last_stage = coordinates.pp == 0, coordinates.pp == layout.pp - 1
+    weights = list(embedding) if first_stage else []
+    for layer in list_stage_layers(model.layers, layout, coordinates.pp):
+        weights += layers[layer]
+    if last_stage:  # which keeps its own copy of a tied embedding
+        weights += last[:-1] if first_stage and model.tied else last
+    return tuple(reorder_for_quantization(_cut(weight, model, layout, coordinates), qkv) for weight in weights)
+
+
+def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coordinates) -> Shard:
+    if weight.cut == "vocabulary":
+        return cut_vocabulary(weight.megatron, weight, padded_vocabulary(model.vocab, layout.tp), coordinates.tp, layout.tp)
+    if weight.cut == "qkv":
+        regions = _cut_groups([piece.tensor for piece in weight.pieces], model, coordinates.tp, layout.tp)
+    elif weight.expert is None:
+        regions = cut_weight(weight, coordinates.tp, layout.tp, "train.layout.tp")
+    else:
+        regions = cut_weight(weight, coordinates.etp, layout.etp, "train.layout.etp")
+    return stack_regions(weight.megatron, regions)
+
+
+def _cut_groups(qkv: list[HFTensor], model: ModelGeometry, part: int, tp: int) -> list[Region]:
+    """Return a rank's range of rows of all query groups, which lie one below the other."""
+    group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
+    size = model.kv_heads * sum(group_rows)
+    if size % tp:
+        rule = f"must divide the {size} rows of q, k and v together"
+        raise GeometryError("train.layout.tp", tp, rule, f"use a divisor of {model.kv_heads}")
+    first, last = part * size // tp, (part + 1) * size // tp
+    regions: list[Region] = []
+    for group in range(first // sum(group_rows), -(-last // sum(group_rows))):
+        row = group * sum(group_rows)
+        for tensor, rows in zip(qkv, group_rows, strict=True):
+            start, end = max(first, row), min(last, row + rows)
+            if start < end:
+                regions.append(take_rows(tensor, group * rows + start - row, end - start))
+            row += rows
+    return regions
 
 
 def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
@@ -114,53 +133,6 @@ def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
         return shard
     by_tensor = sorted(shard.regions, key=lambda region: ("qkv".index(region.tensor.name.split(".")[-2][0]), region.tensor_rect.row))
     return stack_regions(shard.name, by_tensor)
-
-
-class _MegatronShardBuilder:
-    """Builds the shards of one rank."""
-
-    def __init__(self, model: ModelGeometry, layout: Layout, coordinates: Coordinates, vocab_rows: int) -> None:
-        self.model, self.layout, self.coordinates, self.vocab_rows = model, layout, coordinates, vocab_rows
-
-    def build(self) -> list[Shard]:
-        embedding, *layers, last = self.model.list_weights(self.layout.ep, self.coordinates.ep)
-        first_stage, last_stage = self.coordinates.pp == 0, self.coordinates.pp == self.layout.pp - 1
-        weights = list(embedding) if first_stage else []
-        for layer in list_stage_layers(self.model.layers, self.layout, self.coordinates.pp):
-            weights += layers[layer]
-        if last_stage:  # which keeps its own copy of a tied embedding
-            weights += last[:-1] if first_stage and self.model.tied else last
-        return [self._cut(weight) for weight in weights]
-
-    def _cut(self, weight: Weight) -> Shard:
-        layout, coordinates = self.layout, self.coordinates
-        if weight.cut == "vocabulary":
-            return cut_vocabulary(weight.megatron, weight, self.vocab_rows, coordinates.tp, layout.tp)
-        if weight.cut == "qkv":
-            return stack_regions(weight.megatron, self._cut_groups([piece.tensor for piece in weight.pieces]))
-        if weight.expert is not None:
-            return stack_regions(weight.megatron, cut_weight(weight, coordinates.etp, layout.etp, "train.layout.etp"))
-        return stack_regions(weight.megatron, cut_weight(weight, coordinates.tp, layout.tp, "train.layout.tp"))
-
-    def _cut_groups(self, qkv: list[HFTensor]) -> list[Region]:
-        """Return this rank's range of rows of all groups, which lie one below the other."""
-        model, tp = self.model, self.layout.tp
-        group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
-        size = model.kv_heads * sum(group_rows)
-        if size % tp:
-            raise GeometryError(
-                "train.layout.tp", tp, f"must divide the {size} rows of q, k and v together", f"use a divisor of {model.kv_heads}"
-            )
-        first, last = self.coordinates.tp * size // tp, (self.coordinates.tp + 1) * size // tp
-        regions: list[Region] = []
-        for group in range(first // sum(group_rows), -(-last // sum(group_rows))):
-            row = group * sum(group_rows)
-            for tensor, rows in zip(qkv, group_rows, strict=True):
-                start, end = max(first, row), min(last, row + rows)
-                if start < end:
-                    regions.append(take_rows(tensor, group * rows + start - row, end - start))
-                row += rows
-        return regions
 
 
 def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:

@@ -12,7 +12,6 @@ own: run the engine with --disable-shared-experts-fusion, and no all-to-all back
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from parallel.model_geometry import ModelGeometry
@@ -61,37 +60,25 @@ def _check_sizes(model: ModelGeometry, tp: int, ep: int) -> None:
 
 @lru_cache(maxsize=1024)
 def _shards(model: ModelGeometry, tp: int, rank: int, ep: int) -> tuple[Shard, ...]:
-    return tuple(_SGLangShardBuilder(model, tp, rank, ep).build())
-
-
-class _SGLangShardBuilder:
-    """Builds the shards of one rank."""
-
-    def __init__(self, model: ModelGeometry, tp: int, rank: int, ep: int) -> None:
-        self.model, self.tp, self.rank, self.ep = model, tp, rank, ep
-
-    def build(self) -> list[Shard]:
-        own = self.model.list_weights(self.ep, self.rank // (self.tp // self.ep))
-        return [shard for weights in own for shard in self._stack(weights)]
-
-    def _stack(self, weights: Sequence[Weight]) -> Iterator[Shard]:
-        """Yield the parameters of a layer: weights of one name lie one below the other."""
-        stacks: dict[str, list[Weight]] = {}
+    shards = []
+    for weights in model.list_weights(ep, rank // (tp // ep)):
+        stacks: dict[str, list[Weight]] = {}  # weights of one name lie one below the other
         for weight in weights:
             stacks.setdefault(weight.sglang, []).append(weight)
         stacks.pop("", None)
         for name, stack in stacks.items():
             if stack[0].cut == "vocabulary":
-                yield cut_vocabulary(name, stack[0], padded_vocabulary(self.model.vocab, self.tp), self.rank, self.tp)
+                shards.append(cut_vocabulary(name, stack[0], padded_vocabulary(model.vocab, tp), rank, tp))
             else:
-                regions = [region for weight in stack for region in self._cut(weight)]
-                yield stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack))
+                regions = [region for weight in stack for region in _cut(weight, model.kv_heads, tp, rank, ep)]
+                shards.append(stack_regions(name, regions, experts=0 if stack[0].expert is None else len(stack)))
+    return tuple(shards)
 
-    def _cut(self, weight: Weight) -> list[Region]:
-        if weight.expert is not None:
-            parts = self.tp // self.ep
-            return cut_weight(weight, self.rank % parts, parts, _FIELD)
-        if weight.cut == "qkv":
-            (q, *kv), heads = weight.pieces, min(self.tp, self.model.kv_heads)
-            return [split_rows(q, self.rank, self.tp, _FIELD), *(split_rows(x, self.rank * heads // self.tp, heads, _FIELD) for x in kv)]
-        return cut_weight(weight, self.rank, self.tp, _FIELD)
+
+def _cut(weight: Weight, kv_heads: int, tp: int, rank: int, ep: int) -> list[Region]:
+    if weight.expert is not None:
+        return cut_weight(weight, rank % (tp // ep), tp // ep, _FIELD)
+    if weight.cut == "qkv":
+        (q, *kv), parts = weight.pieces, min(tp, kv_heads)
+        return [split_rows(q, rank, tp, _FIELD), *(split_rows(x, rank * parts // tp, parts, _FIELD) for x in kv)]
+    return cut_weight(weight, rank, tp, _FIELD)

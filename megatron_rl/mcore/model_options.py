@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from megatron_rl.config import TrainConfig
@@ -50,16 +51,7 @@ def attention_options(geometry: ModelGeometry) -> dict[str, Any]:
     }
     if yarn is None:  # Megatron applies the scaling factor's correction of the softmax scale to plain rotary positions as well
         return {**options, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    return {
-        **options,
-        "rope_type": "yarn",
-        "rotary_scaling_factor": yarn.factor,
-        "original_max_position_embeddings": yarn.original_length,
-        "beta_fast": yarn.beta_fast,
-        "beta_slow": yarn.beta_slow,
-        "mscale": yarn.mscale,
-        "mscale_all_dim": yarn.mscale_all_dim,
-    }
+    return {**options, "rope_type": "yarn", **asdict(yarn)}
 
 
 def expert_options(geometry: ModelGeometry) -> dict[str, Any]:

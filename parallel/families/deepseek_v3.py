@@ -26,7 +26,7 @@ def read(config: HFConfig) -> ModelGeometry:
         rope=config.rope("yarn"),
         experts=read_experts(config, moe_step=config.size("moe_layer_freq")),
         latent=latent,
-        unused_layers=config.get("num_nextn_predict_layers", 1),
+        unused_layers=config.get("num_nextn_predict_layers", 1) or 0,
     )
 
 
@@ -48,7 +48,7 @@ def read_experts(config: HFConfig, moe_step: int = 1) -> MoEGeometry:
         correction_bias=True,
         top_k=top_k,
         sigmoid=True,
-        scale=float(config.get("routed_scaling_factor")),
+        scale=config.number("routed_scaling_factor"),
         groups=groups,
         groups_used=used,
     )

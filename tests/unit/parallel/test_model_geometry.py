@@ -14,7 +14,7 @@ from examples.arithmetic.new_model import make_hf_config
 from parallel.families import FAMILIES
 from parallel.formats import FP8
 from parallel.layout import Layout
-from parallel.megatron_shards import build_megatron_shards, build_trainer_shards
+from parallel.megatron_shards import build_megatron_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.sglang_shards import build_sglang_shards
 from parallel.shards import GeometryError, Shard
@@ -128,8 +128,6 @@ PARTLY_DENSE = replace(SMALL_MOE, layers=2, experts=replace(SMALL_MOE.experts, d
         (lambda: trainer(small_model(layers=4), Layout(pp=2, vpp=4)), ["layout.vpp = 4", "of a pipeline stage (2)", "divisor of 2"]),
         (lambda: trainer(small_model(), Layout(ep=2, dp=2)), ["layout.ep = 2", "qwen3 has none", "train.layout.ep = 1"]),
         (lambda: trainer(SMALL_MOE, Layout(ep=3, dp=3)), ["layout.ep = 3", "the number of experts (4)", "divisor of 4"]),
-        (lambda: build_trainer_shards(small_model(), Layout(tp=2), vocab_rows=301), ["vocab_rows = 301", "tp (2)", "vocabulary (300)"]),
-        (lambda: build_trainer_shards(small_model(), Layout(tp=2), vocab_rows=298), ["vocab_rows = 298", "tp (2)", "vocabulary (300)"]),
         (lambda: build_sglang_shards(SMALL_MOE, 4, 0, 3), ["rollout.ep = 3", "rollout.tp (4)", "divisor of 4"]),
         (lambda: build_sglang_shards(SMALL_MOE, 8, 0, 8), ["rollout.ep = 8", "experts (4)", "divisor"]),
         (lambda: build_sglang_shards(small_model(), 2, 0, 2), ["rollout.ep = 2", "qwen3 has none", "rollout.ep = 1"]),
