@@ -1,5 +1,5 @@
-"""launch/setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything, and say what is there; the lock of
-the GPU tier, requirements-gpu.txt, holds what requirements-gpu.in asks for."""
+"""launch/quickstart.sh runs two commands; setup.sh and install_gpu.sh refuse an unfit machine in one line before they write anything, and
+say what is there; the lock of the GPU tier, requirements-gpu.txt, holds what requirements-gpu.in asks for."""
 
 from __future__ import annotations
 
@@ -74,6 +74,19 @@ def test_a_finished_installation_is_left_alone(clone):
     finish(clone, written_in=clone)
     done = setup(clone, MEGATRON_RL_MIN_DISK_MB="999999999")  # would be refused if it were to install
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("arguments, name", [((), "quickstart"), (("--train.steps=5",), "quickstart"), (("gsm8k", "--a.b=1"), "gsm8k")])
+def test_the_quickstart_makes_the_model_and_then_trains_it(clone, arguments, name):
+    finish(clone, written_in=clone)
+    (clone / ".venv" / "bin" / "python").unlink()
+    (clone / ".venv" / "bin" / "python").write_text('#!/bin/sh\necho "$PWD" "$@"\n')
+    (clone / ".venv" / "bin" / "python").chmod(0o755)
+    done = run_script(clone / "launch" / "quickstart.sh", *arguments)
+    overrides = [argument for argument in arguments if argument.startswith("--")]
+    commands = ("examples.arithmetic.warm_start", "megatron_rl train")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [" ".join([f"{clone} -m {words} configs/{name}.toml", *overrides]) for words in commands]
 
 
 @pytest.mark.parametrize("change", ["moved", "new pins", "half done"])
