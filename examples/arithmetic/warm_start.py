@@ -10,7 +10,6 @@ whole, and one that is there already is left as it is.
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -58,14 +57,11 @@ def make_model(config: DemoConfig) -> None:
     from examples.arithmetic.supervised import train_and_save
     from megatron_rl.preflight import check_run
 
-    start = Path(tempfile.mkdtemp(prefix="megatron-rl-random-"))
-    try:
-        make_random_checkpoint(start, config.architecture, config.warm_start.seed)
-        untrained = config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-random-") as folder:
+        make_random_checkpoint(Path(folder), config.architecture, config.warm_start.seed)
+        untrained = config.model_copy(update={"model": config.model.model_copy(update={"path": Path(folder)})})
         layout = check_run(untrained)
         train_and_save(untrained, layout, find_levels(config), config.model.path, _notify)
-    finally:
-        shutil.rmtree(start, ignore_errors=True)
     _notify(f"warm start saved to {config.model.path}")
 
 
