@@ -27,7 +27,8 @@ class TensorFormat:
     dtype: str
     """Torch's name of it."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; with 0 columns a whole row of the checkpoint's tensor does. None for a tensor without scales."""
+    """Rows and columns that share a scale; None for a tensor without scales. With 0 columns a whole row of the checkpoint's tensor shares
+    one, also where a shard holds only some of its columns."""
     scale_dtype: str = "float32"
     scale_format: str = ""
     """Which numbers scales are: "pow2", "fp32", "e8m0". Where a row of the table leaves it empty, `precision.scale_format` says it."""
@@ -41,11 +42,6 @@ class TensorFormat:
     @property
     def quantized(self) -> bool:
         return self.block is not None
-
-    @property
-    def whole_rows(self) -> bool:
-        """A shard that holds some columns of a row holds the scale of the whole row."""
-        return self.block is not None and self.block[1] == 0
 
     @cached_property
     def element_bytes(self) -> int:

@@ -74,7 +74,7 @@ def add_scale_transfers(transfers: Sequence[Transfer]) -> list[Transfer]:
         for transfer in transfers:
             result.append(transfer)
             rank, name, rect, target_rank, target_name, target_rect, format, tensor = transfer
-            if format.quantized and not (format.whole_rows and target_rect.col):
+            if format.block is not None and (format.block[1] or not target_rect.col):
                 source, target = (
                     scale_names.get(name) or scale_names.setdefault(name, format.scale_name(name)) for name in (name, target_name)
                 )

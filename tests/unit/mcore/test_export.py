@@ -14,8 +14,9 @@ from megatron_rl.cli.main import app
 from megatron_rl.hf.files import list_tokenizer_files, read_config
 from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
 from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.int8 import quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from parallel.formats import FP8
+from parallel.formats import FP8, INT8
 from parallel.model_geometry import ModelGeometry
 
 
@@ -81,3 +82,23 @@ def test_refusals(tmp_path):
     code, line = export("--checkpoint", source, "--output", tmp_path / "out")
     assert (code, line.startswith("megatron-rl: --checkpoint = ")) == (2, True) and "holds neither model.safetensors" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_high_precision_to_int8_and_back(tmp_path):
+    source, quantized, output = make_checkpoint(tmp_path / "fp32"), tmp_path / "int8", tmp_path / "bf16"
+    assert export("--checkpoint", source, "--output", quantized, "--precision", "int8")[0] == 0
+    assert export("--checkpoint", quantized, "--output", output)[0] == 0
+    bytes_and_scales, results = read_weights(quantized), read_weights(output)
+    for name, tensor in read_weights(source).items():
+        if (scale := bytes_and_scales.get(INT8.scale_name(name))) is not None:
+            data, wanted = quantize_int8_weight(tensor)
+            assert torch.equal(bytes_and_scales[name], data) and torch.equal(scale, wanted)
+            tensor = data.float() * wanted
+        assert torch.equal(results[name], tensor.bfloat16()), name
+    line = "is INT8 already, and blocks are not quantised twice; use --precision bf16"
+    assert line in export("--checkpoint", quantized, "--output", tmp_path / "twice", "--precision", "fp8")[1]
+
+
+def test_another_precision_is_refused(tmp_path):
+    code, line = export("--checkpoint", tmp_path, "--output", tmp_path / "new", "--precision", "fp4")
+    assert code == 2 and line.endswith("--precision = 'fp4': must be one of bf16, fp8, int8; choose one")
