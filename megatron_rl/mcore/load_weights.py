@@ -59,13 +59,12 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard]) -> 
         raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
     layers = find_weight_layers(model)
     for shard in shards:
-        layer = layers.get(shard.name)
-        quantized = layer if isinstance(layer, QuantizedLinear) else None
-        tensors = [region.tensor for region in shard.regions]
-        checkpoint.check_scales(tensors, quantized and quantized.format)
-        if quantized is not None and (stored := checkpoint.find_format(tensors[0])) and stored.name == quantized.format.name:
-            blocks = _read_shard_blocks(checkpoint, reorder_for_quantization(shard, quantized.format), quantized.format)
-            quantized.adopt(QuantizedWeight(*(part.to(quantized.weight.device) for part in blocks)))
+        layer, tensors = layers.get(shard.name), [region.tensor for region in shard.regions]
+        checkpoint.check_scales(tensors, layer.format if layer else None)
+        stored = checkpoint.find_format(tensors[0])
+        if isinstance(layer, QuantizedLinear) and stored is not None and stored.name == layer.format.name:
+            blocks = _read_shard_blocks(checkpoint, reorder_for_quantization(shard, layer.format), layer.format)
+            layer.adopt(QuantizedWeight(*(part.to(layer.weight.device) for part in blocks)))
             continue
         for region in shard.regions:
             view_rect(parameters[shard.name], region.shard_rect).copy_(checkpoint.read_values(region))
