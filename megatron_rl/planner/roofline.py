@@ -96,9 +96,9 @@ def count_flops_per_token(job: Workload) -> tuple[float, float]:
     model, linear = job.model, 0.0
     share = job.top_k / model.experts.count if model.experts else 1.0
     for weight in itertools.chain(*model.list_weights()):
-        for tensor, *_ in weight.pieces:
+        for tensor, rect, *_ in weight.pieces:
             if tensor.role in QUANTIZED_ROLES:
-                linear += 2 * tensor.rows * tensor.cols * (1 if weight.expert is None else share)
+                linear += 2 * rect.rows * rect.cols * (1 if weight.expert is None else share)
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
     return linear, attention + 2 * model.vocab * model.hidden
 

@@ -146,7 +146,9 @@ def describe_rank() -> list[dict[str, Any]]:
         }
         cases.append(
             {
-                "parameters": {shard.name: list(shard.shape) for shard in shards},
+                "parameters": {
+                    shard.name: list(shard.shape) for shard in shards if "_bda." not in shard.name
+                },  # Megatron has no post norms
                 "real_parameters": real_parameters(geometry, layout),
                 "coordinates": vars(coordinates),
                 "real_coordinates": real_coordinates,

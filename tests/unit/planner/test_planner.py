@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
 
@@ -27,6 +28,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from megatron_rl.preflight import LAYOUTS, PLAN, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
+from parallel.families import FAMILIES
 from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
@@ -103,6 +105,19 @@ def test_the_engine_holds_what_the_sync_plan_writes():
     rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
     assert memory.count_sync_quantization(rollout, Candidate(Layout()), 0) == memory.count_trainer_memory(job(), Layout(), 0).blocks
     assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
+    """Of four layers, with experts and without; the engine's vocabulary of 384 rows needs no padding."""
+    changes = {"mlp_only_layers": []} if "mlp_only_layers" in ARCHITECTURES[family] else {}
+    model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
+    workload = replace(job(), model=model)
+    plan = SyncPlan.make(model, Layout(), (1, 1), workload.contract, 1 << 28)
+    assert memory.count_engine_weights(workload, 1, 1) == sum(map(plan.count_bytes, plan.transfers))
+    values = sum(tensor.rows * tensor.cols for tensor in model.tensors().values() if tensor.role != "router_bias")
+    assert memory.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
+    assert 0 < roofline.count_flops_per_token(workload)[0] <= 2 * values
 
 
 def test_activations_shrink_with_tensor_parallelism_and_recomputation():
