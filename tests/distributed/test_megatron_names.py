@@ -146,9 +146,7 @@ def describe_rank() -> list[dict[str, Any]]:
         }
         cases.append(
             {
-                "parameters": {
-                    shard.name: list(shard.shape) for shard in shards if "_bda." not in shard.name
-                },  # Megatron has no post norms
+                "parameters": {shard.name: list(shard.shape) for shard in shards if "_bda." not in shard.name},  # post norms are ours
                 "real_parameters": real_parameters(geometry, layout),
                 "coordinates": vars(coordinates),
                 "real_coordinates": real_coordinates,
