@@ -63,7 +63,7 @@ def write_report(run_dir: Path) -> Path:
         **_draw_plots(rows, declared),
         causes=_list_causes(rows),
         evaluations=summarize_evaluations(run_dir),
-        table=_list_metrics(rows, declared),
+        metrics=_list_metrics(rows, declared),
         samples=_choose_samples(samples),
         graph=_read_text(run_dir / "graph.svg"),
         log=visible("\n".join(_read_text(run_dir / "run.log").splitlines()[-_LOG_LINES:])),
