@@ -54,15 +54,10 @@ class MicroBatch:
         moved: dict[str, Any] = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return replace(self, **moved)
 
-    def iter_target_positions(self, samples: list[TrainingSample]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield (index of the sample, int64 [A]: positions in the row whose targets are its sampled tokens)."""
-        for index, start in zip(self.sample_indices, accumulate(self.lengths, initial=0), strict=False):
-            yield index, start + samples[index].target_positions
-
     def split_by_sample(self, values: torch.Tensor, samples: list[TrainingSample]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield (index of the sample, values [A] of its sampled tokens); `values` [1, t] is aligned with `targets`."""
-        for index, positions in self.iter_target_positions(samples):
-            yield index, values[0, positions]
+        for index, start in zip(self.sample_indices, accumulate(self.lengths, initial=0), strict=False):
+            yield index, values[0, start + samples[index].target_positions]
 
     def average_by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """Return, at every position, the mean of `values` over the targets of its sample; [1, t] to [1, t], with gradient."""

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls
+from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls, run_command
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 
@@ -182,10 +180,7 @@ def inspect_apex() -> DiagnosisRow:
 
 def find_version(names: tuple[str, ...]) -> str | None:
     """Return the version of the first of these distributions that is installed."""
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
+    return next(filter(None, map(requirements.find_version, names)), None)
 
 
 def find_memory_gib() -> float:
@@ -209,7 +204,7 @@ def find_driver() -> str | None:
 @functools.cache
 def _query_gpus() -> list[str]:
     """Return "name, memory, driver" of each GPU, as nvidia-smi reports them."""
-    return (_run("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or "").splitlines()
+    return (run_command("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader") or "").splitlines()
 
 
 def find_commit() -> str | None:
@@ -217,9 +212,9 @@ def find_commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").exists():  # an installed wheel: an enclosing checkout is another project's
         return None
-    if (short := _run("git", "-C", str(root), "rev-parse", "--short", "HEAD")) is None:
+    if (short := run_command("git", "-C", str(root), "rev-parse", "--short", "HEAD")) is None:
         return None
-    return short + ("+changes" if _run("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
+    return short + ("+changes" if run_command("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def find_cuda_build() -> str | None:
@@ -229,11 +224,3 @@ def find_cuda_build() -> str | None:
     except ImportError:
         return None
     return torch.version.cuda
-
-
-def _run(*command: str) -> str | None:
-    """Return what a short command prints; None where it fails or is not installed."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from packaging.utils import canonicalize_name
+
 from megatron_rl.precision.backends.requirements import MIN_CUDA, find_nvcc, parse_version
 
 INSTALL = "bash launch/install_gpu.sh"
@@ -51,7 +53,7 @@ def find_pitfalls(cuda: str | None, driver: str | None) -> list[Pitfall]:
 
 def list_distributions() -> dict[str, str]:
     """Return the version of every distribution by its normalized name."""
-    return {_normalize(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
+    return {canonicalize_name(dist.name): dist.version for dist in importlib.metadata.distributions() if dist.name}
 
 
 def check_scale_variable(environment: Mapping[str, str]) -> Pitfall | None:
@@ -149,7 +151,7 @@ def read_engine_pins() -> dict[str, str]:
 def parse_pins(requirements: Sequence[str]) -> dict[str, str]:
     """Return `{"torch": "2.14.1"}` for `["torch==2.14.1", "numpy", ...]`."""
     matches = (re.match(r"([\w.-]+)(?:\[[^]]*\])?==([\w.]+)", text) for text in requirements if "extra ==" not in text)
-    return {_normalize(match[1]): match[2] for match in matches if match and _normalize(match[1]) in ENGINE_PINS}
+    return {canonicalize_name(match[1]): match[2] for match in matches if match and canonicalize_name(match[1]) in ENGINE_PINS}
 
 
 def check_engine_pins(versions: Versions, pins: Mapping[str, str]) -> list[Pitfall]:
@@ -186,13 +188,13 @@ def read_nvcc_release(home: str | None) -> str | None:
     if home is None:
         return None
     path = Path(home, "bin", "nvcc") if Path(home).is_dir() else Path(home)
-    try:
-        output = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    match = re.search(r"release ([\d.]+)", output)
+    match = re.search(r"release ([\d.]+)", run_command(str(path), "--version") or "")
     return match[1] if match else None
 
 
-def _normalize(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def run_command(*command: str) -> str | None:
+    """Return what a short command prints; None where it fails or is not installed."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -24,7 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import EvalCheckpoint, check_checkpoint
-from megatron_rl.evaluation.sampling import CompletionsFile, sample
+from megatron_rl.evaluation.sampling import append_completions, sample
 from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.hf.tokenizer import load_tokenizer
@@ -77,10 +77,11 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
 
     Raises UserError before an engine starts, RunError if one fails; completions that were scored by then stay in completions.jsonl.
     """
-    request.list_ks()  # raises UserError
+    ks = request.list_ks()
     if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
-    _check_output(request.output)
+    if request.output is not None and request.output.exists() and (not request.output.is_dir() or any(request.output.iterdir())):
+        raise UserError("--output", str(request.output), "exists already and is no empty folder", "name a new folder")
     check(Facts.here(config), EVAL)
     checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
@@ -90,9 +91,9 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])
     started = datetime.now().astimezone().isoformat(timespec="seconds")
-    tallies, seconds = _sample(config, request, checkpoints, problems, folder)
+    sampling = SamplingParams(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
+    tallies, seconds = _sample(config, sampling, request.samples, checkpoints, problems, folder)
     ended = datetime.now().astimezone().isoformat(timespec="seconds")
-    ks, sampling = request.list_ks(), _sampling_params(config, request)
     settings = {"samples": request.samples, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
     results = {
         "schema": SCHEMA,
@@ -122,15 +123,6 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     return folder
 
 
-def _sampling_params(config: Config, request: EvalRequest) -> SamplingParams:
-    return SamplingParams(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
-
-
-def _check_output(output: Path | None) -> None:
-    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError("--output", str(output), "exists already and is no empty folder", "name a new folder")
-
-
 def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalCheckpoint) -> Path:
     """Make and return the folder of the results: --output; else RUN_DIR/eval/step_N for a run's checkpoint; LOG.DIR/eval/NAME."""
     try:
@@ -143,11 +135,11 @@ def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalC
 
 
 def _sample(
-    config: Config, request: EvalRequest, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
+    config: Config, sampling: SamplingParams, samples: int, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
     """Return, for each checkpoint, the tallies of all problems and the seconds that sampling and scoring took."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
-    total = len(problems) * request.samples
+    total = len(problems) * samples
     with ExitStack() as resources:
         display = ProgressDisplay(len(checkpoints) * total)
         resources.callback(display.close)
@@ -157,16 +149,15 @@ def _sample(
         models = {name: checkpoint.prepare(config, temporary / name) for name, checkpoint in checkpoints.items()}
         scorer = resources.enter_context(Scorer(config.reward, display.print_line))
         environments = None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
-        file = CompletionsFile(folder / "completions.jsonl")
-        resources.callback(file.close)
-        sampling, chunk = _sampling_params(config, request), config.rollout.max_running_requests * config.rollout.engines
+        file = resources.enter_context((folder / "completions.jsonl").open("a", encoding="utf-8"))
+        chunk = config.rollout.max_running_requests * config.rollout.engines
         tallies: dict[str, list[Tally]] = {}
         seconds: dict[str, float] = {}
         done = 0
 
         def record(name: str, scored: Any) -> None:
             nonlocal done
-            file.append(name, scored)
+            append_completions(file, name, scored)
             done += len(scored)
             display.set_step(done)
 
@@ -179,7 +170,7 @@ def _sample(
                 display.set_phase(name)
                 start, sampler = time.perf_counter(), MultiTurnSampler(engine, load_tokenizer(checkpoint.tokenizer), environments)
                 record_chunk = partial(record, name)
-                tallies[name] = sample(sampler, scorer, problems, request.samples, sampling, config.train.seed, chunk, record_chunk)
+                tallies[name] = sample(sampler, scorer, problems, samples, sampling, config.train.seed, chunk, record_chunk)
                 seconds[name] = time.perf_counter() - start
                 display.print_line(f"{name}: {total} completions in {seconds[name]:.1f} s")
             finally:

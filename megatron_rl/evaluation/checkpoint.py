@@ -50,8 +50,7 @@ class EvalCheckpoint:
         if self.loads_directly:
             return self.folder
         if self.step is None:
-            precision = config.precision
-            convert(self.folder, temporary, {"mode": precision.mode, "high": precision.high, "scale_format": precision.scale_format})
+            convert(self.folder, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
             return temporary
         from megatron_rl.mcore.load_weights import collect_named_tensors
         from megatron_rl.mcore.model import stop_megatron

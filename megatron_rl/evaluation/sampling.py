@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
+from typing import IO
 
 from megatron_rl.evaluation.tallies import Outcome, Tally
 from megatron_rl.rewards.scorer import Scorer
@@ -25,37 +25,28 @@ _Job = tuple[int, int]
 """(index of the problem, number of the completion among the problem's)."""
 
 
-class CompletionsFile:
-    """`completions.jsonl`: one completion a line, {side, problem, level, sample, prompt, text, answer, gold, correct, reward, tokens,
-    finish_reason, error}. Every chunk is on the disk when `append` returns."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
-
-    def append(self, side: str, scored: Sequence[tuple[Problem, int, Outcome]]) -> None:
-        """`scored`: (problem, number of the completion among the problem's, completion)."""
-        for problem, sample, outcome in scored:
-            row = {
-                "side": side,
-                "problem": problem.id,
-                "level": problem.level,
-                "sample": sample,
-                "prompt": problem.prompt,
-                "text": outcome.text,
-                "answer": outcome.answer(problem),
-                "gold": problem.answer,
-                "correct": outcome.reward.correct,
-                "reward": outcome.reward.value,
-                "tokens": outcome.tokens,
-                "finish_reason": outcome.finish_reason,
-                "error": outcome.reward.error,
-            }
-            self._file.write(json.dumps(row) + "\n")  # ASCII: a completion may hold half a surrogate pair
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+def append_completions(file: IO[str], side: str, scored: Sequence[tuple[Problem, int, Outcome]]) -> None:
+    """Write lines of `completions.jsonl`, one a completion; they are on the disk when this returns. `scored`: (problem, number of the
+    completion among the problem's, completion)."""
+    for problem, sample, outcome in scored:
+        row = {
+            "side": side,
+            "problem": problem.id,
+            "level": problem.level,
+            "sample": sample,
+            "prompt": problem.prompt,
+            "text": outcome.text,
+            "answer": outcome.answer(problem),
+            "gold": problem.answer,
+            "correct": outcome.reward.correct,
+            "reward": outcome.reward.value,
+            "tokens": outcome.tokens,
+            "finish_reason": outcome.finish_reason,
+            "error": outcome.reward.error,
+        }
+        file.write(json.dumps(row) + "\n")  # ASCII: a completion may hold half a surrogate pair
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sample(

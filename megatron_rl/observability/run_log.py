@@ -42,11 +42,8 @@ class RunLog:
         self.dir = folder
         self._run = run
         self._total_steps = int(run["config"].get("train", {}).get("steps", 0))
-        lock = _lock_folder(folder)
-        self._files: dict[str, IO[str]] = {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
-        # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
-        self._files["run.log"] = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
-        self._files["lock"] = lock
+        self._files = {"run.log": _open_log(folder)}
+        self._files |= {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         self._write_run()
         self._display = ProgressDisplay(self._total_steps)
         self._trackers = Trackers(self.write_event)
@@ -208,9 +205,10 @@ def _describe_launch(config: dict[str, Any], versions: dict[str, str]) -> dict[s
     return {"status": "running", "reason": "", "ended": None, **process, "versions": versions, "config": config}
 
 
-def _lock_folder(folder: Path) -> IO[str]:
-    """Return an open file that locks the folder until it is closed or this process ends in any way; some file systems have no locks."""
-    file = (folder / "run.log").open("a")
+def _open_log(folder: Path) -> IO[str]:
+    """Return run.log, which locks the folder until it is closed or this process ends in any way; some file systems have no locks."""
+    # A completion may hold half a surrogate pair, which UTF-8 refuses; a log line is no reason to stop a run.
+    file = (folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

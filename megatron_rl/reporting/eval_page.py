@@ -8,15 +8,7 @@ from typing import Any
 
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl
-from megatron_rl.reporting.eval_text import (
-    format_estimates,
-    format_group,
-    format_p_value,
-    format_points,
-    list_columns,
-    list_widest_columns,
-    summarize,
-)
+from megatron_rl.reporting.eval_text import format_difference, format_estimates, format_row, list_columns, list_widest_columns, summarize
 from megatron_rl.reporting.formatting import format_duration, format_toml, format_value
 from megatron_rl.reporting.plots import Curve, render_curves
 from megatron_rl.reporting.report import SummaryTile, render_page
@@ -29,14 +21,15 @@ def write_page(folder: Path) -> Path:
     """Write `folder/eval.html` from its eval.json and completions.jsonl; return its path."""
     results = json.loads((folder / "eval.json").read_text())
     rows, _ = read_jsonl(folder / "completions.jsonl")
+    columns = list_columns(results)
     page = render_page(
         "eval.html.j2",
         results=results,
         headline=summarize(results),
         tiles=_make_tiles(results),
-        titles=[title for title, _, _ in list_columns(results)],
-        sides=[(name, side["path"], [_format_row(results, row) for row in side["table"]]) for name, side in results["sides"].items()],
-        comparison=[_format_difference(results, row) for row in results["comparison"]],
+        titles=[title for title, _, _ in columns],
+        sides=[(name, side["path"], [format_row(row, columns) for row in side["table"]]) for name, side in results["sides"].items()],
+        comparison=[format_difference(row, columns) for row in results["comparison"]],
         picture=_draw_curves(results),
         samples=_spread([row for row in rows if row.get("side") == "checkpoint" and row.get("sample") == 0]),
         origin="How it was measured",
@@ -67,24 +60,6 @@ def _make_tiles(results: dict[str, Any]) -> list[SummaryTile]:
         SummaryTile("Without verdict", f"{errors}", "completions; they count as wrong", good=not errors),
         SummaryTile("Time", format_duration(side["seconds"]), work),
     ]
-
-
-def _format_row(results: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "name": format_group(row),
-        "problems": row["problems"],
-        "estimates": format_estimates(row, list_columns(results)),
-        "reward": format_value(row["reward"], "number"),
-        "tokens": format_value(row["tokens"]["mean"], "number"),
-        "truncated": format_value(row["truncated"], "share"),
-        "errors": row["errors"],
-    }
-
-
-def _format_difference(results: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
-    estimates = format_estimates(row, list_columns(results), format_points)
-    counts = {"better": row["better"], "worse": row["worse"], "equal": row["problems"] - row["better"] - row["worse"]}
-    return {"name": format_group(row), "estimates": estimates, "p": format_p_value(row["p"]), **counts}
 
 
 def _draw_curves(results: dict[str, Any]) -> str:

@@ -8,15 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.reporting.eval_text import (
-    format_estimates,
-    format_group,
-    format_p_value,
-    format_points,
-    list_widest_columns,
-    summarize,
-)
-from megatron_rl.reporting.formatting import format_value
+from megatron_rl.reporting.eval_text import format_difference, format_row, list_widest_columns, summarize
 
 
 def print_results(results: dict[str, Any]) -> None:
@@ -26,18 +18,15 @@ def print_results(results: dict[str, Any]) -> None:
     titles = [title for title, _, _ in columns]
     for name, side in results["sides"].items():
         table = _make_table(f"{name}: {side['path']}", ["count", *titles, "tokens", "cut"])
-        for row in side["table"]:
-            estimates = map(_break_line, format_estimates(row, columns))
-            tokens, truncated = format_value(row["tokens"]["mean"], "number"), format_value(row["truncated"], "share")
-            table.add_row(format_group(row), str(row["problems"]), *estimates, tokens, truncated)
+        for line in (format_row(row, columns) for row in side["table"]):
+            table.add_row(line["name"], line["problems"], *_break_lines(line["estimates"]), line["tokens"], line["truncated"])
         console.print(table)
         if errors := side["table"][0]["errors"]:
             console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
     if results["comparison"]:
         table = _make_table("checkpoint less baseline, in points", [*titles, "p", "up", "down"])
-        for row in results["comparison"]:
-            estimates = map(_break_line, format_estimates(row, columns, format_points))
-            table.add_row(format_group(row), *estimates, format_p_value(row["p"]), str(row["better"]), str(row["worse"]))
+        for line in (format_difference(row, columns) for row in results["comparison"]):
+            table.add_row(line["name"], *_break_lines(line["estimates"]), line["p"], line["better"], line["worse"])
         console.print(table)
     console.print(summarize(results), soft_wrap=True)
 
@@ -51,6 +40,6 @@ def _make_table(title: str, numbers: list[str]) -> Table:
     return table
 
 
-def _break_line(estimate: str) -> str:
-    """Put the interval below its value."""
-    return estimate.replace(" (", "\n(")
+def _break_lines(estimates: list[str]) -> list[str]:
+    """Put each interval below its value."""
+    return [estimate.replace(" (", "\n(") for estimate in estimates]

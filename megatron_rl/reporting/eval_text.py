@@ -57,6 +57,26 @@ def format_estimates(row: dict[str, Any], columns: Sequence[Column], form: Calla
     return [form(row[kind][k] if k else row[kind]) for _, kind, k in columns]
 
 
+def format_row(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
+    """Return a row of a side's table as text."""
+    return {
+        "name": format_group(row),
+        "problems": str(row["problems"]),
+        "estimates": format_estimates(row, columns),
+        "reward": format_value(row["reward"], "number"),
+        "tokens": format_value(row["tokens"]["mean"], "number"),
+        "truncated": format_value(row["truncated"], "share"),
+        "errors": str(row["errors"]),
+    }
+
+
+def format_difference(row: dict[str, Any], columns: Sequence[Column]) -> dict[str, Any]:
+    """Return a row of the comparison as text."""
+    counts = {"better": row["better"], "worse": row["worse"], "equal": row["problems"] - row["better"] - row["worse"]}
+    texts = {"name": format_group(row), "estimates": format_estimates(row, columns, format_points), "p": format_p_value(row["p"])}
+    return texts | {name: str(count) for name, count in counts.items()}
+
+
 def summarize(results: dict[str, Any]) -> str:
     """Return the result in one sentence."""
     overall = results["sides"]["checkpoint"]["table"][0]

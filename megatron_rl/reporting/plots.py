@@ -238,16 +238,8 @@ def _draw_phases(ax: Axes, rows: Rows, panel: Panel) -> None:
             seconds[index] = float(row.get(name) or 0.0) if name else max(0.0, step_seconds - bottom[index])
         if any(seconds):
             top = [low + height for low, height in zip(bottom, seconds, strict=True)]
-            ax.stairs(
-                top,
-                edges,
-                baseline=bottom,
-                fill=True,
-                facecolor=_SERIES[number % len(_SERIES)],
-                edgecolor=_PAPER,
-                linewidth=0.4,
-                label=phase,
-            )
+            color = _SERIES[number % len(_SERIES)]
+            ax.stairs(top, edges, baseline=bottom, fill=True, facecolor=color, edgecolor=_PAPER, linewidth=0.4, label=phase)
             bottom = top
     _add_legend(ax)
 

@@ -11,6 +11,7 @@ import random
 
 import pytest
 import torch
+from support.micro_batches import iter_target_positions
 
 from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.kl import k3
@@ -123,7 +124,7 @@ def run(
     for batch in make_micro_batches(sequences, most):
         batch = exact_weights(in_float64(batch), sequences)
         values = torch.full(batch.mask.shape, elsewhere, dtype=torch.float64)
-        for index, places in batch.iter_target_positions(sequences):
+        for index, places in iter_target_positions(batch, sequences):
             values[0, places] = torch.tensor(logprobs[index], dtype=torch.float64)
         values.requires_grad_()
         loss, sums = PolicyLoss(config)(values, batch)
@@ -139,7 +140,7 @@ def run(
 def exact_weights(batch: MicroBatch, sequences: list[TrainingSample]) -> MicroBatch:
     """The weights as Python floats hold them; the tensors of a batch are float32."""
     exact = torch.zeros_like(batch.loss_weights)
-    for index, places in batch.iter_target_positions(sequences):
+    for index, places in iter_target_positions(batch, sequences):
         exact[0, places] = sequences[index].loss_weight
     torch.testing.assert_close(batch.loss_weights, exact, rtol=1e-7, atol=0)
     return dataclasses.replace(batch, loss_weights=exact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.micro_batches import iter_target_positions
 
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.packing import context_parallel_positions, pack
@@ -52,7 +53,7 @@ def test_a_row_is_the_sequences_end_to_end_shifted_by_one(samples, most, multipl
 def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, most):
     for batch in make_micro_batches(samples, most):
         known = torch.zeros_like(batch.mask)
-        for index, places in batch.iter_target_positions(samples):
+        for index, places in iter_target_positions(batch, samples):
             known[0, places] = index + 1
         assert torch.equal(batch.mask, (known > 0).float())
         for index, sequence in enumerate(samples):

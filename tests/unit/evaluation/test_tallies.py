@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 
 import pytest
 
 from megatron_rl.errors import RunError
-from megatron_rl.evaluation.sampling import CompletionsFile, sample
+from megatron_rl.evaluation.sampling import append_completions, sample
 from megatron_rl.evaluation.tallies import Outcome, Tally, build_table, compare_tallies, group_tallies
 from megatron_rl.reporting.eval_page import write_page
 from megatron_rl.reporting.eval_text import format_points, list_columns, summarize, summarize_evaluations
@@ -113,13 +114,11 @@ class Letters:
 
 
 def run(letters: Letters, path, problems: int = 5, samples: int = 3, chunk: int = 4) -> list[Tally]:
-    file = CompletionsFile(path)
-    try:
-        asked = [problem(number, answer="1") for number in range(problems)]
-        turns = MultiTurnSampler(letters, letters)
-        return sample(turns, letters, asked, samples, SamplingParams(1.0, 8), 0, chunk, lambda scored: file.append("checkpoint", scored))
-    finally:
-        file.close()
+    asked = [problem(number, answer="1") for number in range(problems)]
+    turns = MultiTurnSampler(letters, letters)
+    with path.open("a") as file:
+        record = functools.partial(append_completions, file, "checkpoint")
+        return sample(turns, letters, asked, samples, SamplingParams(1.0, 8), 0, chunk, record)
 
 
 def test_every_problem_gets_its_own_completions(tmp_path):
@@ -151,9 +150,8 @@ def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
     }  # fmt: skip
     folder.mkdir(parents=True)
     (folder / "eval.json").write_text(json.dumps(page))
-    file = CompletionsFile(folder / "completions.jsonl")
-    file.append("checkpoint", [(problem(number), 0, outcome(HOSTILE)) for number in range(20)])
-    file.close()
+    with (folder / "completions.jsonl").open("a") as file:
+        append_completions(file, "checkpoint", [(problem(number), 0, outcome(HOSTILE)) for number in range(20)])
     return page
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.micro_batches import iter_target_positions
 
 from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.policy_loss import PolicyLoss
@@ -23,7 +24,7 @@ def test_sapo_is_its_formula(taus):
     config = AlgorithmConfig(loss=SAPO, loss_settings=taus)
     (batch,) = make_micro_batches(samples, 8)
     logprobs = torch.zeros_like(batch.mask)
-    for _, positions in batch.iter_target_positions(samples):
+    for _, positions in iter_target_positions(batch, samples):
         logprobs[0, positions] = torch.tensor(new)
     loss, sums = PolicyLoss(config)(logprobs.requires_grad_(), batch)
     by_hand = 0.0
