@@ -39,7 +39,8 @@ class FormulaInputs:
 
     @cached_property
     def sequence_parallel(self) -> bool:
-        return self.job.uses_sequence_parallel(self.layout.tp)
+        """Tensor parallel ranks share the tokens in norms and residuals; Megatron's experts require it."""
+        return self.layout.tp > 1 and (self.job.model.experts is not None or self.job.config.train.layout.sequence_parallel)
 
     @cached_property
     def rows(self) -> float:

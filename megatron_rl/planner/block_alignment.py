@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_rl.planner.candidate import Candidate, Workload
 from parallel.formats import TensorFormat
 from parallel.layout_hints import keep_one_layer_per_kind
-from parallel.megatron_shards import build_megatron_shards
+from parallel.megatron_shards import build_trainer_shards
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard, find_misaligned_region
 
@@ -32,10 +32,7 @@ class ParameterAlignment:
 def check_alignment(job: Workload, candidate: Candidate) -> list[ParameterAlignment]:
     """Return both sides' parameters. Raise GeometryError where a layout does not divide the model."""
     model, format_of = keep_one_layer_per_kind(job.model), job.contract.format_of
-    train = replace(candidate.train, pp=1, vpp=1)
-    trainer = (
-        build_megatron_shards(model, train, train.coordinates(rank), format_of=format_of) for rank in range(train.tp * train.cp * train.dp)
-    )
+    trainer = build_trainer_shards(model, replace(candidate.train, pp=1, vpp=1), format_of=format_of).values()
     engine = build_engine_shards(model, candidate.rollout_tp, candidate.rollout_ep).values()
     return _align_side(job, "trainer", trainer) + _align_side(job, "engine", engine)
 

@@ -29,26 +29,13 @@ class Workload:
     model: ModelGeometry
     config: Config
     hf_config: Mapping[str, Any]
-    max_positions: int
-    """Longest sequence that the model accepts."""
-    sharded_optimizer: bool = False
-    """Replicas share masters and moments (Megatron's distributed optimizer)."""
-    dense_sequence_parallel: bool = False
-    """Tensor parallel ranks of a dense model share the tokens in norms and residuals (sequence parallelism)."""
 
     @classmethod
     def from_config(cls, config: Config, hf_config: Mapping[str, Any]) -> Workload:
         """Raise UserError where the configuration does not fit the model, whatever the layouts."""
         facts = Facts(config, hf_config)
         check(facts, PLAN)
-        return cls(
-            facts.model,
-            config,
-            hf_config,
-            max_positions=int(hf_config.get("max_position_embeddings", 0)),
-            sharded_optimizer=config.train.distributed_optimizer,
-            dense_sequence_parallel=config.train.layout.sequence_parallel,
-        )
+        return cls(facts.model, config, hf_config)
 
     @cached_property
     def contract(self) -> PrecisionContract:
@@ -68,28 +55,16 @@ class Workload:
         return self.config.rollout.prompts_per_step * self.config.rollout.group_size
 
     @property
-    def max_sequence(self) -> int:
-        return self.config.longest_sequence
-
-    @property
-    def mean_answer(self) -> float:
-        return MEAN_LENGTH_SHARE * self.config.rollout.max_new_tokens
-
-    @property
     def mean_sequence(self) -> float:
-        return MEAN_LENGTH_SHARE * self.max_sequence
+        return MEAN_LENGTH_SHARE * self.config.longest_sequence
 
     def tokens_per_rank(self, cp: int) -> float:
         """Tokens of a rank in the largest micro-batch: the configured bound, or its part of a single longer sequence."""
-        return max(self.config.train.micro_batch_tokens, self.max_sequence / cp)
+        return max(self.config.train.micro_batch_tokens, self.config.longest_sequence / cp)
 
     @property
     def top_k(self) -> int:
         return self.model.experts.top_k if self.model.experts else 0
-
-    def uses_sequence_parallel(self, tp: int) -> bool:
-        """Return whether ranks share the tokens; Megatron's experts require it beside tensor parallelism."""
-        return tp > 1 and (self.model.experts is not None or self.dense_sequence_parallel)
 
 
 @dataclass(frozen=True)
@@ -144,8 +119,8 @@ class Candidate:
 
     def facts(self, job: Workload, cluster: Cluster) -> Facts:
         """Return what the rules of the preflight are to look at."""
-        facts = Facts(job.config, job.hf_config, trainer=self.train, rollout=self.rollout)
-        return replace(facts, geometry=job.model, node_gpus=cluster.gpus_per_node)
+        gpus = cluster.gpus_per_node
+        return Facts(job.config, job.hf_config, geometry=job.model, trainer=self.train, rollout=self.rollout, node_gpus=gpus)
 
     @property
     def gpus(self) -> int:

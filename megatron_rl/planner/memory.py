@@ -112,7 +112,7 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert beside it
         return RankMemory(weights=8 * size)
     replicas = 1
-    if job.sharded_optimizer:
+    if job.config.train.distributed_optimizer:
         replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
     format = job.contract.trainer_format_of(shard.role)
     weight = FP32 if format.quantized else format
@@ -172,5 +172,5 @@ def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
 def count_kv_cache(job: Workload, candidate: Candidate) -> int:
     """Return the bytes of `rollout.max_total_tokens` on an engine rank, and of SGLang's int32 table of each request's token slots."""
     rollout = job.config.rollout
-    table = 4 * rollout.max_running_requests * job.max_positions
+    table = 4 * rollout.max_running_requests * int(job.hf_config.get("max_position_embeddings", 0))
     return rollout.max_total_tokens * count_kv_bytes_per_token(job, candidate.rollout_tp) + table

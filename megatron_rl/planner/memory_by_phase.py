@@ -7,7 +7,6 @@ everything. The largest GPU of a phase decides: pipeline stages differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -101,8 +100,3 @@ def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
 def usable_bytes(cluster: Cluster) -> float:
     """Return the bytes of a GPU that a plan may fill."""
     return cluster.gpu.memory * (1 - RESERVED_SHARE)
-
-
-def spare_bytes(gpus: Sequence[PhaseMemory], cluster: Cluster) -> float:
-    """Return the bytes left on the fullest GPU; negative where it does not fit."""
-    return usable_bytes(cluster) - max(gpu.total for gpu in gpus)

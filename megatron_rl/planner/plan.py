@@ -63,7 +63,7 @@ def make_plan(config: Config, options: PlanOptions) -> Plan:
             chosen = _estimate_configured(planner)
         except UserError as error:
             refusal = error
-    search = planner.search(("colocated", "disaggregated"), max(options.top, 1))
+    search = planner.search(max(options.top, 1))
     if chosen is None:
         if not search.ranked:  # a mistake that no other layout mends
             raise refusal if refusal is not None and search.closest is None else _nothing_fits(cluster, search)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megatron_rl.planner import memory
-from megatron_rl.planner.candidate import Candidate, Workload
+from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Candidate, Workload
 from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 
@@ -129,7 +129,7 @@ def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -
     in_cache = max(1, int(rollout.max_total_tokens / job.mean_sequence))
     running = min(share, rollout.max_running_requests, in_cache)
     decode = _estimate_decode_step(job, candidate, cluster, running)
-    tokens = max(share / running * job.mean_answer, rollout.max_new_tokens)
+    tokens = max(share / running * (MEAN_LENGTH_SHARE * rollout.max_new_tokens), rollout.max_new_tokens)
     linear, rest = count_flops_per_token(job)
     prompts = share / rollout.group_size * job.config.data.max_prompt_tokens  # a group's prompt is read once at best
     return tokens * decode + prompts * (linear + rest) / (tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)

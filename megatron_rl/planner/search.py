@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.planner.candidate import Candidate, Placement, Workload
 from megatron_rl.planner.hardware import GIB, Cluster
-from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memory, spare_bytes
+from megatron_rl.planner.memory_by_phase import PhaseMemory, estimate_phase_memory, usable_bytes
 from megatron_rl.planner.roofline import StepTime, estimate_step_time
 from megatron_rl.planner.sync_traffic import SyncTraffic, estimate_sync_traffic
 from megatron_rl.preflight import LAYOUTS, PLAN, Needs, find_mistakes
@@ -68,15 +68,14 @@ class Planner:
     def estimate(self, candidate: Candidate) -> CandidateEstimate:
         """Return memory and seconds, without the sync. Raise GeometryError where a layout does not divide the model."""
         memory = tuple(estimate_phase_memory(self.job, candidate))
-        return CandidateEstimate(
-            candidate, memory, spare_bytes(memory, self.cluster), estimate_step_time(self.job, candidate, self.cluster)
-        )
+        spare = usable_bytes(self.cluster) - max(gpu.total for gpu in memory)
+        return CandidateEstimate(candidate, memory, spare, estimate_step_time(self.job, candidate, self.cluster))
 
     def with_sync(self, estimate: CandidateEstimate) -> CandidateEstimate:
         traffic = estimate_sync_traffic(self.job, estimate.candidate, self.cluster)
         return replace(estimate, sync=traffic, seconds=replace(estimate.seconds, sync=traffic.seconds))
 
-    def search(self, placements: tuple[Placement, ...], count: int) -> SearchResult:
+    def search(self, count: int) -> SearchResult:
         """Return the `count` fastest, each training layout once, with its best engines.
 
         Only those get an estimate of the sync, which is a second beside minutes.
@@ -84,7 +83,7 @@ class Planner:
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], CandidateEstimate] = {}
         closest: CandidateEstimate | None = None
-        for candidate in self._candidates(placements):
+        for candidate in self._candidates():
             tried += 1
             try:
                 estimate = self.estimate(candidate)
@@ -114,15 +113,15 @@ class Planner:
                 return True
         return False
 
-    def _candidates(self, placements: tuple[Placement, ...]) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[Candidate]:
         total = self.cluster.gpus
-        for placement in placements:
-            shares = {total} if placement == "colocated" else {total * eighths // 8 for eighths in _ENGINE_EIGHTHS}
-            for engine_gpus in sorted(shares):
-                trainer_gpus = total if placement == "colocated" else total - engine_gpus
-                for rollout in self._rollouts(engine_gpus):
-                    for layout in self._layouts(trainer_gpus):
-                        yield Candidate(layout, *rollout, placement)
+        apart = sorted({total * eighths // 8 for eighths in _ENGINE_EIGHTHS})
+        shares: list[tuple[Placement, int, int]] = [("colocated", total, total)]
+        shares += [("disaggregated", total - engine_gpus, engine_gpus) for engine_gpus in apart]
+        for placement, trainer_gpus, engine_gpus in shares:
+            for rollout in self._rollouts(engine_gpus):
+                for layout in self._layouts(trainer_gpus):
+                    yield Candidate(layout, *rollout, placement)
 
     def _rollouts(self, gpus: int) -> Iterator[tuple[int, int, int]]:
         """Yield (tp, ep, engines) that use these GPUs, no engine over two nodes."""
@@ -143,7 +142,7 @@ class Planner:
 
     def _context_sizes(self, gpus: int) -> list[int]:
         """Return context parallel sizes; above 1 only where one sequence is longer than a micro-batch: elsewhere it only adds traffic."""
-        needed = self.job.max_sequence / self.job.config.train.micro_batch_tokens
+        needed = self.job.config.longest_sequence / self.job.config.train.micro_batch_tokens
         return [cp for cp in _powers(gpus) if cp < 2 * needed] if needed > 1 else [1]
 
     def _expert_layouts(self, layout: Layout) -> Iterator[Layout]:

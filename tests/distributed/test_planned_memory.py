@@ -27,9 +27,9 @@ HELD = [
 
 
 def job_of(name: str, precision: dict[str, str], sharded: bool = False) -> Workload:
-    short = {"data": {"max_prompt_tokens": 100}, "rollout": {"max_new_tokens": 100}}
+    short = {"train": {"distributed_optimizer": sharded}, "data": {"max_prompt_tokens": 100}, "rollout": {"max_new_tokens": 100}}
     config = Config.model_validate_json(json.dumps({"model": {"path": "x"}, "precision": precision, **short}))
-    return replace(Workload.from_config(config, ARCHITECTURES[name]), sharded_optimizer=sharded)
+    return Workload.from_config(config, ARCHITECTURES[name])
 
 
 @pytest.mark.parametrize("name, layout, precision, sharded", HELD, ids=[f"{name}-{layout}-{sharded}" for name, layout, _, sharded in HELD])

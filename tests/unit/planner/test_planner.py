@@ -44,11 +44,10 @@ def at_root(monkeypatch):
 
 
 def job(name: str = "Qwen3-8B", sharded: bool = False, **sections: object) -> Workload:
-    table = {"model": {"path": "x"}, "precision": {"backend": "transformer_engine"}, **sections}
     model = {"rope_theta": 1e6, "max_position_embeddings": 40960, **PUBLISHED[name]}
-    return replace(
-        Workload.from_config(Config.model_validate_json(json.dumps(table)), model), sharded_optimizer=sharded, dense_sequence_parallel=False
-    )
+    train = {"distributed_optimizer": sharded, "layout": {"sequence_parallel": "num_experts" in model}}
+    table = {"model": {"path": "x"}, "precision": {"backend": "transformer_engine"}, "train": train, **sections}
+    return Workload.from_config(Config.model_validate_json(json.dumps(table)), model)
 
 
 def test_a_dense_models_bytes_by_hand():
@@ -174,7 +173,7 @@ def test_shared_gpus_hold_by_turns():
 
 
 def test_the_search_ranks_what_fits_and_says_why():
-    results = Planner(job(), NODE).search(("colocated", "disaggregated"), 3)
+    results = Planner(job(), NODE).search(3)
     assert len(results.ranked) == 3 and results.tried > 50
     steps = [verdict.seconds.step for verdict in results.ranked]
     assert steps == sorted(steps) and all(verdict.fits for verdict in results.ranked)
