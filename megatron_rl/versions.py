@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import platform
 
@@ -11,8 +10,12 @@ _PACKAGES = ("megatron-rl", "torch", "megatron-core", "sglang", "transformers", 
 
 def collect_versions() -> dict[str, str]:
     """Return name -> version of Python and of every listed package that is installed."""
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    return {"python": platform.python_version()} | {package: version for package in _PACKAGES if (version := find_version(package))}
+
+
+def find_version(package: str) -> str | None:
+    """Return the installed version of a package, None without one."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -110,3 +110,15 @@ class Coordinates:
     ep: int = 0
     etp: int = 0
     edp: int = 0
+
+
+def format_numbers(noun: str, numbers: Sequence[int], dash: str) -> str:
+    """Return "ranks 0-2, 5" for the ranks or layers 0, 1, 2 and 5."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}{dash}{run[-1]}" for run in runs)
+    return f"{noun}{'s' * (len(numbers) != 1)} {text}"

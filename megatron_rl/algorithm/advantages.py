@@ -62,7 +62,8 @@ def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, gr
     rewards = [sample.reward for sample in samples]
     metrics = {}
     if config.kl_coef and config.kl_in == "reward":
-        kl = [_summed_kl(sample, config.kl_estimator) for sample in samples]
+        estimate = KL_ESTIMATORS[config.kl_estimator]
+        kl = [float(estimate(sample.reference_logprobs - sample.old_logprobs).sum()) for sample in samples]
         rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
         metrics[_KL] = sum(kl) / max(sum(sample.sampled_count for sample in samples), 1)
     counted = torch.tensor([not sample.excluded for sample in samples]).view(-1, group_size)
@@ -71,7 +72,3 @@ def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, gr
     for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
         sample.advantage = advantage
     return metrics
-
-
-def _summed_kl(sample: TrainingSample, estimator: str) -> float:
-    return float(KL_ESTIMATORS[estimator](sample.reference_logprobs - sample.old_logprobs).sum())

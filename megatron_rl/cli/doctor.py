@@ -23,6 +23,7 @@ from rich.table import Table
 from megatron_rl.cli.doctor_gpu import INSTALL, find_pitfalls, run_command
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
+from megatron_rl.versions import find_version
 
 TESTED = {"torch": "2.13.0", "megatron-core": "0.16.1", "sglang": "0.5.23"}
 """The versions that the project's tests ran with. Hooks reach into private names of the last two: another version may break them."""
@@ -114,7 +115,9 @@ def inspect_packages() -> list[DiagnosisRow]:
         ("triton", "SGLang's GPU kernels", ("triton",)),
     ]
     rows = [inspect_package(name) for name in NEEDED_PACKAGES]
-    rows += [DiagnosisRow(name, find_version(names) or "not installed", "", f"GPU only: {use}") for name, use, names in optional]
+    for name, use, names in optional:
+        version = next(filter(None, map(find_version, names)), "not installed")
+        rows.append(DiagnosisRow(name, version, "", f"GPU only: {use}"))
     return [*rows, inspect_apex()]
 
 
@@ -150,7 +153,7 @@ def inspect_pitfalls() -> list[DiagnosisRow]:
 
 def inspect_package(name: str) -> DiagnosisRow:
     """Return the row of a package: installed and of the tested version, installed but of another one, or missing."""
-    installed, cuda = find_version((name,)), find_cuda_build()
+    installed, cuda = find_version(name), find_cuda_build()
     if installed is None:
         return DiagnosisRow(name, "not installed", "missing", SETUP)
     version = installed.partition("+")[0]
@@ -172,15 +175,10 @@ def inspect_apex() -> DiagnosisRow:
         return DiagnosisRow("apex", "not installed", "", "GPU only: fused weight gradients; PyPI's `apex` is something else")
     folders = [Path(folder) for folder in spec.submodule_search_locations or []]
     if any((folder / part).is_dir() for folder in folders for part in ("optimizers", "normalization")):
-        return DiagnosisRow("apex", f"NVIDIA's, {find_version(('apex',)) or 'version unknown'}", "ok")
+        return DiagnosisRow("apex", f"NVIDIA's, {find_version('apex') or 'version unknown'}", "ok")
     return DiagnosisRow(
         "apex", "PyPI's web toolkit, not NVIDIA's", "warn", "pip uninstall apex; build NVIDIA's from github.com/NVIDIA/apex"
     )
-
-
-def find_version(names: tuple[str, ...]) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    return next(filter(None, map(requirements.find_version, names)), None)
 
 
 def find_memory_gib() -> float:

@@ -26,6 +26,7 @@ from typing import IO
 
 from megatron_rl.errors import RunError
 from megatron_rl.observability.files import replace_file
+from parallel.layout import format_numbers
 
 _MAX_INTERVAL = 30.0
 """Most seconds between two writes of a rank's file."""
@@ -213,7 +214,7 @@ def describe_ranks(statuses: Sequence[RankStatus], now: float, is_silent: Callab
         if not is_silent(status, now):
             by_location.setdefault(status.location, []).append(status)
     parts = [
-        f"{_format_ranks([status.rank for status in group])}: in {location} "
+        f"{format_numbers('rank', [status.rank for status in group], '-')}: in {location} "
         f"for {max(status.seconds + now - status.last_seen for status in group):.0f} s"
         for location, group in by_location.items()
     ]
@@ -224,18 +225,6 @@ def describe_ranks(statuses: Sequence[RankStatus], now: float, is_silent: Callab
         if is_silent(status, now)
     ]
     return "; ".join(parts)
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """ "ranks 0, 2-5" """
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
 
 
 def _status_file(folder: Path, rank: int) -> Path:

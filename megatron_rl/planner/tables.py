@@ -14,6 +14,7 @@ from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
+from megatron_rl.reporting.formatting import format_bytes
 
 if TYPE_CHECKING:
     from megatron_rl.planner.plan import Plan
@@ -86,14 +87,14 @@ def _alignment(plan: Plan) -> Table:
 def _sync(estimate: CandidateEstimate, cluster: Cluster) -> Table:
     traffic = estimate.sync
     assert traffic is not None
-    title = f"One sync: {_bytes(sum(traffic.total.values()))}, an estimated {traffic.seconds:.2g} s without the proof"
+    title = f"One sync: {format_bytes(sum(traffic.total.values()))}, an estimated {traffic.seconds:.2g} s without the proof"
     table = _table(title, ["link", "all GPUs", "busiest GPU", "bandwidth"])
     for link, name, rate in (
         ("same", "within a GPU", cluster.gpu.hbm),
         ("node", "NVLink, within a node", cluster.gpu.nvlink),
         ("network", "between nodes", NETWORK_BANDWIDTH),
     ):
-        table.add_row(name, _bytes(traffic.total[link]), _bytes(traffic.busiest[link]), f"{_bytes(rate)}/s")
+        table.add_row(name, format_bytes(traffic.total[link]), format_bytes(traffic.busiest[link]), f"{format_bytes(rate)}/s")
     return table
 
 
@@ -123,14 +124,6 @@ def _table(title: str, heads: list[str], text: bool = False) -> Table:
 
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size else ""
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

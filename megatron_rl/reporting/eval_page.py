@@ -10,7 +10,7 @@ from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl
 from megatron_rl.reporting.eval_text import format_difference, format_estimates, format_row, list_columns, list_widest_columns, summarize
 from megatron_rl.reporting.formatting import format_duration, format_toml, format_value
-from megatron_rl.reporting.plots import Curve, render_curves
+from megatron_rl.reporting.plots import render_curves
 from megatron_rl.reporting.report import SummaryTile, render_page
 
 _MAX_SAMPLES = 12
@@ -67,13 +67,12 @@ def _draw_curves(results: dict[str, Any]) -> str:
     ks = results["ks"]
     if len(ks) < 2:
         return ""
-    curves = []
+    curves = {}
     for name, side in results["sides"].items():
         for kind in ("pass", "maj"):
-            estimates = [side["table"][0][kind][str(k)] for k in ks]
             label = f"{kind}@k" + (f", {name}" if len(results["sides"]) > 1 else "")
-            curves.append(Curve(label, ks, *([estimate[bound] for estimate in estimates] for bound in ("value", "low", "high"))))
-    return render_curves("pass@k and maj@k", "k, completions that may be tried", curves)
+            curves[label] = [side["table"][0][kind][str(k)] for k in ks]
+    return render_curves("pass@k and maj@k", "k, completions that may be tried", ks, curves)
 
 
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
@@ -51,11 +51,6 @@ class Panel:
     draw: Callable[[Axes, Rows, Panel], None] | None = None
     series: tuple[tuple[str, str], ...] = ()  # (metric, label)
 
-    def find_series(self, rows: Rows) -> list[tuple[str, str]]:
-        """Return (metric, label) of the series that occur in these rows."""
-        present = {key for row in rows for key in row}
-        return [(key, label) for key, label in self.series if key in present]
-
 
 @dataclass(frozen=True)
 class Plot:
@@ -94,8 +89,8 @@ def finite_values(rows: Rows, key: str) -> list[float]:
 
 
 def render_svg(plot: Plot, rows: Rows) -> str:
-    """Return the plot as an inline `<svg>` element; "" if the rows have nothing for it."""
-    panels = [panel for panel in plot.panels if panel.find_series(rows)]
+    """Return the plot as an inline `<svg>` element; "" without any series. `rows` hold values of every series."""
+    panels = [panel for panel in plot.panels if panel.series]
     if not panels:
         return ""
 
@@ -112,28 +107,20 @@ def render_svg(plot: Plot, rows: Rows) -> str:
     return _render(draw, plot.title)
 
 
-@dataclass(frozen=True)
-class Curve:
-    """One curve of `render_curves`: shares at `xs`, each in a band from `lows` to `highs`."""
+def render_curves(title: str, xlabel: str, xs: Sequence[float], curves: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return shares over numbers `xs` that double, each in the band of its interval, as an inline `<svg>` element.
 
-    label: str
-    xs: Sequence[float]
-    shares: Sequence[float]
-    lows: Sequence[float]
-    highs: Sequence[float]
-
-
-def render_curves(title: str, xlabel: str, curves: Sequence[Curve]) -> str:
-    """Return shares over numbers that double, as an inline `<svg>` element."""
+    `curves`: label -> an estimate {value, low, high} for each of `xs`.
+    """
 
     def draw(figure: Figure) -> None:
         ax = figure.subplots()
-        for curve, color, dash, marker in zip(curves, _SERIES, _DASHES, _MARKERS, strict=False):
-            ax.fill_between(curve.xs, curve.lows, curve.highs, color=color, alpha=0.13, linewidth=0)
-            ax.plot(curve.xs, curve.shares, color=color, linestyle=dash, marker=marker, markersize=4.5, label=curve.label)
+        for (label, estimates), color, dash, marker in zip(curves.items(), _SERIES, _DASHES, _MARKERS, strict=False):
+            shares, lows, highs = ([estimate[bound] for estimate in estimates] for bound in ("value", "low", "high"))
+            ax.fill_between(xs, lows, highs, color=color, alpha=0.13, linewidth=0)
+            ax.plot(xs, shares, color=color, linestyle=dash, marker=marker, markersize=4.5, label=label)
         ax.set_xscale("log", base=2)
-        ticks = sorted({x for curve in curves for x in curve.xs})
-        ax.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        ax.set_xticks(xs, [f"{x:g}" for x in xs])
         ax.set_xlabel(xlabel)
         _add_legend(ax)
         _finish_axes(ax, Panel("correct", kind="share"))
@@ -162,8 +149,7 @@ def _render(draw: Callable[[Figure], None], title: str) -> str:
 
 
 def _draw_lines(ax: Axes, rows: Rows, panel: Panel) -> None:
-    series = panel.find_series(rows)
-    for number, (key, label) in enumerate(series):
+    for number, (key, label) in enumerate(panel.series):
         points = [(float(row["step"] or 0), row[key]) for row in rows if key in row]
         steps, values = [step for step, _ in points], [math.nan if value is None else float(value) for _, value in points]
         # The ninth line has the color of the first, and other dashes.
@@ -175,7 +161,7 @@ def _draw_lines(ax: Axes, rows: Rows, panel: Panel) -> None:
         if not_finite := [step for step, value in points if value is None]:
             style = {"color": _SERIES[color], "transform": ax.get_xaxis_transform(), "label": f"{label}: not finite"}
             ax.plot(not_finite, [0.03] * len(not_finite), "x", **style)
-    finite = [value for key, _ in series for value in finite_values(rows, key)]
+    finite = [value for key, _ in panel.series for value in finite_values(rows, key)]
     positive = [value for value in finite if value > 0]
     if panel.kind == "log" and positive:
         if min(finite) > 0:

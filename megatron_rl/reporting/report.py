@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, MetricValue, describe, read_declarations
+from megatron_rl.metrics import ROW_KEYS, STEP_SECONDS, Declarations, Metric, describe, read_declarations
 from megatron_rl.observability.console import proof_verdict
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl, read_run
@@ -23,7 +23,6 @@ from megatron_rl.reporting.eval_text import summarize_evaluations
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, format_value, visible
 from megatron_rl.reporting.plots import Rows, fill_sections, finite_values, render_svg
 
-MetricRow = dict[str, MetricValue]
 CAUSE_LABELS = {
     "kernels": "other kernels",
     "activations": "quantised activations",
@@ -79,7 +78,7 @@ def write_report(run_dir: Path) -> Path:
         raise UserError("RUN_DIR", str(run_dir), f"report.html cannot be written ({error.strerror})", "make the folder writable") from None
 
 
-def headline(rows: list[MetricRow]) -> str:
+def headline(rows: Rows) -> str:
     """Return the run in one sentence, with its numbers."""
     scores = [(int(row["step"] or 0), score) for row in rows if (score := row.get("eval/accuracy")) is not None]
     if not rows:
@@ -94,7 +93,7 @@ def headline(rows: list[MetricRow]) -> str:
     return f"Held-out accuracy {change} over {_count_steps(last_step - first_step)}."
 
 
-def _state(run: dict[str, Any], rows: list[MetricRow]) -> dict[str, str]:
+def _state(run: dict[str, Any], rows: Rows) -> dict[str, str]:
     """Return how the run ended: `status` for the page's style, `word` for the mark, `prefix` of the headline, `sentence` for the reader."""
     planned, done = (run.get("config") or {}).get("train", {}).get("steps"), int(rows[-1]["step"] or 0) if rows else 0
     progress = f"step {done} of {planned}" if planned else f"step {done}"
@@ -112,12 +111,12 @@ def _state(run: dict[str, Any], rows: list[MetricRow]) -> dict[str, str]:
     return {"status": "finished", "word": "✓ finished", "prefix": "", "sentence": f"The run finished at {progress}."}
 
 
-def _last_time(rows: list[MetricRow]) -> float | None:
+def _last_time(rows: Rows) -> float | None:
     """Return the Unix time at which the last row was written."""
     return max(finite_values(rows, "unix_time"), default=None)
 
 
-def _accuracy_tile(rows: list[MetricRow]) -> SummaryTile:
+def _accuracy_tile(rows: Rows) -> SummaryTile:
     scores = finite_values(rows, "eval/accuracy")
     if not scores:
         return SummaryTile("Held-out accuracy", "–", "not measured")
@@ -127,7 +126,7 @@ def _accuracy_tile(rows: list[MetricRow]) -> SummaryTile:
     return SummaryTile("Held-out accuracy", last, f"{first} at first, best {best}")
 
 
-def _proof_tile(rows: list[MetricRow]) -> SummaryTile:
+def _proof_tile(rows: Rows) -> SummaryTile:
     """Tell whether every recorded sync was proved: as many equal hashes as tensors."""
     name, syncs = "Sync proof", [row for row in rows if row.get("sync/tensors") is not None]
     if not syncs:
@@ -143,7 +142,7 @@ def _proof_tile(rows: list[MetricRow]) -> SummaryTile:
     return SummaryTile(name, "✓ all equal", scope)
 
 
-def _mismatch_tile(rows: list[MetricRow]) -> SummaryTile:
+def _mismatch_tile(rows: Rows) -> SummaryTile:
     means, largest = finite_values(rows, "mismatch/abs_mean"), finite_values(rows, "mismatch/abs_max")
     if not means:
         return SummaryTile("Mismatch |Δ log p|", "–", "not measured")
@@ -151,7 +150,7 @@ def _mismatch_tile(rows: list[MetricRow]) -> SummaryTile:
     return SummaryTile("Mismatch |Δ log p|", format_value(means[-1], "small"), f"mean of the last step, in nats{top}")
 
 
-def _speed_tile(rows: list[MetricRow]) -> SummaryTile:
+def _speed_tile(rows: Rows) -> SummaryTile:
     speeds = finite_values(rows, "tokens/per_second")
     if not speeds:
         return SummaryTile("Generation speed", "–", "not measured")
@@ -160,7 +159,7 @@ def _speed_tile(rows: list[MetricRow]) -> SummaryTile:
     return SummaryTile("Generation speed", f"{format_value(median(speeds), 'count')} tokens/s", note)
 
 
-def _time_tile(run: dict[str, Any], rows: list[MetricRow]) -> SummaryTile:
+def _time_tile(run: dict[str, Any], rows: Rows) -> SummaryTile:
     started = datetime.fromisoformat(run["started"]) if run.get("started") else None
     end = datetime.fromisoformat(run["ended"]).timestamp() if run.get("ended") else _last_time(rows)
     if started is None or end is None:
@@ -170,7 +169,7 @@ def _time_tile(run: dict[str, Any], rows: list[MetricRow]) -> SummaryTile:
     return SummaryTile("Time", format_duration(end - started.timestamp()), f"from {_format_time(started.timestamp())}{each}")
 
 
-def _warn_not_finite(rows: list[MetricRow]) -> list[str]:
+def _warn_not_finite(rows: Rows) -> list[str]:
     """Return one warning for each metric that was NaN or infinite at some step."""
     steps_of: dict[str, list[str]] = {}
     for row in rows:
@@ -208,7 +207,7 @@ def _list_metrics(rows: Rows, declared: Declarations) -> list[dict[str, str]]:
     return table
 
 
-def _list_causes(rows: list[MetricRow]) -> dict[str, Any]:
+def _list_causes(rows: Rows) -> dict[str, Any]:
     """Return the last attribution of the mismatch: its step, and four numbers for each cause and the total; {} if there is none."""
     measured = [row for row in rows if "mismatch/cause/total/mean" in row]
     if not measured:
@@ -230,7 +229,7 @@ def _choose_samples(samples: list[dict[str, Any]]) -> list[tuple[int, list[dict[
     return [(step, sorted((row for row in samples if row.get("step") == step), key=lambda row: row.get("level") or 0)) for step in chosen]
 
 
-def _check_rows(rows: list[MetricRow], path: Path) -> None:
+def _check_rows(rows: Rows, path: Path) -> None:
     for number, row in enumerate(rows, 1):
         if not isinstance(row.get("step"), int) or any(not isinstance(value, (int, float, type(None))) for value in row.values()):
             rule = f"row {number} has no whole number as step, or a value that is no number"

@@ -98,7 +98,8 @@ def draw_figures(runs: Mapping[str, Rows], shown: FigureSpec) -> str:
         points = {name: {int(row["step"] or 0): row[metric] for row in rows if metric in row} for name, rows in runs.items()}
         steps = sorted({step for of_run in points.values() for step in of_run})
         merged: Rows = [{"step": step, **{name: of_run[step] for name, of_run in points.items() if step in of_run}} for step in steps]
-        svg = render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=tuple((name, name) for name in runs)),)), merged)
+        series = tuple((name, name) for name in runs if points[name])
+        svg = render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=series),)), merged)
         figures += [f"<figure><h3>{escape(title)}</h3>{svg}</figure>"] if svg else []
     return f"<main>{''.join(figures)}</main>"
 

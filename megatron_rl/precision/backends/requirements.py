@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import PRODUCTS
 from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
+from megatron_rl.versions import find_version
 from parallel.formats import FP8, TensorFormat
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, compute_row_order
@@ -107,13 +107,6 @@ def _find_package_problem(alternatives: tuple[Package, ...]) -> tuple[str, str] 
         return None
     supported = f"{'.'.join(map(str, package.min_version))} to below {'.'.join(map(str, package.max_version))}"
     return f"{package.name} {version} is not one of the known versions, {supported}", package.install_hint
-
-
-def find_version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def parse_version(version: str) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from megatron_rl.errors import RunError
+from parallel.layout import format_numbers
 
 T = TypeVar("T")
 FORWARD = "forward"
@@ -197,14 +198,7 @@ def name_within_layer(name: str, layer: int | None) -> str:
 
 def format_layers(layers: Sequence[int]) -> str:
     """Return "layers 0..3, 5"."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)
-    return f"{'layer' if len(layers) == 1 else 'layers'} {text}"
+    return format_numbers("layer", layers, "..")
 
 
 def _difference(name: str, source: str, tensor: str, in_rollout: str, in_training: str) -> GraphDifference:

@@ -40,7 +40,7 @@ def test_this_machine_is_described(monkeypatch):
 
 def test_a_missing_package_ends_with_2(monkeypatch):
     real = doctor.find_version
-    monkeypatch.setattr(doctor, "find_version", lambda names: None if names == ("sglang",) else real(names))
+    monkeypatch.setattr(doctor, "find_version", lambda name: None if name == "sglang" else real(name))
     with pytest.raises(UserError) as caught:
         doctor.print_diagnosis(Console(quiet=True))
     assert str(caught.value) == "doctor: the CPU tier cannot run: sglang (not installed); bash launch/setup.sh"
@@ -56,7 +56,7 @@ def test_a_missing_package_ends_with_2(monkeypatch):
     ],
 )
 def test_another_version_is_a_warning(monkeypatch, package, version, cuda, shown, status, advice):
-    monkeypatch.setattr(doctor, "find_version", lambda names: version)
+    monkeypatch.setattr(doctor, "find_version", lambda name: version)
     monkeypatch.setattr(doctor, "find_cuda_build", lambda: cuda)
     row = doctor.inspect_package(package)
     assert (row.name, row.found, row.status, row.advice.partition(",")[0]) == (package, shown, status, advice)

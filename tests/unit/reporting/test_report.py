@@ -240,7 +240,7 @@ def test_many_levels_or_sets_have_labels_of_their_own_and_long_runs_stay_small()
         rows = [{"step": step, **{f"eval/{name}": 0.1 * step for name in names}} for step in (0, 1)]
         plot = find_plot("Held-out accuracy by level or set", rows)
         labels = [name.replace("level_", "level ").removeprefix("source_") for name in names]
-        assert [label for _, label in plot.panels[0].find_series(rows)] == labels  # level 10 comes after level 9
+        assert [label for _, label in plot.panels[0].series] == labels  # level 10 comes after level 9
         assert all(label in render_svg(plot, rows) for label in labels)
     rows = [{"step": step, "reward/mean": math.sin(step), "time/generate": 1.0 + step % 3, "time/train": 2.0} for step in range(2000)]
     assert 0 < len(render_svg(find_plot("Reward", rows), rows)) < 300_000
