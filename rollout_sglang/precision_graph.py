@@ -5,7 +5,7 @@ A parameter that belongs to no operator read here, or an unknown quantization me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,30 +34,17 @@ _KNOWN_METHODS = (
     "W8A8Int8LinearMethod",
     "W8A8Int8MoEMethod",
 )
-_runner: Any = None
-"""SGLang's ModelRunner, which owns the attention backend and the cache; set by `check_weights`."""
 
 
-def check_weights(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's ModelRunner.check_weights, which carries requests for a graph."""
-    global _runner
-    _runner = runner
-    return original(runner, *args, **kwargs)
-
-
-def get_model_runner() -> Any:
-    """Return SGLang's ModelRunner of this process; None before the first of our requests."""
-    return _runner
-
-
-def read_rank_graph(model: Any, activations: Mapping[str, str]) -> PrecisionGraph:
-    """Return the graph of the model that this rank serves. `activations`: module name -> format of its inputs. Raise
-    ValueError for an unknown module."""
-    return decoder_graph(_GraphReader(model, _runner, activations).read_decoder())
+def read_rank_graph(runner: Any, activations: Mapping[str, str]) -> PrecisionGraph:
+    """Return the graph of the model that this rank serves. `runner`: SGLang's ModelRunner, which owns the model, the attention backend and
+    the cache; `activations`: module name -> format of its inputs. Raise ValueError for an unknown module."""
+    return decoder_graph(_GraphReader(runner, activations).read_decoder())
 
 
 class _GraphReader:
-    def __init__(self, model: Any, runner: Any, activations: Mapping[str, str]) -> None:
+    def __init__(self, runner: Any, activations: Mapping[str, str]) -> None:
+        model = runner.model
         self.model, self.runner, self.activations = model, runner, activations
         self.names = {id(module): name for name, module in model.named_modules()}
         self.seen: set[int] = set()

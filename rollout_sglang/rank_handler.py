@@ -1,7 +1,7 @@
 """Inside the engine's scheduler process: receive bytes into live parameters, hash them, describe them.
 
-Requests come over SGLang's `/weights_checker` endpoint, whose handler `rollout_sglang.hooks.registry` wraps: an `action` that starts with
-`PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. No pickles, no code in requests.
+Requests come over SGLang's `/weights_checker` endpoint, whose method of the ModelRunner `rollout_sglang.hooks.registry` wraps: an `action`
+that starts with `PREFIX` is ours and carries JSON. Every engine rank answers with a mapping of strings. No pickles, no code in requests.
 
     {"verb": "ping"}
     {"verb": "describe"}                                       name -> "dtype rows cols"
@@ -44,23 +44,24 @@ _receiver: WeightReceiver | None = None
 """This process's connection to the trainer; a new one replaces it."""
 
 
-def handle(original: Callable[..., Any], checker: Any, action: str, *args: Any, **kwargs: Any) -> Any:
-    """Wrap SGLang's WeightChecker.handle; actions without our prefix are passed on to it."""
+def handle(original: Callable[..., Any], runner: Any, action: str, *args: Any, **kwargs: Any) -> Any:
+    """Wrap SGLang's ModelRunner.check_weights; actions without our prefix are passed on to it."""
     if not action.startswith(PREFIX):
-        return original(checker, action, *args, **kwargs)
-    rank = checker._placement["tp_rank"]
+        return original(runner, action, *args, **kwargs)
+    placement = runner._weight_checker._placement
     try:
-        answers = answer(json.loads(action.removeprefix(PREFIX)), rank, checker._get_model())
+        answers = answer(json.loads(action.removeprefix(PREFIX)), placement["tp_rank"], runner)
     except Exception as error:  # SGLang's ranks gather their answers: a rank that raised would leave the others waiting
         traceback.print_exc()
         answers = {FAILED: f"{type(error).__name__}: {error}"}
-    placement = {key: value for key, value in checker._placement.items() if value is not None}
-    parallelism = {"role": kwargs.get("role", "target"), **placement, "rank": rank, "size": placement["tp_size"]}
+    known = {key: value for key, value in placement.items() if value is not None}
+    parallelism = {"role": kwargs.get("role", "target"), **known, "rank": placement["tp_rank"], "size": placement["tp_size"]}
     return {"checksums": answers, "parallelism_info": parallelism}
 
 
-def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
+def answer(request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
     """Return this rank's answer to a request. Raise ValueError for a request that does not fit; errors of the transport pass through."""
+    model = runner.model
     match request["verb"]:
         case "ping":
             return {}
@@ -70,13 +71,13 @@ def answer(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[s
         case "activation_formats":
             return read_activation_formats(model)
         case "graph":
-            return {"graph": json.dumps(precision_graph.read_rank_graph(model, read_activation_formats(model)).to_json())}
+            return {"graph": json.dumps(precision_graph.read_rank_graph(runner, read_activation_formats(model)).to_json())}
         case "digest":
             dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
             named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
             return _number(digest_all(live_tensors(model), named_rects))
         case "release":
-            memory_release.release(precision_graph.get_model_runner().token_to_kv_pool)
+            memory_release.release(runner.token_to_kv_pool)
         case "restore":
             memory_release.restore()
         case "tap" | "untap":

@@ -29,12 +29,11 @@ def check_version() -> None:
 
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
-    from rollout_sglang import precision_graph, rank_handler
+    from rollout_sglang import rank_handler
     from rollout_sglang.hooks import fp32_router, int8_linear, llama_block_scales
 
     hooks: list[Hook] = [
-        ("sglang.srt.utils.weight_checker.WeightChecker.handle", rank_handler.handle, "AROUND"),
-        ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", precision_graph.check_weights, "AROUND"),
+        ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),

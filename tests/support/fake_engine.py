@@ -82,8 +82,8 @@ class LightEngine:
     def __init__(self) -> None:
         self.version = "0"
         self.model = TensorsAsModel(make_random_tensors(build_engine_shards(MODEL, 1)[0], seed=0))
-        placement = {"tp_rank": 0, "tp_size": 1}
-        self._checker = SimpleNamespace(_placement=placement, _get_model=lambda: self.model)
+        checker = SimpleNamespace(_placement={"tp_rank": 0, "tp_size": 1})
+        self._runner = SimpleNamespace(model=self.model, _weight_checker=checker)
         self._one_at_a_time = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -97,7 +97,7 @@ class LightEngine:
         return {}
 
     def rank(self, request: dict[str, Any], action: str) -> dict[str, Any]:
-        answer = rank_handler.handle(lambda *_: None, self._checker, action)
+        answer = rank_handler.handle(lambda *_: None, self._runner, action)
         formats = {"checksums": {"layer": "fp8 pow2"}} if request["verb"] == "activation_formats" else {}
         return {**answer, **formats, "parallelism_info": [answer["parallelism_info"]]}
 

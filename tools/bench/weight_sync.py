@@ -109,7 +109,7 @@ class BenchCases:
         self.bytes: dict[str, int] = {}
         self.syncs: dict[str, WeightSync] = {}
         for name, settings in setup.sync_configs().items():
-            for fp8 in (True, False) if on_cpu else (True,):
+            for fp8 in setup.precisions():
                 case = f"{name} {'fp8' if fp8 else 'bf16'}"
                 plan, engine = setup.make_plan(fp8, settings), Rank0[Any](partial(PipeEngine, pipes, case, fp8))
                 self.syncs[case] = WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings)

@@ -51,6 +51,10 @@ class BenchSetup:
             for size in self.bucket_mb
         }
 
+    def precisions(self) -> tuple[bool, ...]:
+        """Return whether weights are FP8, for each kind that is measured."""
+        return (True, False) if self.device == "cpu" else (True,)
+
     def make_plan(self, fp8: bool, settings: SyncConfig) -> SyncPlan:
         """Raise GeometryError or UserError where the layouts do not fit the model."""
         return SyncPlan.make(self.model, self.train, EngineLayout(self.rollout_tp), make_contract(fp8), settings.chunk_bytes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,17 +17,6 @@ from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
 from rollout_sglang import rank_handler
 from rollout_sglang.rank_requests import RankRequests
-
-
-class EngineModel(torch.nn.Module):
-    """Parameters under SGLang's names, which hold dots."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = {name: torch.nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items()}
-
-    def named_parameters(self, *_: Any, **__: Any) -> Any:
-        return iter(self._tensors.items())
 
 
 class PipeEngine(RankRequests):
@@ -55,12 +45,9 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
     torch.set_num_threads(1)
     shards = build_engine_shards(setup.model, setup.rollout_tp)[rank]
     with torch.device(setup.device):
-        models = {True: EngineModel(make_empty_tensors(shards, make_contract(True)))}
+        tensors = {fp8: make_empty_tensors(shards, make_contract(fp8)) for fp8 in setup.precisions()}
         if setup.device == "cpu":
-            models = {
-                True: EngineModel(make_empty_tensors(shards, make_contract(True)) | make_flat_tensors(setup)),
-                False: EngineModel(make_empty_tensors(shards, make_contract(False))),
-            }
+            tensors[True] |= make_flat_tensors(setup)
     receivers: dict[str, Any] = {}
     while True:
         try:
@@ -69,7 +56,8 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
             return
         rank_handler._receiver = receivers.get(case)  # this process plays several engines
         try:
-            pipe.send((rank_handler.answer(request, rank, models[fp8]), None))
+            model = SimpleNamespace(named_parameters=tensors[fp8].items)  # a torch module takes no names with dots
+            pipe.send((rank_handler.answer(request, rank, SimpleNamespace(model=model)), None))
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
         receivers[case] = rank_handler._receiver
