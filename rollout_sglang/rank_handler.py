@@ -40,8 +40,64 @@ PREFIX = "megatron_rl:"
 FAILED = "megatron_rl failed"
 """An answer under this name says why a rank failed."""
 
-_receiver: WeightReceiver | None = None
-"""This process's connection to the trainer; a new one replaces it."""
+
+class RankHandler:
+    """Answers the requests to one engine rank. `runner`: SGLang's ModelRunner."""
+
+    _receiver: WeightReceiver | None = None
+    """The connection to the trainer; a new one replaces it."""
+
+    def answer(self, request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
+        """Return the rank's answer to a request. Raise ValueError for a request that does not fit; errors of the transport pass through."""
+        model = runner.model
+        match request["verb"]:
+            case "ping":
+                return {}
+            case "describe":
+                tensors = live_tensors(model).items()
+                return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors}
+            case "activation_formats":
+                return read_activation_formats(model)
+            case "graph":
+                return {"graph": json.dumps(precision_graph.read_rank_graph(runner, read_activation_formats(model)).to_json())}
+            case "digest":
+                dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
+                named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
+                return _number(digest_all(live_tensors(model), named_rects))
+            case "release":
+                memory_release.release(runner.token_to_kv_pool)
+            case "restore":
+                memory_release.restore()
+            case "tap" | "untap":
+                return activation_hooks.handle_request(request, rank, model)
+            case "connect" | "disconnect":
+                self._connect(request, rank, model)
+            case "start":
+                self._get_receiver().start(live_tensors(model), request["hashing"])
+            case "finish":
+                digests = self._get_receiver().finish(live_tensors(model), request["hashing"])
+                dequant_cache.clear_cache()  # what is served next is made from the bytes just written
+                return _number(digests)
+            case verb:
+                raise ValueError(f"unknown verb {verb!r}")
+        return {}
+
+    def _connect(self, request: dict[str, Any], rank: int, model: torch.nn.Module) -> None:
+        """Close this rank's connection to the trainer; for the verb `connect`, begin a new one."""
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = None
+        if request["verb"] == "connect":
+            chunks = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])]
+            self._receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live_tensors(model), request["staged"])
+
+    def _get_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise ValueError("the trainer is not connected")
+        return self._receiver
+
+
+_handler = RankHandler()
 
 
 def handle(original: Callable[..., Any], runner: Any, action: str, *args: Any, **kwargs: Any) -> Any:
@@ -50,66 +106,13 @@ def handle(original: Callable[..., Any], runner: Any, action: str, *args: Any, *
         return original(runner, action, *args, **kwargs)
     placement = runner._weight_checker._placement
     try:
-        answers = answer(json.loads(action.removeprefix(PREFIX)), placement["tp_rank"], runner)
+        answers = _handler.answer(json.loads(action.removeprefix(PREFIX)), placement["tp_rank"], runner)
     except Exception as error:  # SGLang's ranks gather their answers: a rank that raised would leave the others waiting
         traceback.print_exc()
         answers = {FAILED: f"{type(error).__name__}: {error}"}
     known = {key: value for key, value in placement.items() if value is not None}
     parallelism = {"role": kwargs.get("role", "target"), **known, "rank": placement["tp_rank"], "size": placement["tp_size"]}
     return {"checksums": answers, "parallelism_info": parallelism}
-
-
-def answer(request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
-    """Return this rank's answer to a request. Raise ValueError for a request that does not fit; errors of the transport pass through."""
-    model = runner.model
-    match request["verb"]:
-        case "ping":
-            return {}
-        case "describe":
-            tensors = live_tensors(model).items()
-            return {name: " ".join([str(tensor.dtype).removeprefix("torch."), *map(str, tensor.shape)]) for name, tensor in tensors}
-        case "activation_formats":
-            return read_activation_formats(model)
-        case "graph":
-            return {"graph": json.dumps(precision_graph.read_rank_graph(runner, read_activation_formats(model)).to_json())}
-        case "digest":
-            dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
-            named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
-            return _number(digest_all(live_tensors(model), named_rects))
-        case "release":
-            memory_release.release(runner.token_to_kv_pool)
-        case "restore":
-            memory_release.restore()
-        case "tap" | "untap":
-            return activation_hooks.handle_request(request, rank, model)
-        case "connect" | "disconnect":
-            _connect(request, rank, model)
-        case "start":
-            _get_receiver().start(live_tensors(model), request["hashing"])
-        case "finish":
-            digests = _get_receiver().finish(live_tensors(model), request["hashing"])
-            dequant_cache.clear_cache()  # what is served next is made from the bytes just written
-            return _number(digests)
-        case verb:
-            raise ValueError(f"unknown verb {verb!r}")
-    return {}
-
-
-def _connect(request: dict[str, Any], rank: int, model: torch.nn.Module) -> None:
-    """Close this rank's connection to the trainer; for the verb `connect`, begin a new one."""
-    global _receiver
-    if _receiver is not None:
-        _receiver.close()
-    _receiver = None
-    if request["verb"] == "connect":
-        chunks = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])]
-        _receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live_tensors(model), request["staged"])
-
-
-def _get_receiver() -> WeightReceiver:
-    if _receiver is None:
-        raise ValueError("the trainer is not connected")
-    return _receiver
 
 
 def _number(digests: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,6 @@ import functools
 import json
 import multiprocessing
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -43,6 +42,7 @@ from parallel.layout import Layout, parse_sizes
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError, Shard
+from parallel.transport.store import listening_store
 
 _QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
 MODELS = {
@@ -58,6 +58,7 @@ Llama-3.1-8B, for the GPU check."""
 
 TRANSPORTS = ("shared_memory", "process_group", "disk")
 MB = 1e6
+_WAIT_SECONDS = 600
 
 
 def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, torch.Tensor]:
@@ -77,9 +78,9 @@ def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[s
 def run_trainer_rank(setup: BenchSetup, rank: int, port: int, pipes: Sequence[Connection], results: Any) -> None:
     """Run all cases in turns; rank 0 sends ({case: [seconds]}, {case: bytes}), or an expected error, to `results`."""
     torch.set_num_threads(1)
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = "gloo" if setup.device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, rank=rank, world_size=setup.train.world_size)
+    dist.init_process_group(backend, store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=setup.train.world_size)
     try:
         with torch.device(setup.device):
             cases = BenchCases(setup, rank, pipes)
@@ -159,13 +160,11 @@ def measure(setup: BenchSetup) -> tuple[dict[str, list[float]], dict[str, int]]:
     spawn = multiprocessing.get_context("spawn")
     pipes = [spawn.Pipe() for _ in range(setup.rollout_tp)]
     results, result_sender = spawn.Pipe(duplex=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = listening_store("127.0.0.1", _WAIT_SECONDS)
     processes = [spawn.Process(target=serve_engine_rank, args=(engine_end, setup, rank)) for rank, (_, engine_end) in enumerate(pipes)]
     for rank in range(setup.train.world_size):
         trainer_ends = [trainer_end for trainer_end, _ in pipes] if rank == 0 else []
-        processes.append(spawn.Process(target=run_trainer_rank, args=(setup, rank, port, trainer_ends, result_sender)))
+        processes.append(spawn.Process(target=run_trainer_rank, args=(setup, rank, store.port, trainer_ends, result_sender)))
     for process in processes:
         process.start()
     result_sender.close()

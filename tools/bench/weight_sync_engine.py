@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from megatron_rl.precision.contract import PrecisionContract
 from parallel.digest import make_stored_tensors
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import Shard
-from rollout_sglang import rank_handler
+from rollout_sglang.rank_handler import RankHandler
 from rollout_sglang.rank_requests import RankRequests
 
 
@@ -48,19 +49,17 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
         tensors = {fp8: make_empty_tensors(shards, make_contract(fp8)) for fp8 in setup.precisions()}
         if setup.device == "cpu":
             tensors[True] |= make_flat_tensors(setup)
-    receivers: dict[str, Any] = {}
+    handlers = defaultdict[str, RankHandler](RankHandler)  # this process plays several engines
     while True:
         try:
             case, fp8, request = pipe.recv()
         except EOFError:
             return
-        rank_handler._receiver = receivers.get(case)  # this process plays several engines
         try:
             model = SimpleNamespace(named_parameters=tensors[fp8].items)  # a torch module takes no names with dots
-            pipe.send((rank_handler.answer(request, rank, SimpleNamespace(model=model)), None))
+            pipe.send((handlers[case].answer(request, rank, SimpleNamespace(model=model)), None))
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
-        receivers[case] = rank_handler._receiver
 
 
 def make_empty_tensors(shards: Sequence[Shard], contract: PrecisionContract) -> dict[str, torch.Tensor]:

@@ -12,8 +12,6 @@ precision graph; `rope.q` and `rope.k` are queries and keys behind the rotary po
 from __future__ import annotations
 
 import json
-import shutil
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -30,9 +28,9 @@ from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_random_checkpoint
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.cli.main import format_error
+from megatron_rl.cli.main import expected_errors
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import MegatronRLError, RunError, UserError
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.activation_hooks import record_activations
 from megatron_rl.mcore.actor import Policy
@@ -227,14 +225,9 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
 ) -> None:
     """Compare trainer and engine, operator by operator."""
-    folder = Path(tempfile.mkdtemp(prefix="megatron-rl-compare-"))  # for this user alone
-    try:
+    with expected_errors(), tempfile.TemporaryDirectory(prefix="megatron-rl-compare-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)  # for this user alone
         report = run(make_config(folder, config, model, mode, high, layers, tokens, context.args), folder, prompts, tokens)
-    except MegatronRLError as error:
-        print(format_error(error), file=sys.stderr)
-        raise typer.Exit(error.exit_code) from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     show(report, Console())
     if json_file:
         json_file.write_text(json.dumps(report, indent=2) + "\n")

@@ -22,6 +22,8 @@ from typing import Any
 
 import psutil
 
+from megatron_rl.observability.run_log import read_jsonl
+
 ROOT = Path(__file__).parents[2]
 _POLL_SECONDS = 0.05
 _IGNORED = ("time", "second", "memory/", "engine/restarts")
@@ -60,8 +62,7 @@ class SoakRun:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows recorded so far, without a line that is still being written."""
-        file = self.folder / "metrics.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+        return read_jsonl(self.folder / "metrics.jsonl")[0]
 
     def ended(self) -> bool:
         return self._process.poll() is not None

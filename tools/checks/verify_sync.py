@@ -5,7 +5,7 @@
 
 Trainer ranks are gloo processes. Each builds its part of the real Megatron model, fills it with random weights, quantizes it as the
 trainer does, and sends it with `WeightSync`. The engine ranks are tensors of SGLang's names and shapes that the engine's own
-`WeightReceiver` fills. Every byte is then compared with quantizing the Hugging Face tensors directly on their grid. Exit code 0 only
+`RankHandler` fills. Every byte is then compared with quantizing the Hugging Face tensors directly on their grid. Exit code 0 only
 where every byte agrees; 1 where one differs; 2 for bad input.
 """
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -41,14 +41,14 @@ from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
-from parallel.chunking import Chunk
-from parallel.digest import digest_all, make_stored_tensors, raw_bytes, view_rect
+from parallel.digest import make_stored_tensors, raw_bytes, view_rect
 from parallel.layout import EngineLayout, Layout, parse_sizes
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
-from parallel.shards import GeometryError, HFTensor, NamedRect, Rect, Region, Shard
-from parallel.transport.base import Link
-from rollout_sglang.weight_receiver import WeightReceiver
+from parallel.shards import GeometryError, HFTensor, Rect, Region, Shard
+from parallel.transport.store import listening_store
+from rollout_sglang.rank_handler import RankHandler
+from rollout_sglang.rank_requests import RankRequests
 
 _WAIT_SECONDS = 600
 _NOT_ABOUT_WEIGHTS = {"rope_theta": 10_000.0, "rope_parameters": None, "rope_scaling": None, "use_sliding_window": False}
@@ -97,30 +97,16 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
     return collect_named_tensors(model, shards, task.contract)
 
 
-class InProcessEngine:
-    """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own receivers."""
+class InProcessEngine(RankRequests):
+    """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own code."""
 
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
         self.tensors = {rank: make_stored_tensors(rank_shards, contract.format_of) for rank, rank_shards in shards.items()}
-        self._receivers: dict[int, WeightReceiver] = {}
+        models = [SimpleNamespace(named_parameters=tensors.items) for tensors in self.tensors.values()]  # torch's take no names with dots
+        self._ranks = [(RankHandler(), SimpleNamespace(model=model)) for model in models]
 
-    def connect(self, link: Link, chunks: Sequence[Chunk], staged: bool) -> None:
-        for rank, tensors in self.tensors.items():
-            self._receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], tensors, staged)
-
-    def start_receiving(self, hashing: bool) -> None:
-        for rank, receiver in self._receivers.items():
-            receiver.start(self.tensors[rank], hashing)
-
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
-
-    def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
-        return {rank: digest_all(self.tensors[rank], list(rects)) for rank, rects in rects_by_rank.items()}
-
-    def disconnect(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.close()
+    def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
+        return [handler.answer(request, rank, runner) for rank, (handler, runner) in enumerate(self._ranks)]
 
     def pause(self, running: Running) -> None: ...
     def resume(self) -> None: ...
@@ -158,8 +144,8 @@ def _same(values: torch.Tensor, rect: Rect, expected: torch.Tensor, expected_rec
 def run_rank(rank: int, task: VerifyTask, port: int, results: Any) -> None:
     """Run one trainer rank; rank 0 holds the engine, compares, and puts the report (or an expected error) into `results`."""
     torch.set_num_threads(1)
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"})
-    dist.init_process_group("gloo", rank=rank, world_size=task.train.world_size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=task.train.world_size)
     try:
         result = sync_and_compare(rank, task)
     except MegatronRLError as error:
@@ -224,11 +210,9 @@ def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
 
 def verify(task: VerifyTask) -> dict[str, Any]:
     """Run all trainer ranks and return the report. Raise rank 0's expected error, or RunError where a rank is lost."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = listening_store("127.0.0.1", _WAIT_SECONDS)
     results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.start_processes(run_rank, args=(task, port, results), nprocs=task.train.world_size, join=False, start_method="spawn")
+    ranks = mp.start_processes(run_rank, args=(task, store.port, results), nprocs=task.train.world_size, join=False, start_method="spawn")
     deadline = time.monotonic() + _WAIT_SECONDS
     while results.empty():
         try:
