@@ -248,10 +248,9 @@ class SGLangEngine(RankRequests):
             return self._http.post(path, json=body, timeout=seconds)
         except httpx.TimeoutException:
             message = f"the engine did not answer {path} within {seconds:g} s (rollout.request_timeout)"
-            raise self._make_error(message, EngineLostError) from None
         except (httpx.TransportError, RuntimeError) as error:  # RuntimeError: the client was closed by `stop`
             message = f"the engine does not answer {path} ({self._describe_state(error)})"
-            raise self._make_error(message, EngineLostError) from None
+        raise self._make_error(message, EngineLostError)
 
     def _describe_state(self, error: Exception) -> str:
         """Say what became of the process after `error`."""
@@ -272,13 +271,13 @@ class SGLangEngine(RankRequests):
 
 
 def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
-    parameters = {
+    return {
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
         "top_p": 1.0,
         "stop": list(sampling.stop),
+        "sampling_seed": sampling.seed,
     }
-    return parameters if sampling.seed is None else {**parameters, "sampling_seed": sampling.seed}
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:

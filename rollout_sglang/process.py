@@ -16,7 +16,7 @@ API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """Carries the run's API key: everybody on a machine can read command lines, but not environments."""
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10.0
-_TORCHRUN_VARIABLES = (
+_TORCHRUN_NAMES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -32,7 +32,7 @@ _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 def _clean_environment() -> dict[str, str]:
     """Return this process's environment without torchrun's variables, with which the engine would wait to join the trainer's process
     group, and without the launchers of all nodes, as an engine gets its own."""
-    removed = {*_TORCHRUN_VARIABLES, LAUNCHER_VARIABLE}
+    removed = {*_TORCHRUN_NAMES, LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
 

@@ -98,10 +98,9 @@ class _StubImporter:
 _IMPORTER = _StubImporter()
 
 
-def install() -> tuple[str, ...]:
-    """Install a finder that imports stubs of the missing packages, and return their names."""
+def install() -> None:
+    """Install a finder that imports stubs of the missing packages."""
     missing = tuple(name for name in _NAMES if name not in sys.modules and importlib.util.find_spec(name) is None)
     if missing and _IMPORTER not in sys.meta_path:
         _IMPORTER.packages = missing
         sys.meta_path.append(_IMPORTER)
-    return missing

@@ -190,22 +190,22 @@ def summarize(setup: BenchSetup, seconds: Mapping[str, Sequence[float]], sizes: 
     ratios = {}
     for name in setup.sync_configs():
         proved, unproved = median[f"{name} fp8"], median[f"{name} fp8 unproved"]
-        ratios[name] = {
-            "of plain copy in one process": median["plain copy"] / unproved,
-            "of plain copy to a process": median.get("plain copy to a process", float("nan")) / unproved,
-            "of plain copy in one process, proof included": median["plain copy"] / proved,
-            "of plain copy to a process, proof included": median.get("plain copy to a process", float("nan")) / proved,
-            "against gather, convert, quantise": median["gather, convert, quantise"] / proved,
-            "fp8 against bf16": median.get(f"{name} bf16", float("nan")) / proved,
-            "proof's share": 1 - unproved / proved,
+        compared = {
+            "of plain copy in one process": ("plain copy", unproved),
+            "of plain copy to a process": ("plain copy to a process", unproved),
+            "of plain copy in one process, proof included": ("plain copy", proved),
+            "of plain copy to a process, proof included": ("plain copy to a process", proved),
+            "against gather, convert, quantise": ("gather, convert, quantise", proved),
+            "fp8 against bf16": (f"{name} bf16", proved),
         }
+        ratios[name] = {ratio: median[case] / of_sync for ratio, (case, of_sync) in compared.items() if case in median}
+        ratios[name]["proof's share"] = 1 - unproved / proved
     size = next(size for case, size in sizes.items() if case.endswith("fp8"))
     cases = {
         case: {"seconds": value, "min": min(seconds[case]), "max": max(seconds[case]), "bytes": sizes.get(case, size)}
         for case, value in median.items()
     }
-    measured = {name: {ratio: value for ratio, value in of_name.items() if value == value} for name, of_name in ratios.items()}  # no NaN
-    return {"cases": cases, "ratios": measured}
+    return {"cases": cases, "ratios": ratios}
 
 
 def show(console: Console, report: Mapping[str, Any]) -> None:

@@ -134,8 +134,7 @@ class GatherAndQuantize:
             if rank == 0:
                 parts[0] = self._named_tensors[name]
                 continue
-            shard = shards[name]
-            parts[rank] = torch.empty((shard.rows,) if shard.vector else (shard.rows, shard.cols), dtype=torch.bfloat16)
+            parts[rank] = torch.empty(shards[name].shape, dtype=torch.bfloat16)
             dist.recv(parts[rank].view(torch.uint8), rank)
         return parts
 
