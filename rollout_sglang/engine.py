@@ -135,7 +135,8 @@ class SGLangEngine(RankRequests):
         super().disconnect()
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
-        return [{name: _parse_tensor_spec(text) for name, text in rank.items()} for rank in self._ask_ranks({"verb": "describe"})]
+        ranks = [{name: text.split() for name, text in rank.items()} for rank in self._ask_ranks({"verb": "describe"})]
+        return [{name: EngineTensorSpec(dtype, tuple(map(int, shape))) for name, (dtype, *shape) in rank.items()} for rank in ranks]
 
     def read_activation_formats(self) -> dict[str, str]:
         return self._ask_ranks({"verb": "activation_formats"})[0]
@@ -296,8 +297,3 @@ def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation
     if versions_T and len(versions_T) != len(ids):
         raise RunError(f"the engine tells the policy versions of {len(versions_T)} tokens in a completion of {len(ids)}")
     return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)
-
-
-def _parse_tensor_spec(text: str) -> EngineTensorSpec:
-    dtype, *shape = text.split()
-    return EngineTensorSpec(dtype, tuple(map(int, shape)))

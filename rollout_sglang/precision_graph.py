@@ -132,7 +132,7 @@ class _GraphReader:
         fp32_logits = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
         logits = TensorPrecision("fp32") if fp32_logits else unquantized_format(gate.weight)
         router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_norm(gate, self.hidden)
-        gate_up, down = self.read_stacked(experts, "w13_weight"), self.read_stacked(experts, "w2_weight")
+        gate_up, down = self.read_linear(experts, name="w13_weight"), self.read_linear(experts, name="w2_weight")
         return MoEPrecision(
             router=replace(router, bias=self.read_vector(gate, "e_score_correction_bias")),
             logits=logits,
@@ -140,15 +140,10 @@ class _GraphReader:
             shared=None if shared is None else self.read_mlp(shared),
         )
 
-    def read_stacked(self, experts: Any, name: str) -> WeightedOpPrecision:
-        """Read one of the two matrices of all experts, [experts, N, K]."""
-        return self.read_product(experts, getattr(experts, name), _scale(experts, name), None)
-
-    def read_linear(self, module: Any, x: TensorPrecision | None = None) -> WeightedOpPrecision:
-        """Read a linear layer or an embedding. `x`: format of its input if it differs from the hidden states."""
-        return self.read_product(module, module.weight, _scale(module, "weight"), x)
-
-    def read_product(self, module: Any, weight: torch.Tensor, scale: torch.Tensor | None, x: TensorPrecision | None) -> WeightedOpPrecision:
+    def read_linear(self, module: Any, x: TensorPrecision | None = None, name: str = "weight") -> WeightedOpPrecision:
+        """Read a linear layer, an embedding, or by `name` one of the two matrices of all experts, [experts, N, K]. `x`: format of its input
+        if it differs from the hidden states."""
+        weight, scale = getattr(module, name), _scale(module, name)
         method = type(module.quant_method).__name__
         if method not in _KNOWN_METHODS:
             raise ValueError(f"the precision graph does not know the quantisation method {method}")
@@ -156,11 +151,11 @@ class _GraphReader:
         bias, detail = self.read_vector(module, "bias"), f"{type(module).__name__}, {method}"
         if weight.dtype.itemsize > 1:
             return WeightedOpPrecision(x or self.hidden, unquantized_format(weight), bias, detail)
-        name = self.names[id(module)]
+        path = self.names[id(module)]
         if scale is None:
-            raise ValueError(f"the engine's {name} is {dtype_name(weight.dtype)} without scales")
+            raise ValueError(f"the engine's {path} is {dtype_name(weight.dtype)} without scales")
         self.seen.add(id(scale))
-        dtype, _, scales = self.activations.get(name, "unknown unknown").partition(" ")
+        dtype, _, scales = self.activations.get(path, "unknown unknown").partition(" ")
         if weight.dtype == torch.int8:
             return WeightedOpPrecision(token_format(dtype), channel_format(weight, scale), bias, detail)
         x = group_format(_activation_group_size(module.quant_method), scales)

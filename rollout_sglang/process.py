@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,23 +17,14 @@ API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """Carries the run's API key: everybody on a machine can read command lines, but not environments."""
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10.0
-_TORCHRUN_NAMES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_TORCHRUN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
 
 def _clean_environment() -> dict[str, str]:
     """Return this process's environment without torchrun's variables, with which the engine would wait to join the trainer's process
     group, and without the launchers of all nodes, as an engine gets its own."""
-    removed = {*_TORCHRUN_NAMES, LAUNCHER_VARIABLE}
+    removed = _TORCHRUN_NAMES | {LAUNCHER_VARIABLE}
     return {name: value for name, value in os.environ.items() if name not in removed and not name.startswith(_TORCHRUN_PREFIXES)}
 
 
@@ -87,41 +79,34 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the server and all its descendants by SIGTERM, and by SIGKILL those that still run after the grace period."""
-        processes = self._list_processes()
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-        self._wait_and_kill(processes)
+        self._end(psutil.Process.terminate)
 
     def kill(self) -> None:
         """End the server and all its descendants at once: for processes that may be stopped or stuck.
 
-        Spare Python's resource trackers, which end by themselves once they have cleaned up /dev/shm. Stop a launcher by SIGTERM even so:
-        killed, it would leave its engine running.
+        Stop a launcher by SIGTERM even so: killed, it would leave its engine running.
         """
-        if self._has_launcher:
-            self.stop()
-            return
-        processes = self._list_processes()
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                    process.kill()
-        self._wait_and_kill(processes)
+        self._end(psutil.Process.terminate if self._has_launcher else _kill)
 
-    def _list_processes(self) -> list[psutil.Process]:
+    def _end(self, end: Callable[[psutil.Process], None]) -> None:
+        """Call `end` with each process, wait until they have ended, and kill those that do not in time."""
         if self.exit_code() is None:
             self.remember_children()
         processes = list(self._children)
         with contextlib.suppress(psutil.Error):
             processes.append(psutil.Process(self.pid))
-        return processes
-
-    def _wait_and_kill(self, processes: list[psutil.Process]) -> None:
-        """Wait until `processes` have ended, and kill those that do not in time."""
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                end(process)
         running = psutil.wait_procs(processes, timeout=_GRACE_SECONDS)[1]
         for process in running:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(running, timeout=_GRACE_SECONDS)
         self._process.wait(timeout=_GRACE_SECONDS)
+
+
+def _kill(process: psutil.Process) -> None:
+    """Kill a process, but spare Python's resource trackers, which end by themselves once they have cleaned up /dev/shm."""
+    if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+        process.kill()

@@ -99,7 +99,6 @@ class BenchCases:
 
     def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup = setup
-        on_cpu = setup.device == "cpu"
         self.named_tensors = {
             fp8: make_random_tensors(
                 build_trainer_shards(setup.model, setup.train, format_of=make_contract(fp8).format_of)[rank], fp8, seed=1
@@ -108,36 +107,35 @@ class BenchCases:
         }
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
-        self.syncs: dict[str, WeightSync] = {}
+        self.syncs: list[WeightSync] = []
+        self.calls: dict[str, Callable[[int], object]] = {}
+        """Case -> what is timed; it takes the number of the turn."""
         for name, settings in setup.sync_configs().items():
             for fp8 in setup.precisions():
                 case = f"{name} {'fp8' if fp8 else 'bf16'}"
                 plan, engine = setup.make_plan(fp8, settings), Rank0[Any](partial(PipeEngine, pipes, case, fp8))
-                self.syncs[case] = WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings)
+                self.syncs.append(sync := WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings))
                 self.bytes[case] = sum(map(plan.count_bytes, plan.transfers))
-        proved = next(sync for case, sync in self.syncs.items() if case.endswith("fp8"))
+                self.calls[case] = sync.run
+                if fp8:
+                    self.calls[f"{case} unproved"] = partial(sync.run, hashing=False)
+        proved = self.syncs[0]  # in FP8
         copy, gathered = PlainCopy(proved.plan, rank, setup.train.world_size), GatherAndQuantize(setup, self.named_tensors[False])
-        self.others: dict[str, Callable[[int], object]] = {
-            "reread proof": lambda turn: proved.prove(),
-            "plain copy": lambda turn: copy.run(),
-        }
-        if on_cpu:
+        self.calls["reread proof"] = lambda turn: proved.prove()
+        self.calls["plain copy"] = lambda turn: copy.run()
+        if setup.device == "cpu":
             tensors = self.named_tensors[True] = self.named_tensors[True] | make_flat_tensors(setup)
             engine = Rank0[Any](partial(PipeEngine, pipes, "flat", True))
-            self.flat = WeightSync(make_flat_plan(setup), engine, lambda: tensors, SyncConfig(timeout=120))
-            self.others["plain copy to a process"] = partial(self.flat.run, hashing=False)
-        self.others["gather, convert, quantise"] = lambda turn: gathered.run()
+            self.syncs.append(flat := WeightSync(make_flat_plan(setup), engine, lambda: tensors, SyncConfig(timeout=120)))
+            self.calls["plain copy to a process"] = partial(flat.run, hashing=False)
+        self.calls["gather, convert, quantise"] = lambda turn: gathered.run()
 
     def run_all(self) -> None:
         """Time every case `repeat` times. The turn before them connects, faults pages in, and rereads everything."""
         for turn in range(self.setup.repeat + 1):
-            for case, sync in self.syncs.items():
-                self._time(case, turn, sync.run)
-                if case.endswith("fp8"):
-                    self._time(f"{case} unproved", turn, partial(sync.run, hashing=False))
-            for case, call in self.others.items():
+            for case, call in self.calls.items():
                 self._time(case, turn, call)
-        for sync in (*self.syncs.values(), *([self.flat] if self.setup.device == "cpu" else [])):
+        for sync in self.syncs:
             sync.close()
 
     def _time(self, case: str, turn: int, call: Callable[[int], object]) -> None:

@@ -113,13 +113,11 @@ class GatherAndQuantize:
     def run(self) -> None:
         for name in dict.fromkeys(name for shards in self._shards for name in shards):
             parts = self._gather(name)
+            role = next(shards[name].role for shards in self._shards if name in shards)
             if dist.get_rank() == 0:
                 for tensor in self._to_hugging_face(name, parts).values():
-                    if tensor.dim() == 2 and make_contract(True).format_of(self._role(name)).quantized:
+                    if tensor.dim() == 2 and make_contract(True).format_of(role).quantized:
                         quantize_weight(tensor, "pow2")
-
-    def _role(self, name: str) -> str:
-        return next(shards[name].role for shards in self._shards if name in shards)
 
     def _gather(self, name: str) -> dict[int, torch.Tensor]:
         """Return every rank's shard of a parameter, on rank 0."""
