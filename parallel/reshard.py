@@ -35,6 +35,10 @@ class Transfer(NamedTuple):
     def of_scales(self) -> bool:
         return self.format.name == SCALE
 
+    @property
+    def nbytes(self) -> int:
+        return self.target_rect.rows * self.target_rect.cols * self.format.element_bytes
+
 
 def reshard(
     sources: Mapping[int, Sequence[Shard]],

@@ -4,13 +4,9 @@ Every field carries its documentation below it. Unknown keys are errors that sug
 `UserError` with one line: the field, the value, the rule and the fix.
 """
 
-from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.config.data import DataConfig
-from megatron_rl.config.loading import apply_overrides, load_config
+from megatron_rl.config.loading import load_config
 from megatron_rl.config.model import ModelConfig
-from megatron_rl.config.placement import PlacementConfig
 from megatron_rl.config.precision import PrecisionConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.run import Config
-from megatron_rl.config.sync import SyncConfig
-from megatron_rl.config.train import LayoutConfig, TrainConfig
+from megatron_rl.config.train import TrainConfig

@@ -35,7 +35,8 @@ def to_user_error(error: ValidationError, root: type[BaseModel]) -> UserError:
     path = ".".join(str(part) for part in first["loc"]) or "config"
     is_table = first["type"] == "missing" or isinstance(first["input"], dict)  # the input is then the whole table around the field
     more = f" ({len(others)} more {'error' if len(others) == 1 else 'errors'} after this one)" if others else ""
-    return UserError(path, None if is_table else first["input"], _rule(first), (_fix(first, path, root) + more).strip())
+    rule = _RULES.get(first["type"], first["msg"].removeprefix("Value error, ").replace("Input should be", "must be"))
+    return UserError(path, None if is_table else first["input"], rule, (_fix(first, path, root) + more).strip())
 
 
 def find_section(path: str, root: type[BaseModel]) -> type[BaseModel] | None:
@@ -74,11 +75,6 @@ def find_nearest_field(path: str, root: type[BaseModel]) -> str | None:
 def _names(path: str) -> list[str]:
     """Return the parts of a dotted path without the numbers of tables in a list."""
     return [part for part in path.split(".") if part and not part.isdigit()]
-
-
-def _rule(detail: ErrorDetails) -> str:
-    message = detail["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    return _RULES.get(detail["type"], message)
 
 
 def _fix(detail: ErrorDetails, path: str, root: type[BaseModel]) -> str:

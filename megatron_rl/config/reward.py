@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, field_validator, model_serializer, model_validator
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.plugs import REWARDS
@@ -25,7 +25,7 @@ _REQUIRED = {"format": ("pattern",), "length": ("full_tokens", "zero_tokens"), "
 class RewardFunctionConfig(ConfigSection):
     """One of several reward functions whose weighted sum is the reward."""
 
-    name: str
+    name: Annotated[str, AfterValidator(REWARDS.check_name)]
     """`math`, `exact`, `format`, `length`, `http`, or your own Python function as `module:attribute`."""
     weight: float = 1.0
     """Factor of this function's value in the sum; 0 only measures."""
@@ -47,11 +47,6 @@ class RewardFunctionConfig(ConfigSection):
     retries: int = Field(2, ge=0)
     """`http`: further attempts after no connection, a timeout or status 429, 502, 503 or 504."""
 
-    @field_validator("name")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        return REWARDS.check_name(name)
-
     @model_validator(mode="after")
     def _settings(self) -> RewardFunctionConfig:
         _check_settings(self.name, self.model_fields_set)
@@ -69,11 +64,6 @@ class RewardFunctionConfig(ConfigSection):
     def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out what was not given: a function takes none of the others' settings, not even their defaults."""
         return {name: value for name, value in write(self).items() if name in self.model_fields_set}
-
-    @property
-    def is_custom(self) -> bool:
-        """Whether this is the user's own function."""
-        return self.name not in REWARDS.builtin
 
 
 class RewardConfig(ConfigSection):

@@ -50,15 +50,16 @@ class RowReader(Protocol):
     def __call__(self, row: Mapping[str, Any]) -> ProblemRow: ...
 
 
-def read_row(row: object, format: str, read: RowReader | None = None) -> ProblemRow:
-    """Return question, gold and level of one decoded row. Raise RowError for another format, with the format that would fit.
-
-    `read`: what `format` names, where the caller has loaded it.
-    """
+def read_row(row: object, format: str | None, read: RowReader | None) -> ProblemRow:
+    """Return question, gold and level of one decoded row; `read` is what `format` names. Raise RowError for another format or none, with
+    the columns found and the formats that they fit."""
     if not isinstance(row, Mapping):
         raise RowError(f"must be a JSON object, not {type(row).__name__}")
+    if read is None:
+        formats = _fitting_formats(row) or f"format to one of {', '.join(DATA_FORMATS.builtin)}, and name the fields as it does"
+        raise RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {formats}")
     try:
-        result = (read or DATA_FORMATS.load(format))(row)
+        result = read(row)
         if not isinstance(result, ProblemRow) or not isinstance(result.question, str) or not isinstance(result.gold, str):
             raise TypeError(f"it returned {result!r:.80}, not a ProblemRow of texts")
         return result
@@ -71,14 +72,6 @@ def read_row(row: object, format: str, read: RowReader | None = None) -> Problem
         if format in DATA_FORMATS.builtin:
             raise
         raise RowError(f"format {format} fails ({type(error).__name__}: {error})") from None
-
-
-def missing_format_error(row: object) -> RowError:
-    """Return the error for a file without a configured format: its columns and the formats that they fit."""
-    if not isinstance(row, Mapping):
-        return RowError(f"must be a JSON object, not {type(row).__name__}")
-    formats = _fitting_formats(row) or f"format to one of {', '.join(DATA_FORMATS.builtin)}, and name the fields as it does"
-    return RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {formats}")
 
 
 class _ColumnError(Exception):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl.config.data import HUB_PREFIX, DataConfig, DataSourceConfig
 from megatron_rl.data.files import SOURCE_FIX, read_file_rows
-from megatron_rl.data.formats import KNOWN_COLUMNS, RowError, missing_format_error, read_row
+from megatron_rl.data.formats import KNOWN_COLUMNS, RowError, read_row
 from megatron_rl.data.hub import read_hub_rows
 from megatron_rl.data.own_source import read_own_rows
 from megatron_rl.errors import UserError, as_user_error
@@ -31,8 +31,6 @@ def read_problem_set(source: DataSourceConfig, data: DataConfig, field: str, qui
     problems, unanswered = [], []
     for number, content in _read_rows(source, data, field, whole=format not in DATA_FORMATS.builtin):
         try:
-            if format is None:
-                raise missing_format_error(content)
             row = read_row(content, format, reader)
         except RowError as error:
             raise UserError(field, f"{location}:{number}", error.rule, error.fix) from None

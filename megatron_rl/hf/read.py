@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,6 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
     return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
 
 
-@dataclass(frozen=True)
-class _Header:
-    """A file's description of a tensor it holds."""
-
-    file: Path
-    dtype: str
-    shape: list[int]
-
-
 class HFCheckpoint:
     """The tensors of a checkpoint folder, one safetensors file or several with an index; each file is opened once.
 
@@ -68,12 +58,12 @@ class HFCheckpoint:
         self.format = find_checkpoint_format(hf_config)
         """Of the weights of `QUANTIZED_ROLES`, where they are quantised."""
         self._open: dict[Path, Any] = {}
-        self._headers: dict[str, _Header] = {}
+        self._file_of: dict[str, Path] = {}
         index = _read_index(folder, field)
         for file in sorted(set(index.values())) or [SINGLE]:
             self._read_headers(folder / file)
         for name, file in index.items():
-            if name not in self._headers or self._headers[name].file != folder / file:
+            if self._file_of.get(name) != folder / file:
                 raise self._error(f"{INDEX} says that {file} holds {name}, which it does not", "the download is incomplete or mixed up")
 
     def _read_headers(self, path: Path) -> None:
@@ -83,10 +73,9 @@ class HFCheckpoint:
             fix = "the file is missing, truncated or no safetensors file"
             raise UserError(self.field, str(path), f"cannot be read ({error})", fix) from None
         for name in self._open[path].keys():  # noqa: SIM118 - not a dict
-            view = self._open[path].get_slice(name)
-            if name in self._headers:
-                raise self._error(f"tensor {name} is in {self._headers[name].file.name} and in {path.name}", "remove one of them")
-            self._headers[name] = _Header(path, view.get_dtype(), view.get_shape())
+            if name in self._file_of:
+                raise self._error(f"tensor {name} is in {self._file_of[name].name} and in {path.name}", "remove one of them")
+            self._file_of[name] = path
 
     def check(self, model: ModelGeometry) -> None:
         """Compare names, shapes and dtypes, from the files' headers alone, with what config.json says.
@@ -105,19 +94,19 @@ class HFCheckpoint:
                 scale_dtype = format.scale.safetensors_dtype
                 scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
                 self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
-        for name in sorted(self._headers.keys() - expected):
+        for name in sorted(self._file_of.keys() - expected):
             if not self._is_ignored(name, model):
                 rule = f"tensor {name} belongs to no {model.family} model of this config.json"
                 raise self._error(rule, "remove the tensor, or correct config.json")
 
     def _check_tensor(self, name: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
-        header = self._headers.get(name)
-        if header is None:
+        if name not in self._file_of:
             raise self._error(f"tensor {name} is missing", "the checkpoint is incomplete, or config.json is another model's")
-        if header.shape != shape:
-            raise self._error(f"tensor {name} has shape {header.shape}, config.json says {shape}", "correct config.json")
-        if header.dtype not in dtypes:
-            raise self._error(f"tensor {name} is {header.dtype}, must be {' or '.join(dtypes)}", self._dtype_fix(header.dtype, dtypes))
+        view = self._slice(name)
+        if view.get_shape() != shape:
+            raise self._error(f"tensor {name} has shape {view.get_shape()}, config.json says {shape}", "correct config.json")
+        if (dtype := view.get_dtype()) not in dtypes:
+            raise self._error(f"tensor {name} is {dtype}, must be {' or '.join(dtypes)}", self._dtype_fix(dtype, dtypes))
 
     def _dtype_fix(self, dtype: str, wanted: tuple[str, ...]) -> str:
         quantized = {format.safetensors_dtype for format in FORMATS.values() if format.quantized}
@@ -188,7 +177,7 @@ class HFCheckpoint:
         return self.format if tensor.role in QUANTIZED_ROLES else None
 
     def _slice(self, name: str) -> Any:
-        return self._open[self._headers[name].file].get_slice(name)
+        return self._open[self._file_of[name]].get_slice(name)
 
     def _refuse_non_finite(self, name: str, finite: torch.Tensor) -> None:
         if not finite.all():

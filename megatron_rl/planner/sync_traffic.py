@@ -65,9 +65,7 @@ def _count_stage_bytes(job: Workload, candidate: Candidate, stage: int) -> dict[
     layer_counts = _count_layers(job, candidate, stage)
     for transfer in _plan_one_layer_per_kind(job, candidate, homes):
         if count := layer_counts[_layer_of_tensor(transfer.tensor)]:
-            elements = transfer.target_rect.rows * transfer.target_rect.cols
-            nbytes = count * elements * transfer.format.element_bytes
-            bytes_by_link[stage * width + transfer.source_rank, gpu_of[transfer.target_rank]] += nbytes
+            bytes_by_link[stage * width + transfer.source_rank, gpu_of[transfer.target_rank]] += count * transfer.nbytes
     return bytes_by_link
 
 

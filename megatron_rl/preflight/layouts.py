@@ -94,7 +94,8 @@ def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
 
 @rule(Needs.MODEL | Needs.LAYOUT)
 def backend_gets_whole_blocks(facts: Facts) -> None:
-    requirements.check_model(facts.config.precision, keep_first_layers(facts.model), keep_one_replica(facts.layout))
+    backend, model, layout = facts.config.precision.backend, keep_first_layers(facts.model), keep_one_replica(facts.layout)
+    requirements.check_model(backend, facts.contract.trainer_format, model, layout)
 
 
 @rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE | Needs.PLUGS)

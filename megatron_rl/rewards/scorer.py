@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import RunError, UserError
+from megatron_rl.plugs import REWARDS
 from megatron_rl.rewards.http import HttpRewardClient
 from megatron_rl.rewards.worker_pool import RewardFunctionSpec, RewardPool
 from megatron_rl.types import Problem, Reward
@@ -114,7 +115,7 @@ def check_rewards(config: RewardConfig) -> None:
     for part in config.parts.values():
         if part.name == "http":
             HttpRewardClient(part).check()
-        elif part.is_custom:
+        elif REWARDS.is_own(part.name):
             try:
                 with RewardPool([_function(part)], 1, config.timeout, config.memory_mb) as pool:
                     pool.wait_until_ready()

@@ -62,9 +62,8 @@ def call_reward_function(function: RewardFunction, text: str, problem: Problem) 
         if not math.isfinite(verdict.value):
             raise ValueError(f"the reward function returned {verdict.value}")
         answer = None if verdict.answer is None else str(verdict.answer)
-        return Reward(
-            float(verdict.value), bool(verdict.correct), str(verdict.error), answer=answer
-        )  # plain types: the parent unpickles them
+        # plain types: the parent unpickles them
+        return Reward(float(verdict.value), bool(verdict.correct), str(verdict.error), answer=answer)
     except BaseException as error:  # libraries raise SystemExit and BaseExceptions of their own; none may end the worker
         return Reward(0.0, False, error=describe_error(error))
 

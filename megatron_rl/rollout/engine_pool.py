@@ -224,8 +224,11 @@ class EnginePool:
             self._changed.notify_all()
 
     def release_memory(self) -> None:
-        """See `Engine.release_memory`; skip lost engines, which have nothing to release."""
-        self._call_survivors(lambda _, engine: engine.release_memory())
+        """See `Engine.release_memory`; engines that are lost, before or on the way, have nothing to release."""
+        survivors = [replica for replica in self._replicas if replica.lost is None]
+        for error in self._call(survivors, lambda _, engine: engine.release_memory())[1]:
+            if not isinstance(error, EngineLostError):
+                raise error
 
     def get_memory_mb(self) -> float:
         return sum(replica.engine.get_memory_mb() for replica in self._replicas)
@@ -276,12 +279,6 @@ class EnginePool:
         if errors:
             raise errors[0]
         return results
-
-    def _call_survivors(self, call: Callable[[int, Engine], None]) -> None:
-        """Call `call` for every engine that is not lost; an engine lost on the way is no error."""
-        for error in self._call([replica for replica in self._replicas if replica.lost is None], call)[1]:
-            if not isinstance(error, EngineLostError):
-                raise error
 
     def _call(self, replicas: Sequence[_Replica], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
         """Return (results, errors) of parallel calls. Record losses; they come first among the errors."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config import Config
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.chunking import Chunk, make_chunks
 from parallel.layout import EngineLayout, Layout
@@ -36,12 +35,3 @@ class SyncPlan:
         targets = build_engine_shards(model, *rollout)
         transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))
         return cls(tuple(transfers), tuple(make_chunks(transfers, chunk_bytes)), targets, contract)
-
-    @classmethod
-    def from_config(cls, model: ModelGeometry, train: Layout, config: Config) -> SyncPlan:
-        """`make` with the configuration's rollout, precision and chunk size."""
-        return cls.make(model, train, config.rollout.to_layout(), PrecisionContract.from_config(config.precision), config.sync.chunk_bytes)
-
-    def count_bytes(self, transfer: Transfer) -> int:
-        """Return the bytes that a transfer moves."""
-        return transfer.target_rect.rows * transfer.target_rect.cols * transfer.format.element_bytes

@@ -95,7 +95,7 @@ class WeightSync:
         if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
             check_one_host(self._settings, f"the trainer's ranks are on {hosts}")
         self._counts = {
-            "bytes": sum(map(plan.count_bytes, plan.transfers)),
+            "bytes": sum(transfer.nbytes for transfer in plan.transfers),
             "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.of_scales),
             "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
         }

@@ -115,7 +115,7 @@ class BenchCases:
                 case = f"{name} {'fp8' if fp8 else 'bf16'}"
                 plan, engine = setup.make_plan(fp8, settings), Rank0[Any](partial(PipeEngine, pipes, case, fp8))
                 self.syncs.append(sync := WeightSync(plan, engine, partial(self.named_tensors.__getitem__, fp8), settings))
-                self.bytes[case] = sum(map(plan.count_bytes, plan.transfers))
+                self.bytes[case] = sum(transfer.nbytes for transfer in plan.transfers)
                 self.calls[case] = sync.run
                 if fp8:
                     self.calls[f"{case} unproved"] = partial(sync.run, hashing=False)

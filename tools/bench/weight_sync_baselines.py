@@ -74,7 +74,7 @@ class PlainCopy:
         sizes: Counter[tuple[int, str]] = Counter()
         for transfer in plan.transfers:
             if transfer.target_rank % world == rank:
-                sizes[transfer.target_rank, transfer.target] += plan.count_bytes(transfer)
+                sizes[transfer.target_rank, transfer.target] += transfer.nbytes
         self._pairs = [(torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)) for size in sizes.values()]
 
     def run(self) -> None:
@@ -85,7 +85,7 @@ class PlainCopy:
 def make_flat_tensors(setup: BenchSetup) -> dict[str, torch.Tensor]:
     """Return one run of bytes for every rank of the other side, on either side; together as many bytes as an FP8 sync moves."""
     plan = setup.make_plan(True, SyncConfig())
-    total = sum(map(plan.count_bytes, plan.transfers))
+    total = sum(transfer.nbytes for transfer in plan.transfers)
     rows = total // (setup.train.world_size * setup.rollout_tp * _FLAT_COLS)
     count = max(setup.train.world_size, setup.rollout_tp)
     return {f"flat{other}": torch.ones(rows, _FLAT_COLS, dtype=torch.uint8) for other in range(count)}

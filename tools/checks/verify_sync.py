@@ -170,7 +170,7 @@ def sync_and_compare(rank: int, task: VerifyTask) -> Any:
         sync.close()
     if rank != 0:
         return None
-    across_ranks = sum(plan.count_bytes(transfer) for transfer in plan.transfers if transfer.source_rank != transfer.target_rank)
+    across_ranks = sum(transfer.nbytes for transfer in plan.transfers if transfer.source_rank != transfer.target_rank)
     differences = list(find_differences(task, engine.value, plan.targets))
     if task.dump:
         write_dump(task, engine.value, task.dump)

@@ -8,10 +8,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import PRODUCTS
-from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
+from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.versions import find_version
 from parallel.formats import FP8, TensorFormat
 from parallel.layout import Layout
@@ -62,10 +61,9 @@ def find_missing(name: str, format: TensorFormat = FP8) -> list[tuple[str, str]]
     return [problem for problem in missing if problem]
 
 
-def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout) -> None:
+def check_model(backend: str, format: TensorFormat, model: ModelGeometry, layout: Layout) -> None:
     """Raise UserError where a rank's quantized weight is cut or reordered within a block, which only `emulated` supports."""
-    format = PrecisionContract.from_config(precision).trainer_format
-    if format.block is None or precision.backend == "emulated":
+    if format.block is None or backend == "emulated":
         return
     width = max(format.block)
     for rank in range(layout.world_size):
@@ -80,7 +78,7 @@ def check_model(precision: PrecisionConfig, model: ModelGeometry, layout: Layout
                 rule = f"needs blocks that hold one of q, k and v each, and those of {shard.name} would mix them on rank {rank}"
             else:
                 continue
-            raise UserError("precision.backend", precision.backend, rule, "use emulated, or another train.layout.tp")
+            raise UserError("precision.backend", backend, rule, "use emulated, or another train.layout.tp")
 
 
 def _find_gpu_problem() -> tuple[str, str] | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config import Config, ModelConfig, apply_overrides, load_config
+from megatron_rl.config import Config, ModelConfig, load_config
+from megatron_rl.config.loading import apply_overrides
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import Facts, Needs, check

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.data import DataConfig, DataSourceConfig
-from megatron_rl.data.formats import RowError, read_row
+from megatron_rl.data.formats import RowError, math, read_row
 from megatron_rl.data.sets import read_problem_set
+from megatron_rl.plugs import DATA_FORMATS
 
 REAL = Path(__file__).resolve().parents[3].parent / "shared" / "data"
 MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, \frac{\pi}{2} \right)}.$"
@@ -43,7 +44,7 @@ MATH_SOLUTION = r"We have $\frac{1}{1} = \boxed{9}$ or rather $\boxed{\left( 3, 
     ],
 )
 def test_one_row_of_each_published_shape(format, row, gold, level):
-    result = read_row(row, format)
+    result = read_row(row, format, DATA_FORMATS.load(format))
     assert (result.question, result.gold, result.level) == ("q", gold, level)
 
 
@@ -67,7 +68,7 @@ def test_one_row_of_each_published_shape(format, row, gold, level):
 )
 def test_another_shape_is_refused_with_the_format_that_fits(format, row, wrong):
     with pytest.raises(RowError) as caught:
-        read_row(row, format)
+        read_row(row, format, DATA_FORMATS.load(format))
     assert wrong in f"{caught.value.rule}; {caught.value.fix}"
 
 
@@ -91,5 +92,5 @@ def test_the_real_files_load_whole(file, format, levels):
 @pytest.mark.skipif(not REAL.is_dir(), reason=f"the real data sets are not at {REAL}")
 def test_the_boxed_answers_of_real_solutions_are_the_published_ones():
     rows = [json.loads(line) for line in (REAL / "math500/test.jsonl").read_text().splitlines()]
-    boxed = [read_row({"problem": row["problem"], "solution": row["solution"]}, "math").gold for row in rows]
+    boxed = [math({"problem": row["problem"], "solution": row["solution"]}).gold for row in rows]
     assert sum(result == row["answer"] for result, row in zip(boxed, rows, strict=True)) >= 490

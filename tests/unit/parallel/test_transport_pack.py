@@ -58,7 +58,7 @@ def test_chunks_carry_every_byte_to_its_place_whatever_their_size(geometry: Mode
     plan = SyncPlan.make(geometry, train, (rollout, 1), CONTRACT, limit)
     chunks = plan.chunks
     assert max(chunk.nbytes for chunk in chunks) <= limit
-    assert sum(chunk.nbytes for chunk in chunks) == sum(map(plan.count_bytes, plan.transfers))
+    assert sum(chunk.nbytes for chunk in chunks) == sum(transfer.nbytes for transfer in plan.transfers)
     trainer = build_trainer_shards(geometry, train, format_of=CONTRACT.format_of)
     named_tensors = {rank: tensors_of(shards, random_bytes) for rank, shards in trainer.items()}
     live = {rank: tensors_of(shards, lambda shape: torch.full(shape, 7, dtype=torch.uint8)) for rank, shards in plan.targets.items()}

@@ -100,7 +100,7 @@ def test_the_engine_holds_what_the_sync_plan_writes():
     """One rank: every byte of data and scales, but for vocabulary padding, which 151936 rows need none of."""
     model, workload = replace(published_model("Qwen3-8B"), layers=2), job()
     plan = SyncPlan.make(model, Layout(), (1, 1), PrecisionContract.from_config(workload.config.precision), 1 << 28)
-    assert memory.count_engine_weights(replace(workload, model=model), 1, 1) == sum(map(plan.count_bytes, plan.transfers))
+    assert memory.count_engine_weights(replace(workload, model=model), 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
     rollout = job(precision={"mode": "fp8_rollout"})  # there a sync makes the blocks
     assert memory.count_sync_quantization(rollout, Candidate(Layout()), 0) == memory.count_trainer_memory(job(), Layout(), 0).blocks
     assert memory.count_sync_quantization(job(), Candidate(Layout()), 0) == 0
@@ -113,7 +113,7 @@ def test_a_family_is_planned_as_trainer_and_engine_hold_it(family):
     model = ModelGeometry.from_hf_config(ARCHITECTURES[family] | changes)
     workload = replace(job(), model=model)
     plan = SyncPlan.make(model, Layout(), (1, 1), workload.contract, 1 << 28)
-    assert memory.count_engine_weights(workload, 1, 1) == sum(map(plan.count_bytes, plan.transfers))
+    assert memory.count_engine_weights(workload, 1, 1) == sum(transfer.nbytes for transfer in plan.transfers)
     values = sum(tensor.rows * tensor.cols for tensor in model.tensors().values() if tensor.role != "router_bias")
     assert memory.count_trainer_memory(workload, Layout(), 0).gradients == 4 * values
     assert 0 < roofline.count_flops_per_token(workload)[0] <= 2 * values
@@ -151,7 +151,7 @@ def test_the_syncs_bytes_are_those_of_the_whole_plan(name, train, tp, ep):
     candidate = Candidate(train, tp, ep, engines=1, placement="disaggregated")
     load = estimate_sync_traffic(replace(workload, model=model), candidate, Cluster.from_options(2, 8, "h100"))
     plan = SyncPlan.make(model, train, (tp, ep), workload.contract, 1 << 30)
-    assert sum(load.total.values()) == sum(map(plan.count_bytes, plan.transfers))
+    assert sum(load.total.values()) == sum(transfer.nbytes for transfer in plan.transfers)
     assert load.total["same"] == 0
 
 

@@ -10,10 +10,12 @@ import torch
 
 from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_hf_config
-from megatron_rl.config import Config, ModelConfig, PrecisionConfig, SyncConfig, load_config
+from megatron_rl.config import Config, ModelConfig, PrecisionConfig, load_config
+from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight import Facts, Needs, check, check_run
+from parallel.formats import FP8
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -103,16 +105,15 @@ def geometry(**widths: int) -> ModelGeometry:
 
 @pytest.mark.parametrize("backend", GPU_BACKENDS)
 def test_weights_that_are_cut_within_a_block_are_refused(backend):
-    precision = PrecisionConfig(backend=backend)
     wide = dict(hidden_size=512, intermediate_size=512, head_dim=128, num_attention_heads=4, num_key_value_heads=2)
-    requirements.check_model(precision, geometry(**wide), Layout(tp=2))
+    requirements.check_model(backend, FP8, geometry(**wide), Layout(tp=2))
     uneven = geometry(**wide | {"intermediate_size": 384})
     with pytest.raises(UserError, match=r"widths in multiples of 128, and .*linear_fc2.weight is \[512, 192\] on rank 0; use emulated"):
-        requirements.check_model(precision, uneven, Layout(tp=2))
+        requirements.check_model(backend, FP8, uneven, Layout(tp=2))
     small_heads = geometry(**wide | {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 4})
     with pytest.raises(UserError, match=r"blocks that hold one of q, k and v each, .*linear_qkv.weight would mix them on rank 0"):
-        requirements.check_model(precision, small_heads, Layout())
-    requirements.check_model(PrecisionConfig(), uneven, Layout(tp=2))
+        requirements.check_model(backend, FP8, small_heads, Layout())
+    requirements.check_model("emulated", FP8, uneven, Layout(tp=2))
 
 
 def test_the_preflight_asks(tmp_path, monkeypatch):
