@@ -49,7 +49,7 @@ class EngineLaunchSpec:
         """Start the server without waiting for it. Raise UserError if the host cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
         placement = place_engine(rollout, self.number)
-        port, key = _free_port(placement), secrets.token_hex(24)
+        port, key = _free_port(placement, rollout.engines_per_node), secrets.token_hex(24)
         arguments = [*_server_arguments(self.config, contract, self.model_path, port, placement), *self.arguments]
         environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout.tp, contract, placement)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
@@ -102,10 +102,10 @@ def _environment(tp: int, contract: PrecisionContract, placement: EnginePlacemen
     }
 
 
-def _free_port(placement: EnginePlacement) -> int:
+def _free_port(placement: EnginePlacement, engines_on_node: int) -> int:
     """Return a port below those that Linux hands out by itself: an engine binds it seconds later, and until then nobody is given it."""
     while True:
-        port = 20000 + secrets.randbelow(10000 // placement.engines_on_node) * placement.engines_on_node + placement.index
+        port = 20000 + secrets.randbelow(10000 // engines_on_node) * engines_on_node + placement.index
         try:
             if not placement.launcher:  # elsewhere a taken port fails the start; engines of one node never choose the same
                 socket.create_server((placement.host, port)).close()

@@ -74,7 +74,6 @@ def _decoded(text: bytes) -> str:
 
 def _json(text: str) -> object:
     try:
-        row: object = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RowError(f"is not JSON ({error})") from None
-    return row

@@ -62,10 +62,9 @@ def read_own_rows(source: DataSourceConfig, data: DataConfig, field: str) -> Ite
         raise UserError(field, source.source, f"fails after {number} rows ({type(error).__name__}: {error})", "correct it") from None
 
 
-def _load(source: DataSourceConfig, field: str) -> Callable[..., Any]:
+def _load(source: DataSourceConfig, field: str) -> Any:
     with as_user_error():
-        loaded: Callable[..., Any] = replace(DATA_SOURCES, field=field).load(source.source)
-        return loaded
+        return replace(DATA_SOURCES, field=field).load(source.source)
 
 
 def _call(made: Callable[..., Any], source: DataSourceConfig, data: DataConfig, field: str, *arguments: object) -> Any:

@@ -26,15 +26,13 @@ class EnginePlacement:
     """Prefix of its command; empty on this machine."""
     index: int = 0
     """Its number among the engines of its node, which take the node's devices in order."""
-    engines_on_node: int = 1
-    """Number of engines on its node."""
 
 
 def place_engine(rollout: RolloutConfig, number: int) -> EnginePlacement:
     """Return the placement of engine `number`; a successor gets the same."""
     node, index = divmod(number, rollout.engines_per_node)
     launchers = list_launchers()
-    return EnginePlacement(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index, rollout.engines_per_node)
+    return EnginePlacement(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index)
 
 
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:

@@ -41,8 +41,11 @@ def start_engines(config: Config, model_path: Path, log_dir: Path, notify: Calla
 
 
 @dataclass(eq=False)
-class _Replica:
-    """One slot of the pool: the engine in it, or why there is none. While `lost` is set, `serving` is False."""
+class Replica:
+    """One slot of the pool: the engine in it, or why there is none. While `lost` is set, `serving` is False.
+
+    A lost engine stays until its successor takes its place.
+    """
 
     number: int
     engine: Engine
@@ -67,30 +70,20 @@ class EnginePool:
         # Linux ends an engine with the thread that started it (`rollout_sglang.server`): one long-lived thread starts all
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-engines")
         self._executor = ThreadPoolExecutor(self._settings.engines, thread_name_prefix="megatron-rl-engine")
-        self._replicas: list[_Replica] = []
+        self.replicas: list[Replica] = []
         try:
             for number in range(self._settings.engines):
-                self._replicas.append(_Replica(number, self._starter.submit(start, number).result()))
-            for replica in self._replicas:
+                self.replicas.append(Replica(number, self._starter.submit(start, number).result()))
+            for replica in self.replicas:
                 replica.engine.wait_until_ready()
         except BaseException:
             self.stop()
             raise
 
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """The engines as they are now, by number; one that is lost stays until its successor takes its place."""
-        return tuple(replica.engine for replica in self._replicas)
-
-    @property
-    def outstanding(self) -> tuple[int, ...]:
-        """Completions requested from each engine and not yet returned."""
-        return tuple(replica.outstanding for replica in self._replicas)
-
     def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
-        count, engines = len(prompts_B), len(self._replicas)
+        count, engines = len(prompts_B), len(self.replicas)
         size = count if engines == 1 else max(-(-count // (_SPLITS_PER_ENGINE * engines)), 1)
         slices = [slice(start, start + size) for start in range(0, count, max(size, 1))]
         if len(slices) <= 1:
@@ -114,25 +107,25 @@ class EnginePool:
                     replica.outstanding -= len(prompts_B)
                     self._changed.notify_all()
 
-    def _acquire_engine(self, count: int) -> tuple[_Replica, Engine]:
+    def _acquire_engine(self, count: int) -> tuple[Replica, Engine]:
         """Wait until an engine has room for `count` more completions (or is idle), and return the one with the fewest outstanding."""
         timeout, limit = self._settings.request_timeout, self._settings.max_running_requests
 
         def has_room() -> bool:
-            replicas = [replica for replica in self._replicas if replica.serving]
-            return len(self._replicas) == 1 or not replicas or any(replica.outstanding + count <= max(limit, count) for replica in replicas)
+            replicas = [replica for replica in self.replicas if replica.serving]
+            return len(self.replicas) == 1 or not replicas or any(replica.outstanding + count <= max(limit, count) for replica in replicas)
 
         with self._changed:
             if not self._changed.wait_for(has_room, timeout):
                 raise RunError(f"no engine had room for {count} more completions within {timeout:g} s (rollout.request_timeout)")
-            serving = [replica for replica in self._replicas if replica.serving]
+            serving = [replica for replica in self.replicas if replica.serving]
             if not serving:
-                raise next((replica.lost for replica in self._replicas if replica.lost), EngineLostError("no engine serves"))
+                raise next((replica.lost for replica in self.replicas if replica.lost), EngineLostError("no engine serves"))
             replica = min(serving, key=lambda replica: replica.outstanding)
             replica.outstanding += count
             return replica, replica.engine
 
-    def _mark_lost(self, replica: _Replica, engine: Engine, error: EngineLostError) -> None:
+    def _mark_lost(self, replica: Replica, engine: Engine, error: EngineLostError) -> None:
         """Record a loss, once, and start a successor if a restart is left."""
         with self._changed:
             if replica.engine is not engine or replica.lost is not None or self._stopped:
@@ -154,7 +147,7 @@ class EnginePool:
         Raise RunError if `rollout.max_restarts` is used up (a lost connection counts too), or if a successor has another precision
         graph.
         """
-        lost = [replica for replica in self._replicas if replica.lost is not None]
+        lost = [replica for replica in self.replicas if replica.lost is not None]
         if not lost:
             self._restarts += 1
         for replica in lost:
@@ -164,7 +157,7 @@ class EnginePool:
             raise RunError(_describe_restart_limit(reason, self._settings.max_restarts), reason.log_tail)
         return len(lost)
 
-    def _install_successor(self, replica: _Replica) -> None:
+    def _install_successor(self, replica: Replica) -> None:
         assert replica.lost is not None
         if replica.successor is None:
             raise RunError(_describe_restart_limit(replica.lost, self._settings.max_restarts), replica.lost.log_tail)
@@ -208,7 +201,7 @@ class EnginePool:
         self._call_all(connect)
 
     def disconnect(self) -> None:
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.lost is None:
                 with contextlib.suppress(RunError):  # an engine that is gone holds nothing
                     replica.engine.disconnect()
@@ -219,19 +212,19 @@ class EnginePool:
     def resume(self) -> None:
         self._call_all(lambda _, engine: engine.resume())
         with self._changed:
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.serving = replica.lost is None
             self._changed.notify_all()
 
     def release_memory(self) -> None:
         """See `Engine.release_memory`; engines that are lost, before or on the way, have nothing to release."""
-        survivors = [replica for replica in self._replicas if replica.lost is None]
+        survivors = [replica for replica in self.replicas if replica.lost is None]
         for error in self._call(survivors, lambda _, engine: engine.release_memory())[1]:
             if not isinstance(error, EngineLostError):
                 raise error
 
     def get_memory_mb(self) -> float:
-        return sum(replica.engine.get_memory_mb() for replica in self._replicas)
+        return sum(replica.engine.get_memory_mb() for replica in self.replicas)
 
     def begin_sync(self) -> None:
         self._call_all(lambda _, engine: engine.begin_sync())
@@ -259,10 +252,10 @@ class EnginePool:
     def stop(self, force: bool = False) -> None:
         with self._changed:
             self._stopped = True
-            for replica in self._replicas:
+            for replica in self.replicas:
                 replica.serving = False
             self._changed.notify_all()
-        for replica in self._replicas:
+        for replica in self.replicas:
             replica.engine.stop(force)
             with contextlib.suppress(Exception):  # the successor failed to start
                 if replica.successor is not None:
@@ -272,15 +265,15 @@ class EnginePool:
 
     def _call_all(self, call: Callable[[int, Engine], T]) -> list[T]:
         """Call `call(number, engine)` for every engine in parallel and return the results. Raise EngineLostError if one is lost."""
-        for replica in self._replicas:
+        for replica in self.replicas:
             if replica.lost is not None:
                 raise replica.lost
-        results, errors = self._call(self._replicas, call)
+        results, errors = self._call(self.replicas, call)
         if errors:
             raise errors[0]
         return results
 
-    def _call(self, replicas: Sequence[_Replica], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
+    def _call(self, replicas: Sequence[Replica], call: Callable[[int, Engine], T]) -> tuple[list[T], list[RunError]]:
         """Return (results, errors) of parallel calls. Record losses; they come first among the errors."""
         engines = [(replica, replica.engine) for replica in replicas]
         running = [self._executor.submit(call, replica.number, engine) for replica, engine in engines]

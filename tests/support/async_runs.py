@@ -127,7 +127,7 @@ def switch_under_load(
         try:
             for version in range(first, first + switches + 1):
                 if version > first:
-                    running.append(sum(served.engines.outstanding))
+                    running.append(sum(replica.outstanding for replica in served.engines.replicas))
                     reports.append(asdict(sync.run(version)))
                 masters[version] = {name: value.detach().clone() for name, value in served.trainer.model.named_parameters()}
                 wait_for_answers(asking)

@@ -19,14 +19,14 @@ ENDPOINTS = (
 
 def ask_without_key() -> dict[str, list[int]]:
     """Statuses of every endpoint that the project uses, and of some that it does not, without a key and with a wrong one."""
-    url, wrong = current().engines.engines[0].url, {"Authorization": f"Bearer {'0' * 48}"}
+    url, wrong = current().engines.replicas[0].engine.url, {"Authorization": f"Bearer {'0' * 48}"}
     return {path: [httpx.post(url + path, json={}, headers=headers).status_code for headers in ({}, wrong)] for path in ENDPOINTS}
 
 
 def find_exposed() -> dict[str, Any]:
     """Addresses that the engines' processes listen on, modes of their Unix sockets, and where a key may be read."""
     addresses, modes, readable = set(), set(), []
-    for number, engine in enumerate(current().engines.engines):
+    for number, engine in enumerate(replica.engine for replica in current().engines.replicas):
         key = engine.api_key
         assert len(key) == 48
         for process in engine_family(current().engines, number):

@@ -31,7 +31,7 @@ Faults = dict[int, str]
 
 def engine_family(engines: EnginePool, number: int) -> list[psutil.Process]:
     """An engine's server and what runs below it."""
-    return family(engines.engines[number].process.pid)
+    return family(engines.replicas[number].engine.process.pid)
 
 
 def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringW
     processes = [process for number in faults for process in engine_family(engines, number)]
 
     def strike() -> None:
-        until(lambda: all(engines.outstanding[number] for number in faults), 120, "every engine is at work")
+        until(lambda: all(engines.replicas[number].outstanding for number in faults), 120, "every engine is at work")
         time.sleep(0.3)  # it has begun
         for number, fault in faults.items():
             _FAULTS[fault](engines, number)
@@ -78,7 +78,7 @@ def _hang(engines: EnginePool, number: int) -> None:
 
 def _cut_requests(engines: EnginePool, number: int) -> None:
     """The connections over which the engine is asked end under way."""
-    port = httpx.URL(engines.engines[number].url).port
+    port = httpx.URL(engines.replicas[number].engine.url).port
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as client:

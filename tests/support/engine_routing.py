@@ -54,7 +54,7 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
 
 
 def _count_cached_tokens(prompt: list[int]) -> int:
-    engine = current().engines.engines[0]
+    engine = current().engines.replicas[0].engine
     body, headers = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}, {"Authorization": f"Bearer {engine.api_key}"}
     return httpx.post(f"{engine.url}/generate", json=body, headers=headers, timeout=600).json()["meta_info"]["cached_tokens"]
 

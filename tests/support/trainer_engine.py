@@ -203,7 +203,7 @@ def make_samples(prompts: list[list[int]], generations: list[Generation]) -> lis
 def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = None) -> list[tuple[list[int], list[float], int]]:
     """(tokens, log-probs, policy version) of every prompt, each with a seed of its own, of all engines or of one of them."""
     engines = current().engines
-    source = engines if engine is None else engines.engines[engine]
+    source = engines if engine is None else engines.replicas[engine].engine
     generations = source.generate(prompts, [SamplingParams(1.0, tokens, seed) for seed in range(len(prompts))])
     return [(generation.output_ids_T, generation.logprobs_T, generation.policy_version) for generation in generations]
 

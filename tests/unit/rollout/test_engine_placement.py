@@ -46,17 +46,17 @@ def launchers(monkeypatch):
 def test_engines_are_spread_evenly_in_order(launchers):
     launchers("", "srun --nodelist=node2")
     assert [place_engine(config().rollout, number) for number in range(4)] == [
-        EnginePlacement("10.0.0.5", "", 0, 2),
-        EnginePlacement("10.0.0.5", "", 1, 2),
-        EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0, 2),
-        EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1, 2),
+        EnginePlacement("10.0.0.5", "", 0),
+        EnginePlacement("10.0.0.5", "", 1),
+        EnginePlacement("10.0.0.6", "srun --nodelist=node2", 0),
+        EnginePlacement("10.0.0.6", "srun --nodelist=node2", 1),
     ]
 
 
 def test_without_a_word_all_engines_are_on_this_machine(launchers):
     local = config(2, hosts=("127.0.0.1",), transport="shared_memory")
     check_devices(local)
-    expected = [EnginePlacement(index=index, engines_on_node=2) for index in range(2)]
+    expected = [EnginePlacement(index=index) for index in range(2)]
     assert [place_engine(local.rollout, number) for number in range(2)] == expected
 
 
