@@ -71,8 +71,8 @@ class HttpRewardClient:
     async def _batch(
         self, client: httpx.AsyncClient, slots: asyncio.Semaphore, texts: Sequence[str], problems: Sequence[Problem]
     ) -> list[Reward]:
-        pause = _FIRST_PAUSE
-        for retries_left in range(self._part.retries, -1, -1):
+        pause, retries_left = _FIRST_PAUSE, self._part.retries
+        while True:
             try:
                 async with slots:
                     return await self._attempt(client, texts, problems)
@@ -80,8 +80,7 @@ class HttpRewardClient:
                 if not retries_left or not error.retryable:
                     return [Reward(0.0, False, error=str(error))] * len(texts)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
-        raise AssertionError("the last attempt returns")
+            pause, retries_left = min(2 * pause, _LONGEST_PAUSE), retries_left - 1
 
     async def _attempt_alone(self) -> None:
         async with self._client() as client:

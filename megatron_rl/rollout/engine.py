@@ -98,8 +98,7 @@ class EngineLauncher(Protocol):
 def find_engine_launcher(name: str) -> EngineLauncher:
     """Return the launcher registered as `name`. Raise UserError if there is none."""
     registered = entry_points(group="megatron_rl.rollout")
-    for entry in registered:
-        if entry.name == name:
-            return entry.load()
-    known = ", ".join(sorted(entry.name for entry in registered)) or "none"
+    if name in registered.names:
+        return registered[name].load()
+    known = ", ".join(sorted(registered.names)) or "none"
     raise UserError("rollout.engine", name, f"is not registered; known engines: {known}", "install the project: pip install --no-deps -e .")

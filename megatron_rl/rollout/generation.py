@@ -37,17 +37,15 @@ class MultiTurnSampler:
         self._engine, self._tokenizer, self._environments = engine, tokenizer, environments
 
     def sample(
-        self, problems_B: Sequence[Problem], sampling: SamplingParams | Sequence[SamplingParams], version: int, staleness: int = 0
+        self, problems_B: Sequence[Problem], samplings_B: Sequence[SamplingParams], version: int, staleness: int = 0
     ) -> list[Completion]:
-        """Return one completion per problem, in order, not yet scored. `sampling`: one for all or one for each; its `max_new_tokens`
-        bounds all turns of a completion together.
+        """Return one completion per problem, in order, not yet scored. `max_new_tokens` bounds all turns of a completion together.
 
         Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it.
         """
-        samplings = [sampling] * len(problems_B) if isinstance(sampling, SamplingParams) else sampling
         if self._environments is not None:
-            samplings = [replace(params, stop=self._environments.stop) for params in samplings]
-        dialogues = [self._start_dialogue(problem, params, version) for problem, params in zip(problems_B, samplings, strict=True)]
+            samplings_B = [replace(params, stop=self._environments.stop) for params in samplings_B]
+        dialogues = [self._start_dialogue(problem, params, version) for problem, params in zip(problems_B, samplings_B, strict=True)]
         running = dialogues
         while running:
             self._sample_turn(running, range(version - staleness, version + 1))

@@ -328,7 +328,7 @@ def converse(prompts: list[str], version: int, tokens: int, turns: int) -> dict[
     config = EnvironmentConfig(name="support.trainer_engine:TurnCounter", max_turns=turns, workers=1)
     with EnvironmentPool(config) as environments:
         sampler = MultiTurnSampler(current().engines, load_tokenizer(trainer.folder), environments)
-        answers = sampler.sample([Problem(text, text, "") for text in prompts], SamplingParams(1.0, tokens), version)
+        answers = sampler.sample([Problem(text, text, "") for text in prompts], [SamplingParams(1.0, tokens)] * len(prompts), version)
     whole = trainer.actor.compute_logprobs([TrainingSample(answer.prompt_ids_T, answer.output_ids_T) for answer in answers])[0]
     masked = [TrainingSample(answer.prompt_ids_T, answer.output_ids_T, response_mask=answer.response_mask_T) for answer in answers]
     masks = [torch.tensor(answer.response_mask_T) for answer in answers]

@@ -141,7 +141,7 @@ class Engine:
 
 def answer(engine: Engine, version: int, staleness: int) -> Completion:
     tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [65], decode=lambda ids, skip_special_tokens: "")
-    return MultiTurnSampler(engine, tokenizer).sample([Problem("0", "A", "")], SamplingParams(1.0, 9), version, staleness)[0]  # type: ignore[arg-type]
+    return MultiTurnSampler(engine, tokenizer).sample([Problem("0", "A", "")], [SamplingParams(1.0, 9)], version, staleness)[0]  # type: ignore[arg-type]
 
 
 def test_tokens_within_the_bound_are_taken_with_their_versions_and_others_break_the_run():

@@ -80,7 +80,7 @@ def converse(scripts: list[str | list], replies: list[list[StepResult | None]], 
     engine = ScriptedEngine([[turn if isinstance(turn, list) else [ord(x) for x in turn] for turn in script] for script in scripts])
     scripted = Scripted(replies, **limits)
     problems = [Problem(str(number), "ABC"[number], "", source="here") for number in range(len(scripts))]
-    result = MultiTurnSampler(engine, PairTokenizer(), scripted).sample(problems, SamplingParams(1.0, budget), VERSION)  # type: ignore[arg-type]
+    result = MultiTurnSampler(engine, PairTokenizer(), scripted).sample(problems, [SamplingParams(1.0, budget)] * len(problems), VERSION)  # type: ignore[arg-type]
     return result, engine, scripted
 
 
@@ -107,7 +107,7 @@ def test_only_answers_that_go_on_are_sampled_again():
     engine = ScriptedEngine([[[1], [2]]])
     engine.versions[2] = VERSION + 1  # checked for every turn
     with pytest.raises(RunError, match="sampled by policy version 6, the trainer holds version 5"):
-        MultiTurnSampler(engine, PairTokenizer(), Scripted([[say("1"), None]])).sample(PROBLEM, SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
+        MultiTurnSampler(engine, PairTokenizer(), Scripted([[say("1"), None]])).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_without_an_environment_an_answer_is_one_turn():
             assert {sampling.stop for sampling in samplings} == {()}
             return [Generation([97, 62], [-1.0, -2.0], "stop", VERSION) for _ in prompts_B]
 
-    (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample(PROBLEM, SamplingParams(1.0, 9), VERSION)  # type: ignore[arg-type]
+    (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
     assert completion == Completion(*PROBLEM, [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>", versions_T=[VERSION] * 2)
     assert completion.sampled_count == 2 and "dialogue" not in build_sample_rows(1, [completion], 1)[0]
 
