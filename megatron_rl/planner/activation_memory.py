@@ -48,10 +48,6 @@ class FormulaInputs:
         return self.tokens / self.layout.tp if self.sequence_parallel else self.tokens
 
     @cached_property
-    def high_bytes(self) -> int:
-        return self.job.high_bytes
-
-    @cached_property
     def quantizes_inputs(self) -> bool:
         """A linear layer keeps a quantized copy of its input; else it keeps the input itself, which its producer may keep too."""
         return self.job.contract.trainer_format.quantized and self.job.config.precision.backend != "emulated"
@@ -59,12 +55,12 @@ class FormulaInputs:
     @cached_property
     def linear_input_bytes(self) -> float:
         """Bytes per element that a linear layer keeps of an input of its own."""
-        return self.job.contract.trainer_format.group_bytes if self.quantizes_inputs else self.high_bytes
+        return self.job.contract.trainer_format.group_bytes if self.quantizes_inputs else self.job.high_bytes
 
     @cached_property
     def hidden_input(self) -> float:
         """Bytes of the residual stream."""
-        return self.rows * self.job.model.hidden * self.high_bytes
+        return self.rows * self.job.model.hidden * self.job.high_bytes
 
 
 def count_layer_activations(inputs: FormulaInputs, has_experts: bool) -> float:
@@ -85,13 +81,13 @@ def _norms_and_attention(inputs: FormulaInputs) -> float:
 def _norm(inputs: FormulaInputs, rows: float, width: float, own_input: bool = True) -> float:
     """`own_input`: no other operator keeps what is normalized."""
     if inputs.cpu:  # FP32 input, the input itself where it is FP32, and the normalized value
-        return rows * (width * (4 + (4 if own_input or inputs.high_bytes < 4 else 0)) + 4)
-    return rows * ((width * inputs.high_bytes if own_input else 0) + 4)
+        return rows * (width * (4 + (4 if own_input or inputs.job.high_bytes < 4 else 0)) + 4)
+    return rows * ((width * inputs.job.high_bytes if own_input else 0) + 4)
 
 
 def _column_input(inputs: FormulaInputs, width: float) -> float:
     """What a column-parallel layer keeps: under sequence parallelism this rank's part of x itself."""
-    return inputs.rows * width * (inputs.high_bytes if inputs.sequence_parallel else inputs.linear_input_bytes)
+    return inputs.rows * width * (inputs.job.high_bytes if inputs.sequence_parallel else inputs.linear_input_bytes)
 
 
 def _row_input(inputs: FormulaInputs, width: float) -> float:
@@ -104,7 +100,7 @@ def _attention(inputs: FormulaInputs) -> float:
     heads, groups = model.heads / inputs.layout.tp, max(1.0, model.kv_heads / inputs.layout.tp)
     q, kv = heads * model.head_dim, groups * model.head_dim
     size = _column_input(inputs, model.hidden) + _row_input(inputs, q)
-    size += tokens * inputs.high_bytes * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim * model.rope.share + q)
+    size += tokens * inputs.job.high_bytes * ((q + 2 * kv) + (q + kv) + 4 * model.head_dim * model.rope.share + q)
     size += 0 if inputs.cpu else 4 * tokens * heads
     if model.qk_norm:
         size += _norm(inputs, tokens * heads, model.head_dim, own_input=1 < groups < heads)
@@ -114,7 +110,7 @@ def _attention(inputs: FormulaInputs) -> float:
 
 def _latent_attention(inputs: FormulaInputs) -> float:
     """MLA's down projections are whole on every rank; the weight of kv_b is made from its blocks in each pass, and kept."""
-    model, latent, high_bytes = inputs.job.model, inputs.job.model.latent, inputs.high_bytes
+    model, latent, high_bytes = inputs.job.model, inputs.job.model.latent, inputs.job.high_bytes
     assert latent is not None
     heads = model.heads / inputs.layout.tp
     size = inputs.rows * model.hidden * inputs.linear_input_bytes * (2 if inputs.quantizes_inputs and latent.q_rank else 1)
@@ -128,7 +124,7 @@ def _latent_attention(inputs: FormulaInputs) -> float:
 
 def _swiglu(inputs: FormulaInputs, tokens: float, ffn: float) -> float:
     """SwiGLU and the input of the layer behind it."""
-    return tokens * ffn * (4 * inputs.high_bytes + inputs.linear_input_bytes)
+    return tokens * ffn * (4 * inputs.job.high_bytes + inputs.linear_input_bytes)
 
 
 def _experts(inputs: FormulaInputs) -> float:
@@ -136,7 +132,7 @@ def _experts(inputs: FormulaInputs) -> float:
     experts = model.experts
     assert experts is not None
     rows = inputs.rows * top_k * layout.etp
-    size = inputs.rows * (model.hidden * inputs.high_bytes + 5 * experts.count + 12 * top_k)  # the router's input, weights and choice
+    size = inputs.rows * (model.hidden * inputs.job.high_bytes + 5 * experts.count + 12 * top_k)  # the router's input, weights and choice
     size += rows * (model.hidden * (inputs.linear_input_bytes + 4) + 12) + _swiglu(inputs, rows, experts.ffn / layout.etp)
     return size + (_swiglu(inputs, inputs.tokens, experts.shared_ffn / layout.tp) if experts.shared_ffn else 0)
 
@@ -145,7 +141,7 @@ def count_logits(inputs: FormulaInputs, training: bool) -> float:
     """Return the peak bytes of a micro-batch's logits [T, V / tp] on the last stage, b bytes a value at first: in training they, two FP32
     copies and the gradient (`mcore.logprobs`); for log-probs and entropy they and four FP32 copies."""
     values = inputs.tokens * inputs.job.model.vocab / inputs.layout.tp
-    return values * (2 * inputs.high_bytes + 8 if training else inputs.high_bytes + 16)
+    return values * (2 * inputs.job.high_bytes + 8 if training else inputs.job.high_bytes + 16)
 
 
 def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:

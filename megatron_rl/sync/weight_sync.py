@@ -84,11 +84,11 @@ class WeightSync:
         plan: SyncPlan,
         engine: Rank0[Engine],
         read_named_tensors: Callable[[], dict[str, torch.Tensor]],
-        settings: SyncConfig | None = None,
+        settings: SyncConfig,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
         `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
-        self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings or SyncConfig()
+        self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
         self._rank = dist.get_rank()
         check_transport(self._settings)
         self._transport = self._settings.load_transport()

@@ -248,7 +248,7 @@ def change_engine(name: str, row: int, col: int) -> None:
     wrong = tensors[transfer.source] = tensors[transfer.source].clone()
     place = Rect(transfer.source_rect.row + row - transfer.target_rect.row, transfer.source_rect.col + col - transfer.target_rect.col, 1, 1)
     view_rect(wrong, place).view(torch.uint8).view(-1)[0] ^= 1
-    weight_sync = WeightSync(plan, current().rank0_engines, lambda: tensors)
+    weight_sync = WeightSync(plan, current().rank0_engines, lambda: tensors, SyncConfig())
     try:
         weight_sync.run(0)
     finally:
