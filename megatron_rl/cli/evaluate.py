@@ -9,7 +9,6 @@ DIR/checkpoint/, baseline/    the engines' logs
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -144,9 +143,9 @@ def _sample(
         display = ProgressDisplay(len(checkpoints) * total)
         resources.callback(display.close)
         display.print_line(f"results: {folder}")
-        temporary = Path(tempfile.mkdtemp(prefix=".models-", dir=folder))  # as large as the checkpoints
-        resources.callback(shutil.rmtree, temporary, ignore_errors=True)
-        models = {name: checkpoint.prepare(config, temporary / name) for name, checkpoint in checkpoints.items()}
+        temporary = tempfile.TemporaryDirectory(prefix=".models-", dir=folder, ignore_cleanup_errors=True)  # as large as the checkpoints
+        converted = Path(resources.enter_context(temporary))
+        models = {name: checkpoint.prepare(config, converted / name) for name, checkpoint in checkpoints.items()}
         scorer = resources.enter_context(Scorer(config.reward, display.print_line))
         environments = None if config.environment is None else resources.enter_context(EnvironmentPool(config.environment))
         file = resources.enter_context((folder / "completions.jsonl").open("a", encoding="utf-8"))
@@ -169,8 +168,7 @@ def _sample(
                 check_live_engine(checkpoint.plan, engine)
                 display.set_phase(name)
                 start, sampler = time.perf_counter(), MultiTurnSampler(engine, load_tokenizer(checkpoint.tokenizer), environments)
-                record_chunk = partial(record, name)
-                tallies[name] = sample(sampler, scorer, problems, samples, sampling, config.train.seed, chunk, record_chunk)
+                tallies[name] = sample(sampler, scorer, problems, samples, sampling, config.train.seed, chunk, partial(record, name))
                 seconds[name] = time.perf_counter() - start
                 display.print_line(f"{name}: {total} completions in {seconds[name]:.1f} s")
             finally:

@@ -64,7 +64,7 @@ def sample(
     `record` is called with each chunk as soon as it is scored. Raises RunError if engine or reward workers fail.
     """
     jobs = [(index, number) for index in range(len(problems)) for number in range(samples)]
-    chunks = [jobs[start : start + chunk] for start in range(0, len(jobs), chunk)]
+    chunks = (jobs[start : start + chunk] for start in range(0, len(jobs), chunk))
     outcomes: list[list[Outcome]] = [[] for _ in problems]
 
     def generate(jobs: list[_Job]) -> list[Completion]:
@@ -84,15 +84,14 @@ def sample(
 
 
 def _generate_ahead(
-    generate: Callable[[list[_Job]], list[Completion]], chunks: Sequence[list[_Job]]
+    generate: Callable[[list[_Job]], list[Completion]], chunks: Iterator[list[_Job]]
 ) -> Iterator[tuple[list[_Job], list[Completion]]]:
     """Yield (chunk, its completions) in order, while the engine works on the next ones."""
     threads = ThreadPoolExecutor(_CHUNKS_IN_ENGINE)
-    remaining = iter(chunks)
     pending: deque[tuple[list[_Job], Future[list[Completion]]]] = deque()
     try:
         while True:
-            next_chunks = islice(remaining, _CHUNKS_IN_ENGINE - len(pending))
+            next_chunks = islice(chunks, _CHUNKS_IN_ENGINE - len(pending))
             pending.extend((jobs, threads.submit(generate, jobs)) for jobs in next_chunks)
             if not pending:
                 return

@@ -16,8 +16,6 @@ from typing import IO
 
 from megatron_rl.errors import MegatronRLError
 
-_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
 
 @contextmanager
 def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
@@ -48,7 +46,7 @@ def rank_log(run: Path, rank: int, size: int) -> Iterator[IO[str]]:
 def _add_handlers(file: IO[str]) -> list[logging.Handler]:
     """Log warnings to the file and to where they went before: without handlers, logging writes them to stderr by its last resort."""
     root, file_handler = logging.getLogger(), logging.StreamHandler(file)
-    file_handler.setFormatter(logging.Formatter(_FORMAT))
+    file_handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     file_handler.setLevel(logging.WARNING)
     handlers: list[logging.Handler] = [file_handler]
     if not root.handlers and logging.lastResort is not None:

@@ -15,8 +15,7 @@ class TensorBoard:
     """See `megatron_rl.observability.trackers.Tracker`."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resume_step: int | None) -> None:
-        purge_step = None if resume_step is None else resume_step + 1
-        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        self._writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=None if resume_step is None else resume_step + 1)
         panels = {panel: ["Multiline", [metric.pattern for metric in metrics]] for panel, metrics in group_by_panel().items()}
         self._writer.add_custom_scalars({"megatron-rl": panels})
 
