@@ -110,8 +110,7 @@ def handle(original: Callable[..., Any], runner: Any, action: str, *args: Any, *
     except Exception as error:  # SGLang's ranks gather their answers: a rank that raised would leave the others waiting
         traceback.print_exc()
         answers = {FAILED: f"{type(error).__name__}: {error}"}
-    known = {key: value for key, value in placement.items() if value is not None}
-    parallelism = {"role": kwargs.get("role", "target"), **known, "rank": placement["tp_rank"], "size": placement["tp_size"]}
+    parallelism = {"role": kwargs.get("role", "target"), **placement, "rank": placement["tp_rank"], "size": placement["tp_size"]}
     return {"checksums": answers, "parallelism_info": parallelism}
 
 

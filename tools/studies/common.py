@@ -12,6 +12,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -46,10 +47,12 @@ class StudyRun:
     draw: Callable[[Rows, int], str]
 
 
-def run_cli(main: Callable[..., None]) -> None:
-    """Run a study's `main` as a command. Options that it does not know are left in `context.args`; an error is one line."""
+def run_cli(*commands: Callable[..., None]) -> None:
+    """Run a study's function as a command, or several by their names. Options that it does not know are left in `context.args`; an error
+    is one line."""
     app = typer.Typer(add_completion=False)
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
+    for command in commands:
+        app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)
     try:
         app()
     except MegatronRLError as error:
@@ -58,13 +61,18 @@ def run_cli(main: Callable[..., None]) -> None:
 
 
 def ensure_run(config: Path, folder: Path, overrides: Sequence[str]) -> int:
-    """Make the run in a process of its own unless it is there, and before it the model; return the exit code. Raise UserError for a bad
-    configuration."""
+    """Make the run unless it is there; return the exit code. Raise UserError for a bad configuration."""
     overrides = [f"--log.dir={folder}", *overrides]
     if _is_finished(folder, load_config(ROOT / config, overrides)):
         return 0
+    return train(config, overrides)
+
+
+def train(config: Path, overrides: Sequence[str], launcher: Sequence[str] = (), **process: Any) -> int:
+    """Make the model, unless it is there, and the run; return the exit code. `process`: more arguments of subprocess.run."""
     for words in (["examples.arithmetic.warm_start"], ["megatron_rl", "train"]):
-        if code := subprocess.run([sys.executable, "-m", *words, str(config), *overrides], cwd=ROOT, check=False).returncode:
+        command = [sys.executable, *launcher, "-m", *words, str(config), *overrides]
+        if code := subprocess.run(command, cwd=ROOT, check=False, **process).returncode:
             return code
     return 0
 

@@ -99,7 +99,7 @@ def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(tmp_path):
             folder.mkdir(parents=True)
             rows = [row(step, seconds) for step, seconds in enumerate(trainer_seconds)]
             (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = study("bench/training_runs", "scaling", "--read", "--ranks=1,2", "--rounds=1", f"--folder={tmp_path}")
+    done = study("studies/training_runs", "scaling", "--read", "--ranks=1,2", "--rounds=1", f"--folder={tmp_path}")
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(("| 1", "| 2"))]
     assert lines[:2] == [

@@ -1,7 +1,8 @@
 """Compare whole training runs side by side: generation one version ahead against in turns, and 1, 2, 4 trainer ranks.
 
-    python tools/bench/training_runs.py ahead [--steps 12] [--rounds 2] [--folder DIR] [--section.key=value ...]
-    python tools/bench/training_runs.py scaling [--ranks 1,2,4] [--share dp] [--steps 6] [--rounds 2] [--folder DIR] [--section.key=value]
+    python tools/studies/training_runs.py ahead [--steps 12] [--rounds 2] [--folder DIR] [--section.key=value ...]
+    python tools/studies/training_runs.py scaling [--ranks 1,2,4] [--share dp] [--steps 6] [--rounds 2] [--folder DIR]
+        [--section.key=value ...]
 
 Every round makes one run of each variant, in processes of their own with an engine of their own; rounds follow each other, so that a busy
 machine slows all variants alike. All other options go to the runs, whose configuration is configs/quickstart.toml without evaluation.
@@ -13,17 +14,16 @@ from __future__ import annotations
 import os
 import statistics
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import common
 import typer
 
-from megatron_rl.errors import MegatronRLError, RunError
+from megatron_rl.errors import RunError
 from megatron_rl.observability.run_log import read_metrics
 
-ROOT = Path(__file__).parents[2]
 COMMON = {"data.eval_every": 1000, "data.eval_size": 8, "checkpoint.resume": "never"}
 SCHEDULES: dict[str, dict[str, object]] = {
     "in turns": {"placement.kind": "disaggregated"},
@@ -33,8 +33,6 @@ SCHEDULE_METRICS = {"time/step": "step", "time/generate": "waited", "time/train"
 Times = dict[str, float]
 """Median seconds of a step: `step`, and its parts `trainer`, `generate`, `sync` and `proof`, which is a part of `sync`."""
 Read = Annotated[bool, typer.Option("--read", help="Read the runs below --folder instead of making them.")]
-app = typer.Typer(add_completion=False)
-_PASS_OTHERS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def measure_run(folder: Path, settings: Mapping[str, object], others: Sequence[str], ranks: int, read: bool) -> list[dict[str, Any]]:
@@ -44,15 +42,12 @@ def measure_run(folder: Path, settings: Mapping[str, object], others: Sequence[s
     """
     options = [f"--{name}={value}" for name, value in {**COMMON, **settings, "log.dir": folder}.items()]
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    for words in () if read else (["examples.arithmetic.warm_start"], ["megatron_rl", "train"]):
-        command = [sys.executable, *launcher, "-m", *words, "configs/quickstart.toml", *options, *others]
-        if code := subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=False, env=environment).returncode:
-            raise RunError(f"the run below {folder} ended with exit code {code}")
+    process = {"stdout": subprocess.DEVNULL, "env": {"OMP_NUM_THREADS": "1", **os.environ}}
+    if not read and (code := common.train(Path("configs/quickstart.toml"), [*options, *others], launcher, **process)):
+        raise RunError(f"the run below {folder} ended with exit code {code}")
     return read_metrics(folder / "latest")
 
 
-@app.command(context_settings=_PASS_OTHERS_ON)
 def ahead(context: typer.Context, steps: int = 12, rounds: int = 2, folder: Path = Path("runs/bench-async"), read: Read = False) -> None:
     """Measure what generating one version ahead saves.
 
@@ -74,7 +69,6 @@ def ahead(context: typer.Context, steps: int = 12, rounds: int = 2, folder: Path
     typer.echo(f"one ahead is {in_turns / one_ahead:.2f} times as fast")
 
 
-@app.command(context_settings=_PASS_OTHERS_ON)
 def scaling(
     context: typer.Context,
     ranks: str = "1,2,4",
@@ -145,8 +139,4 @@ def format_scaling_table(kind: str, medians: dict[int, Times]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except MegatronRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    common.run_cli(ahead, scaling)
