@@ -85,22 +85,3 @@ class ActivationRecorder:
             first += len(record["tokens"])
         names = self._passes[0] if self._passes else {}
         save_file({name: torch.cat([record[name] for record in self._passes]) for name in names}, file)
-
-
-_recorder: ActivationRecorder | None = None
-
-
-def handle_request(request: dict[str, Any], rank: int, model: torch.nn.Module) -> dict[str, str]:
-    """Answer {"verb": "tap"} and {"verb": "untap", "folder": PATH} for this rank. Raise ValueError if nothing was recorded."""
-    global _recorder
-    previous, _recorder = _recorder, None
-    if previous is not None:
-        previous.stop()
-    if request["verb"] == "tap":
-        _recorder = ActivationRecorder(model)
-        return {}
-    if previous is None:
-        raise ValueError("nothing is recorded: ask for it first")
-    file = Path(request["folder"]) / f"rank{rank}.safetensors"
-    previous.write(file)
-    return {"file": str(file)}

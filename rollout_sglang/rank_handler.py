@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ from parallel.digest import digest_all
 from parallel.formats import FP8, INT8
 from parallel.shards import Rect
 from parallel.transport.base import Link
-from rollout_sglang import activation_hooks, memory_release, precision_graph
+from rollout_sglang import memory_release, precision_graph
+from rollout_sglang.activation_hooks import ActivationRecorder
 from rollout_sglang.hooks import dequant_cache, gpu_activation_quant
 from rollout_sglang.weight_receiver import WeightReceiver
 
@@ -46,6 +48,7 @@ class RankHandler:
 
     _receiver: WeightReceiver | None = None
     """The connection to the trainer; a new one replaces it."""
+    _recorder: ActivationRecorder | None = None
 
     def answer(self, request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
         """Return the rank's answer to a request. Raise ValueError for a request that does not fit; errors of the transport pass through."""
@@ -68,8 +71,12 @@ class RankHandler:
                 memory_release.release(runner.token_to_kv_pool)
             case "restore":
                 memory_release.restore()
-            case "tap" | "untap":
-                return activation_hooks.handle_request(request, rank, model)
+            case "tap":
+                if self._recorder is not None:
+                    self._recorder.stop()
+                self._recorder = ActivationRecorder(model)
+            case "untap":
+                return {"file": str(self._write_recording(Path(request["folder"]) / f"rank{rank}.safetensors"))}
             case "connect" | "disconnect":
                 self._connect(request, rank, model)
             case "start":
@@ -81,6 +88,14 @@ class RankHandler:
             case verb:
                 raise ValueError(f"unknown verb {verb!r}")
         return {}
+
+    def _write_recording(self, file: Path) -> Path:
+        """Stop recording. Raise ValueError if nothing was recorded."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise ValueError("nothing is recorded: ask for it first")
+        recorder.write(file)
+        return file
 
     def _connect(self, request: dict[str, Any], rank: int, model: torch.nn.Module) -> None:
         """Close this rank's connection to the trainer; for the verb `connect`, begin a new one."""

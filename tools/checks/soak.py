@@ -110,13 +110,12 @@ def run_with_kills(run: SoakRun, kills: list[Kill]) -> None:
 
 def find_differences(run: Path, other: Path) -> list[str]:
     """Compare two finished runs: rows without their times, and the bytes of the last checkpoint."""
-    differences = []
     folders = (run, other)
-    rows = [[drop_times(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders]
+    rows = [[json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()] for folder in folders]
     if [row["step"] for row in rows[0]] != [row["step"] for row in rows[1]]:
         return [f"{len(rows[0])} rows and {len(rows[1])}"]
-    for row, other_row in zip(*rows, strict=True):
-        differences += [f"step {row['step']}: {name}" for name in _differing_keys(row, other_row)]
+    differing = [(row["step"], name) for row, other_row in zip(*rows, strict=True) for name in _differing_keys(row, other_row)]
+    differences = [f"step {step}: {name}" for step, name in differing if not any(word in name for word in _IGNORED)]
     files = [json.loads((last_checkpoint(folder) / "state.json").read_text())["files"] for folder in folders]
     for digests in files:
         digests.pop("mcore/.metadata", None)  # names its own folder
@@ -125,10 +124,6 @@ def find_differences(run: Path, other: Path) -> list[str]:
 
 def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-
-
-def drop_times(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not any(word in name for word in _IGNORED)}
 
 
 def last_checkpoint(run: Path) -> Path:

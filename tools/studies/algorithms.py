@@ -35,11 +35,6 @@ model knows at the quickstart's 4e-4."""
 _HEAD = ("algorithm", "steps", "held-out accuracy: first", "best", "last")
 
 
-def draw_body(runs: dict[str, Rows]) -> str:
-    """Return the page's table and figures; `runs` maps an algorithm to its metrics rows."""
-    return common.make_table(_HEAD, [_make_line(name, rows) for name, rows in runs.items()]) + common.draw_figures(runs, SHOWN)
-
-
 def _make_line(name: str, rows: Rows) -> list[object]:
     scores = [score for row in rows if (score := row.get("eval/accuracy")) is not None]
     numbers = [format_value(score, "share") for score in (scores[0], max(scores), scores[-1])] if scores else ["–"] * 3
@@ -61,7 +56,8 @@ def main(
 
     def draw(name: str, rows: Rows, code: int) -> str:
         finished[name] = rows
-        return draw_body(finished)
+        lines = [_make_line(name, rows) for name, rows in finished.items()]
+        return common.make_table(_HEAD, lines) + common.draw_figures(finished, SHOWN)
 
     runs = [
         common.StudyRun(
