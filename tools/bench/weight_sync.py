@@ -41,7 +41,7 @@ from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import Layout, parse_sizes
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, Shard
+from parallel.shards import GeometryError
 from parallel.transport.store import listening_store
 
 _QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
@@ -61,13 +61,13 @@ MB = 1e6
 _WAIT_SECONDS = 600
 
 
-def make_random_tensors(shards: Sequence[Shard], fp8: bool, seed: int) -> dict[str, torch.Tensor]:
+def make_random_tensors(setup: BenchSetup, rank: int, fp8: bool) -> dict[str, torch.Tensor]:
     """Return what `collect_named_tensors` gives: BF16 tensors, and E4M3 with scales quantized from them for the FP8 roles."""
-    tensors = {}
-    for number, shard in enumerate(shards):
+    tensors, format_of = {}, make_contract(fp8).format_of
+    for number, shard in enumerate(build_trainer_shards(setup.model, setup.train, format_of=format_of)[rank]):
         value = torch.empty(shard.shape, dtype=torch.bfloat16)
-        value.normal_(generator=torch.Generator(value.device).manual_seed((seed << 32) + number))
-        format = make_contract(fp8).format_of(shard.role)
+        value.normal_(generator=torch.Generator(value.device).manual_seed((1 << 32) + number))
+        format = format_of(shard.role)
         if format.quantized:
             tensors[shard.name], tensors[format.scale_name(shard.name)] = quantize(value, format)
         else:
@@ -99,12 +99,7 @@ class BenchCases:
 
     def __init__(self, setup: BenchSetup, rank: int, pipes: Sequence[Connection]) -> None:
         self.setup = setup
-        self.named_tensors = {
-            fp8: make_random_tensors(
-                build_trainer_shards(setup.model, setup.train, format_of=make_contract(fp8).format_of)[rank], fp8, seed=1
-            )
-            for fp8 in (True, False)
-        }
+        self.named_tensors = {fp8: make_random_tensors(setup, rank, fp8) for fp8 in (True, False)}
         self.seconds: dict[str, list[float]] = {}
         self.bytes: dict[str, int] = {}
         self.syncs: list[WeightSync] = []

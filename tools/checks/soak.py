@@ -116,7 +116,8 @@ def find_differences(run: Path, other: Path) -> list[str]:
         return [f"{len(rows[0])} rows and {len(rows[1])}"]
     differing = [(row["step"], name) for row, other_row in zip(*rows, strict=True) for name in _differing_keys(row, other_row)]
     differences = [f"step {step}: {name}" for step, name in differing if not any(word in name for word in _IGNORED)]
-    files = [json.loads((last_checkpoint(folder) / "state.json").read_text())["files"] for folder in folders]
+    checkpoints = [max((folder / "checkpoints").glob("step_*")) for folder in folders]  # the last
+    files = [json.loads((checkpoint / "state.json").read_text())["files"] for checkpoint in checkpoints]
     for digests in files:
         digests.pop("mcore/.metadata", None)  # names its own folder
     return differences + [f"checkpoint: {name}" for name in _differing_keys(*files)]
@@ -124,10 +125,6 @@ def find_differences(run: Path, other: Path) -> list[str]:
 
 def _differing_keys(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-
-
-def last_checkpoint(run: Path) -> Path:
-    return max((run / "checkpoints").glob("step_*"))
 
 
 def main() -> int:

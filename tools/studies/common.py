@@ -86,7 +86,8 @@ def run_study(target: Path, title: str, intro: str, runs: Iterable[StudyRun], co
         code = ensure_run(config, run.folder, run.overrides)
         if code and code not in broken:
             raise typer.Exit(code)
-        write_page(target, title, intro, run.draw(read_metrics(run.folder / "latest"), code))
+        body = run.draw(read_metrics(run.folder / "latest"), code)
+        target.write_text(_PAGE.format(title=escape(title), intro=escape(intro), body=body), encoding="utf-8")
         print(f"{run.label}: {run.folder / 'latest'}; the page is {target}", flush=True)
 
 
@@ -119,11 +120,6 @@ def make_table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str
         return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     return f"<table>{line(head, 'th')}{''.join(line(cells, 'td') for cells in lines)}</table>"
-
-
-def write_page(target: Path, title: str, intro: str, body: str) -> None:
-    """Write the page; `body` is HTML, the rest is text."""
-    target.write_text(_PAGE.format(title=escape(title), intro=escape(intro), body=body), encoding="utf-8")
 
 
 def parse_names(text: str, known: Iterable[str], option: str) -> list[str]:
