@@ -7,6 +7,7 @@ package.
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import sys
@@ -35,10 +36,7 @@ class _StubModule(types.ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.__path__: list[str] = []
-        self.__package__ = name
         self.__file__ = __file__
-        self.__spec__ = _IMPORTER.make_spec(name)
         if "." not in name:
             self.__version__ = "0.0.0+standin"
 
@@ -46,13 +44,9 @@ class _StubModule(types.ModuleType):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         full_name = f"{self.__name__}.{name}"
-        if full_name in sys.modules:
-            return sys.modules[full_name]
-        value: Any
-        if name[:1].isupper():
-            value = _ClassMeta(name, (_Base,), {"__module__": self.__name__})
-        else:
-            value = sys.modules[full_name] = _StubModule(full_name)
+        if full_name in sys.modules or not name[:1].isupper():
+            return importlib.import_module(full_name)
+        value = _ClassMeta(name, (_Base,), {"__module__": self.__name__})
         setattr(self, name, value)
         return value
 
@@ -82,12 +76,9 @@ class _StubImporter:
 
     packages: tuple[str, ...] = ()
 
-    def make_spec(self, name: str) -> importlib.machinery.ModuleSpec:
-        loader: Any = self
-        return importlib.machinery.ModuleSpec(name, loader, is_package=True)
-
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        return self.make_spec(name) if name.split(".")[0] in self.packages else None
+        loader: Any = self
+        return importlib.machinery.ModuleSpec(name, loader, is_package=True) if name.split(".")[0] in self.packages else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         return _StubModule(spec.name)
