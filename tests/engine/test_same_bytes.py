@@ -73,14 +73,14 @@ IN_TRAINER = {  # rank 0's linear_qkv is [q0 k0 v0 q1 k1 v1] in rows of 128, the
     (QKV, 3 * 128 + 5, 130): r"qkv_proj\.weight of engine rank 0 .*linear_qkv.weight of trainer rank 0; .*rows 128\.\.255, columns "
     r"128\.\.255 \(fp8\)",
     (DOWN_SCALE, 1, 3): r"down_proj\.weight_scale_inv of engine rank 0 .*rows 1\.\.1, columns 3\.\.3 \(scale\)",
-    ("embedding.word_embeddings.weight", 300, 7): r"embed_tokens\.weight of engine rank 0 .*rows 256\.\.383, columns 0\.\.127 \(high\)",
+    ("embedding.word_embeddings.weight", 300, 7): r"embed_tokens\.weight of engine rank 0 .*rows 256\.\.383, columns 0\.\.127 \(fp32\)",
 }
 IN_ENGINE = {
     ("model.layers.0.self_attn.qkv_proj.weight", 130, 255): r"qkv_proj\.weight of engine rank 0 .*rows 128\.\.255, columns 128\.\.255 "
     r"\(fp8\)",
     ("model.layers.0.mlp.gate_up_proj.weight_scale_inv", 7, 1): r"gate_up_proj\.weight_scale_inv of .*rows 7\.\.7, columns 1\.\.1 "
     r"\(scale\)",
-    ("model.norm.weight", 255, 0): r"model\.norm\.weight of engine rank 0 .*final_layernorm.*rows 128\.\.255, columns 0\.\.0 \(high\)",
+    ("model.norm.weight", 255, 0): r"model\.norm\.weight of engine rank 0 .*final_layernorm.*rows 128\.\.255, columns 0\.\.0 \(fp32\)",
 }
 
 

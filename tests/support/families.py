@@ -86,6 +86,7 @@ _DEEPSEEK = {
     "moe_intermediate_size": 256,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,  # SGLang has no default
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "norm_topk_prob": True,
