@@ -68,16 +68,17 @@ class Plug:
         except Exception as error:  # whatever the module raises on import
             raise InputError(self.field, name, f"cannot be imported ({type(error).__name__}: {error})", fix) from None
         if self.takes and name not in self.builtin:
-            self._check_call(name, loaded)
+            self.check_call(name, loaded, self.takes)
         return loaded
 
-    def _check_call(self, name: str, loaded: object) -> None:
-        takes = f"must be a plain function of ({', '.join(self.takes)})"
-        if not callable(loaded) or inspect.iscoroutinefunction(loaded):
-            raise InputError(self.field, name, takes, "see docs/extending.md")
+    def check_call(self, name: str, function: object, takes: tuple[str, ...], what: str = "") -> None:
+        """Raise InputError where the function, `what` of the object that `name` stands for, does not take so many arguments."""
+        rule = f"{what} must be a plain function of ({', '.join(takes)})".strip()
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            raise InputError(self.field, name, rule, "see docs/extending.md")
         try:
-            inspect.signature(loaded).bind(*self.takes)
+            inspect.signature(function).bind(*takes)
         except TypeError as error:
-            raise InputError(self.field, name, f"{takes}: {error}", "see docs/extending.md") from None
+            raise InputError(self.field, name, f"{rule}: {error}", "see docs/extending.md") from None
         except ValueError:  # some functions written in C tell no signature
             return

@@ -37,6 +37,9 @@ def _try_loss(config: AlgorithmConfig) -> None:
     (batch,) = make_micro_batches(samples, 8)
     logprobs = torch.full_like(batch.mask, -0.9, requires_grad=True)
     losses, clipped = LOSSES.load(config.loss)(logprobs, batch, config, **config.loss_settings)
-    if losses.shape != logprobs.shape or clipped.shape != logprobs.shape or clipped.dtype != torch.bool:
-        raise ValueError("must return (losses, clipped), of the log-probs' shape, clipped as bool")
+    if (losses.shape, losses.dtype) != (logprobs.shape, logprobs.dtype) or (clipped.shape, clipped.dtype) != (logprobs.shape, torch.bool):
+        raise ValueError("must return (losses, clipped), of the log-probs' shape, losses of their dtype, clipped as bool")
     PolicyLoss(config)(logprobs, batch)[0].backward()  # raises where the losses have no gradient
+    sampled = batch.mask == 1
+    if not losses[sampled].isfinite().all() or logprobs.grad is None or not logprobs.grad[sampled].isfinite().all():
+        raise ValueError("must return finite losses with finite gradients on a ratio of 0.7 to 1.1")

@@ -59,12 +59,21 @@ class MicroBatch:
         for index, start in zip(self.sample_indices, accumulate(self.lengths, initial=0), strict=False):
             yield index, values[0, start + samples[index].target_positions]
 
+    def sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Return, at every position, the sum of `values` over the targets of its sample; [1, t] to [1, t], with gradient."""
+        owner, (sums,) = self._sum_samples(values)
+        return sums[owner].unsqueeze(0)
+
     def average_by_sample(self, values: torch.Tensor) -> torch.Tensor:
         """Return, at every position, the mean of `values` over the targets of its sample; [1, t] to [1, t], with gradient."""
-        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(values.device)
-        zeros = values.new_zeros(len(self.lengths))
-        sums, counts = (zeros.index_add(0, owner, x[0].to(values.dtype)) for x in (values * self.mask, self.mask))
+        owner, (sums, counts) = self._sum_samples(values, torch.ones_like(values))
         return (sums / counts.clamp(min=1))[owner].unsqueeze(0)
+
+    def _sum_samples(self, *values: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the number of each position's sample, int64 [t], and the samples' sums of each `values` over their targets."""
+        owner = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths)).to(self.mask.device)
+        zeros = values[0].new_zeros(len(self.lengths))
+        return owner, [zeros.index_add(0, owner, (part * self.mask)[0].to(part.dtype)) for part in values]
 
 
 def make_micro_batches(

@@ -15,7 +15,7 @@ HUB_PREFIX = "hf:"
 """Prefix of a source on the Hugging Face hub."""
 
 FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
-"""gsm8k, math, deepmath, aime, or your own as module:attribute."""
+"""`gsm8k`, `math`, `deepmath`, `aime`, or your own as module:attribute."""
 
 
 class DataSourceConfig(ConfigSection):

@@ -35,7 +35,7 @@ class TransportSettings(Protocol):
 
 
 class Outbox:
-    """A trainer rank's half. All waits are bounded by `sync.timeout`, after which they raise OSError or RuntimeError."""
+    """A trainer rank's half. All waits end by `sync.timeout`, with one of the transport's `lost_errors`."""
 
     address: Any = None
     """Where engine ranks and other trainer ranks find it; JSON."""

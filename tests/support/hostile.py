@@ -80,5 +80,10 @@ class Speechless:
     def __init__(self, problem: Problem) -> None: ...
 
 
+class Deaf(Speechless):
+    def step(self):  # takes no text
+        return None
+
+
 class Unstoppable(Environment):
     stop = ">"  # must be a tuple

@@ -42,6 +42,7 @@ from parallel.layout import Layout, parse_sizes
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError
+from parallel.transport import TRANSPORTS, load_transport
 from parallel.transport.store import listening_store
 
 _QWEN3 = functools.partial(ModelGeometry, "qwen3", head_dim=128, qk_norm=True)
@@ -56,7 +57,7 @@ MODELS = {
 `32b_slice` is a 32nd of Qwen3-32B, 2 of 64 layers and 4,736 of 151,936 words: the bytes of each kind stand as in the whole. `8b` is
 Llama-3.1-8B, for the GPU check."""
 
-TRANSPORTS = ("shared_memory", "process_group", "disk")
+ON_CPU = [name for name in TRANSPORTS.builtin if "cpu" in load_transport(name).devices]
 MB = 1e6
 _WAIT_SECONDS = 600
 
@@ -219,7 +220,7 @@ def main(
     rollout: Annotated[str, typer.Option(help="engine layout: tp")] = "tp=1",
     repeat: Annotated[int, typer.Option(help="turns that count")] = 5,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="where the weights are")] = "cpu",
-    transports: Annotated[str, typer.Option(help="values of sync.transport")] = ",".join(TRANSPORTS),
+    transports: Annotated[str, typer.Option(help="values of sync.transport")] = ",".join(ON_CPU),
     bucket_mb: Annotated[str, typer.Option(help="values of sync.bucket_mb")] = str(SyncConfig().bucket_mb),
     json_file: Annotated[Path | None, typer.Option("--json", help="write the numbers here")] = None,
 ) -> None:

@@ -72,10 +72,9 @@ class StepResult:
 
 
 def load_environment(name: str) -> EnvironmentClass:
-    """Return the class that `environment.name` names. Raise InputError if there is none."""
+    """Return the class that `environment.name` names. Raise InputError if there is none, or none with a `step` of a text."""
     environment: EnvironmentClass = ENVIRONMENTS.load(name)
-    if not callable(getattr(environment, "step", None)):
-        raise InputError("environment.name", name, "has no method step(text)", "see docs/guides/environments.md")
+    ENVIRONMENTS.check_call(name, getattr(environment, "step", None), ("self", "text"), "its step")
     stop = getattr(environment, "stop", ())
     if not isinstance(stop, tuple) or not all(isinstance(text, str) and text for text in stop):
         raise InputError("environment.name", name, f"its stop ({stop!r}) must be a tuple of texts", 'write e.g. stop = (">>",)')

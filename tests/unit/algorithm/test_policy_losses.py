@@ -21,7 +21,7 @@ from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.plugs import ADVANTAGES
+from megatron_rl.plugs import ADVANTAGES, LOSSES
 
 LONGEST = 12
 FLOATS = ("mask", "advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights")
@@ -61,30 +61,37 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def ppo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float) -> list[float]:
+Formula = list[tuple[float, bool]]  # by token: its loss, and whether the clip touches it
+
+
+def ppo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
     """arXiv 1707.06347, eq. 7, with arXiv 2503.14476's two bounds; arXiv 1912.09729, eq. 5, for the dual clip."""
-    losses = []
+    results = []
     for new, before in zip(logp, old, strict=True):
         ratio = math.exp(new - before)
         objective = min(ratio * advantage, clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)
         if config.dual_clip is not None and advantage < 0:
             objective = max(objective, config.dual_clip * advantage)
-        losses.append(-objective)
-    return losses
+        results.append((-objective, objective != ratio * advantage))
+    return results
 
 
-def gspo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float) -> list[float]:
+def gspo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
     """arXiv 2507.18071, eq. 5 and 7."""
     ratio = math.prod(math.exp(new - before) for new, before in zip(logp, old, strict=True)) ** (1 / len(old))
-    return [-min(ratio * advantage, clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)] * len(old)
+    objective = min(ratio * advantage, clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)
+    return [(-objective, objective != ratio * advantage)] * len(old)
 
 
-def cispo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> list[float]:
-    """arXiv 2506.13585, eq. 4 and 5; `fixed` are the log-probs that the stop-gradient weight was computed from."""
-    weights = [clip(math.exp(new - before), 1 - config.clip_low, 1 + config.clip_high) for new, before in zip(fixed, old, strict=True)]
-    return [-weight * advantage * new for weight, new in zip(weights, logp, strict=True)]
+def cispo(config: AlgorithmConfig, logp: list[float], old: list[float], advantage: float, fixed: list[float]) -> Formula:
+    """arXiv 2506.13585, eq. 4 and 5."""
+    ratios = [math.exp(new - before) for new, before in zip(fixed, old, strict=True)]
+    weights = [clip(ratio, 1 - config.clip_low, 1 + config.clip_high) for ratio in ratios]
+    return [(-weight * advantage * new, weight != ratio) for weight, ratio, new in zip(weights, ratios, logp, strict=True)]
 
 
+FORMULAS = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
+"""`logp` are the log-probs; a weight that has no gradient is computed from `fixed`."""
 KL = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - d - 1}
 
 
@@ -93,10 +100,7 @@ def expected(config: AlgorithmConfig, sequences: list[TrainingSample], logprobs:
     per_sequence = []
     for sequence, logp, still in zip(sequences, logprobs, fixed, strict=True):
         old, reference, correction = (v.tolist() for v in (sequence.old_logprobs, sequence.reference_logprobs, sequence.importance_weights))
-        if config.loss == "cispo":
-            losses = cispo(config, logp, old, sequence.advantage, still)
-        else:
-            losses = {"ppo": ppo, "gspo": gspo}[config.loss](config, logp, old, sequence.advantage)
+        losses = [loss for loss, _ in FORMULAS[config.loss](config, logp, old, sequence.advantage, still)]
         if config.kl_coef and config.kl_in == "loss":
             kl = [config.kl_coef * KL[config.kl_estimator](ref - new) for ref, new in zip(reference, logp, strict=True)]
         else:
@@ -185,17 +189,18 @@ def test_loss_and_gradient_are_the_papers_whatever_the_micro_batches(settings, s
         other_loss, other_gradients, other_metrics = run(config, sequences, now, most)
         assert other_loss == pytest.approx(loss, rel=1e-12) and other_metrics == pytest.approx(metrics, rel=1e-12)
         assert other_gradients == [pytest.approx(gradient, rel=1e-12) for gradient in gradients]
-    if config.loss != "cispo":
-        assert_clip_counts_are_tokens_without_gradient(AlgorithmConfig(**{**settings, "kl_coef": 0.0}), sequences, now)
-
-
-def assert_clip_counts_are_tokens_without_gradient(config, sequences, now):
-    _, gradients, metrics = run(config, sequences, now, 1000)
-    tokens = sum(map(len, gradients))
     for name, sign in (("clip/positive", 1), ("clip/negative", -1)):
-        signed = [part for part, sequence in zip(gradients, sequences, strict=True) if sign * sequence.advantage > 0]
-        assert metrics[name] == pytest.approx(sum(value == 0 for part in signed for value in part) / tokens, rel=1e-12)
+        clipped = 0
+        for sequence, logp in zip(sequences, now, strict=True):
+            if sign * sequence.advantage > 0:
+                by_token = FORMULAS[config.loss](config, logp, sequence.old_logprobs.tolist(), sequence.advantage, logp)
+                clipped += sum(touched for _, touched in by_token)
+        assert metrics[name] == pytest.approx(clipped / sum(map(len, now)), rel=1e-12)
     assert metrics["clip/positive"] + metrics["clip/negative"] > 0
+
+
+def test_every_loss_has_its_formula_here():
+    assert set(LOSSES.builtin) == set(FORMULAS) == {AlgorithmConfig(**settings).loss for settings in CONFIGS.values()}
 
 
 @pytest.mark.parametrize(
@@ -254,25 +259,25 @@ def std(values: list[float]) -> float:
 GROUPS = [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0], [0.25, -1.0, 2.0, 0.5]]
 
 
-def by_hand(kind: str) -> list[float]:
-    """arXiv 2402.03300 (sec. 4.1.2), 2503.20783 (sec. 3.2), 2402.14740 (eq. 6), 2501.03262 (REINFORCE++ with baseline)."""
-    centred = [[reward - mean(group) for reward in group] for group in GROUPS]
-    if kind == "group_std":
-        return [value / (std(group) + 1e-6) for group, values in zip(GROUPS, centred, strict=True) for value in values]
-    if kind == "leave_one_out":
-        return [r - mean(group[:i] + group[i + 1 :]) for group in GROUPS for i, r in enumerate(group)]
-    flat = [value for values in centred for value in values]
-    return flat if kind == "group_mean" else [(value - mean(flat)) / (std(flat) + 1e-6) for value in flat]
+CENTRED = [[reward - mean(group) for reward in group] for group in GROUPS]
+ALL_CENTRED = [value for values in CENTRED for value in values]
+BY_HAND = {
+    "group_std": [value / (std(group) + 1e-6) for group, values in zip(GROUPS, CENTRED, strict=True) for value in values],
+    "group_mean": ALL_CENTRED,
+    "leave_one_out": [r - mean(group[:i] + group[i + 1 :]) for group in GROUPS for i, r in enumerate(group)],
+    "batch_std": [(value - mean(ALL_CENTRED)) / (std(ALL_CENTRED) + 1e-6) for value in ALL_CENTRED],
+}
+"""arXiv 2402.03300 (sec. 4.1.2), 2503.20783 (sec. 3.2), 2402.14740 (eq. 6), 2501.03262 (REINFORCE++ with baseline)."""
 
 
-@pytest.mark.parametrize("kind", ["group_std", "group_mean", "leave_one_out", "batch_std"])
+@pytest.mark.parametrize("kind", ADVANTAGES.builtin)
 def test_advantages_and_excluded_members_leave_the_others_as_if_they_were_alone(kind):
     compute = ADVANTAGES.load(kind)
 
     def advantages(rewards: list[list[float]], counted: list[list[bool]]) -> list[float]:
         return compute(torch.tensor(rewards, dtype=torch.float64), torch.tensor(counted)).flatten().tolist()
 
-    assert advantages(GROUPS, [[True] * 4] * 3) == pytest.approx(by_hand(kind), abs=1e-12)
+    assert advantages(GROUPS, [[True] * 4] * 3) == pytest.approx(BY_HAND[kind], abs=1e-12)
     result = advantages([[1.0, 99.0, 0.0, 0.5], [0.25, -99.0, 0.75, 1.0]], [[True, False, True, True]] * 2)
     alone = advantages([[1.0, 0.0, 0.5], [0.25, 0.75, 1.0]], [[True] * 3] * 2)
     assert result[:1] + result[2:5] + result[6:] == pytest.approx(alone, abs=1e-12)

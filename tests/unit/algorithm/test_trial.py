@@ -18,6 +18,8 @@ def sentence(logprobs, batch, config, *, words): return token_losses(logprobs, b
 def scalar(logprobs, batch, config): return logprobs.sum(), logprobs > 0
 def numbers(logprobs, batch, config): return logprobs * batch.advantages, logprobs
 def constant(logprobs, batch, config): return logprobs.detach(), logprobs > 0
+def double(logprobs, batch, config): return logprobs.double(), logprobs > 0
+def no_number(logprobs, batch, config): return logprobs / (batch.mask * 0), logprobs > 0
 def flat(rewards, counted): return rewards.flatten()
 def all_members(rewards, counted): return rewards - rewards.mean(1, keepdim=True)
 def infinite(rewards, counted): return rewards / 0
@@ -43,6 +45,8 @@ def test_every_loss_and_advantage_passes_its_trial(name):
         ({"loss": "own_algorithm:scalar"}, "must return .losses, clipped., of the log-probs' shape"),
         ({"loss": "own_algorithm:numbers"}, "clipped as bool"),
         ({"loss": "own_algorithm:constant"}, "RuntimeError: element 0 of tensors does not require grad"),
+        ({"loss": "own_algorithm:double"}, "losses of their dtype"),
+        ({"loss": "own_algorithm:no_number"}, "must return finite losses with finite gradients"),
         ({"advantage": "own_algorithm:absent"}, "algorithm.advantage = 'own_algorithm:absent': cannot be imported .AttributeError"),
         ({"advantage": "own_algorithm:sentence"}, "algorithm.advantage.*missing 1 required positional argument"),
         ({"advantage": "own_algorithm:flat"}, "algorithm.advantage.*must return finite values of the rewards' shape"),

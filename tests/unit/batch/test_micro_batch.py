@@ -66,9 +66,10 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, m
         for name in ("advantages", "old_logprobs", "reference_logprobs", "loss_weights", "importance_weights"):
             assert (getattr(batch, name)[known == 0] == 0).all()
         values = torch.arange(batch.mask.numel()).double().square().unsqueeze(0)
-        means = dict(batch.split_by_sample(batch.average_by_sample(values), samples))
-        for index, part in batch.split_by_sample(values, samples):  # a sequence's mean is that of its answer alone
+        means, sums = (dict(batch.split_by_sample(f(values), samples)) for f in (batch.average_by_sample, batch.sum_by_sample))
+        for index, part in batch.split_by_sample(values, samples):  # a sequence's mean and sum are those of its answer alone
             torch.testing.assert_close(means[index], part.mean().expand(len(part)), rtol=1e-12, atol=0)
+            torch.testing.assert_close(sums[index], part.sum().expand(len(part)), rtol=1e-12, atol=0)
 
 
 @given(sequences(), BOUND, st.integers(1, 4))

@@ -31,7 +31,8 @@ def test_the_example_is_sound_and_an_environment_absent_by_default(tmp_path):
     "override, line",
     [
         ("--environment.name=calculater", "environment.name = 'calculater': must be your own as module:attribute"),
-        ("--environment.name=json:loads", "environment.name = 'json:loads': has no method step[(]text[)]"),
+        ("--environment.name=json:loads", "environment.name = 'json:loads': its step must be a plain function of [(]self, text[)]"),
+        ("--environment.name=support.hostile:Deaf", "its step must be a plain function of [(]self, text[)]: too many positional arguments"),
         ("--environment.max_token=1", "environment.max_token = 1: unknown key; did you mean environment.max_tokens"),
         (
             "--environment.max_tokens=169",

@@ -20,6 +20,7 @@ from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect, Shard
+from parallel.transport import TRANSPORTS
 from parallel.transport.pack import ChunkPacker, check_targets, make_source_packer, make_target_packer
 
 CONTRACT = PrecisionContract.from_config(PrecisionConfig())
@@ -85,7 +86,7 @@ def test_engine_ranks_take_turns_and_the_largest_chunk_keeps_to_the_setting():
     plan = SyncPlan.make(small_model(), Layout(), (2, 1), CONTRACT, 50_000)
     assert [chunk.target for chunk in plan.chunks[:6]] == [0, 1] * 3
     assert SyncConfig(bucket_mb=1).chunk_bytes == 512 << 10
-    for transport in ("shared_memory", "process_group", "gloo", "cuda_ipc", "disk"):
+    for transport in TRANSPORTS.builtin:
         for bucket_mb in (1, 2, 16, 4096):
             assert 2 * SyncConfig(transport=transport, bucket_mb=bucket_mb).chunk_bytes <= bucket_mb << 20
 

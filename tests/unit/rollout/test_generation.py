@@ -183,7 +183,7 @@ def test_a_bad_name_is_refused_before_anything_starts():
         "calculater": "must be your own as module:attribute",
         "no_such_module:Tool": "cannot be imported [(]ModuleNotFoundError",
         "support.hostile:Missing": "cannot be imported [(]AttributeError",
-        "support.hostile:Speechless": "has no method step",
+        "support.hostile:Speechless": "its step must be a plain function of [(]self, text[)]",
         "support.hostile:Unstoppable": "must be a tuple of texts",
     }
     for name, rule in wrong.items():

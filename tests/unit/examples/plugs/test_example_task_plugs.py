@@ -10,7 +10,8 @@ from megatron_rl.config.data import DataConfig
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.errors import UserError
 from megatron_rl.rewards import load_function
-from megatron_rl.rollout.environments.base import Episode, Message, load_environment
+from megatron_rl.rewards.worker import call_reward_function
+from megatron_rl.rollout.environments.base import Episode, Message, StepResult, load_environment
 from megatron_rl.rollout.environments.worker import run_step
 from megatron_rl.types import Problem, Reward
 
@@ -45,8 +46,8 @@ def test_mistakes_in_such_a_file_are_one_line(read):
 
 def test_the_reward_finds_the_answer_anywhere():
     reward = load_function("examples.plugs.contains_answer:reward")
-    assert reward("it is 12", Problem("p", "?", "12")) == Reward(1.0, True)
-    assert reward("it is 13", Problem("p", "?", "12")) == Reward(-0.1, False)
+    assert call_reward_function(reward, "it is 12", Problem("p", "?", "12")) == Reward(1.0, True)
+    assert call_reward_function(reward, "it is 13", Problem("p", "?", "12")) == Reward(-0.1, False)
 
 
 def test_the_dice_can_be_rolled_three_times():
@@ -56,7 +57,7 @@ def test_the_dice_can_be_rolled_three_times():
         results.append(run_step(dice, "<roll></roll>", episode))
         episode = Episode("p", "?", "", state=results[-1].state)
     assert [result.message for result in results] == [*[Message("4")] * 3, Message("no roll is left", "too many rolls")]
-    assert run_step(dice, "it was 4", episode).message is None
+    assert run_step(dice, "it was 4", episode) == StepResult()
 
 
 @pytest.mark.parametrize("example, page", [("contains_answer", "rewards"), ("dice", "environments")])
