@@ -40,7 +40,8 @@ class Metric:
     meaning: str
     unit: Unit = "number"
     panels: tuple[str, ...] = ()
-    """Axes of the report that draw it, by their labels. One that the report does not have gets a plot of its own."""
+    """Axes of the report that draw it, by their labels: within the package those of `reporting.plots.SECTIONS`; another label, of your own
+    code, gets a plot of its own."""
     label: str = ""
     """Its name there; "" for the last part of its name."""
     progress: str = ""

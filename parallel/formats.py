@@ -1,7 +1,8 @@
 """How values are stored: the one table of number formats, and the precision modes made of them. No torch.
 
 Everything that stores, moves or counts weights carries a `TensorFormat`, or asks a function from a weight's role to one. A new format is a
-row of `FORMATS` and of `MODES` here, its quantizer (`megatron_rl.precision.quantizers`) and its product (`megatron_rl.precision.backends`).
+row of `FORMATS` and of `MODES` here, its quantizer (`megatron_rl.precision.quantizers`) and its product (`megatron_rl.precision.backends`);
+docs/extending.md has the recipe.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ BLOCK = 128
 """Rows and columns of an FP8 weight block, and length of an activation group."""
 SCALE = "scale"
 """Name of the formats of scales."""
+SERVED_METHODS = ("fp8", "w8a8_int8")
+"""Quantization methods that `rollout_sglang` serves, by SGLang's names."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,10 @@ class TensorFormat:
 
     @property
     def group_bytes(self) -> float:
-        """Bytes per element of an input of a product: its groups that share a scale are as long as a block is wide."""
+        """Bytes per element of an input of a product: its groups that share a scale are as long as a block is wide; a whole row's scale
+        counts nothing."""
         assert self.block is not None
-        return self.count_bytes((1, self.block[1])) / self.block[1]
+        return self.count_bytes((1, self.block[1])) / self.block[1] if self.block[1] else self.element_bytes
 
     def with_scales(self, scale_format: str) -> TensorFormat:
         """Return the format with these scales, where it is one that leaves them open."""

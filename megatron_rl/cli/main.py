@@ -18,6 +18,7 @@ import typer
 
 from megatron_rl import __version__
 from megatron_rl.errors import MegatronRLError, UserError
+from parallel.formats import FORMATS
 
 if TYPE_CHECKING:
     from megatron_rl.config import Config
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VALUE", help="Values over the file's.")]
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)]
 
+_QUANTIZED = ", ".join(name for name, format in FORMATS.items() if format.quantized)
 _OTHER_RANKS_WAIT_S = 2.0
 """Wait of local ranks other than 0 before they print an error. Where all ranks fail alike, torchrun ends this process meanwhile and only
 rank 0 prints; a rank that fails alone prints after the wait."""
@@ -132,7 +134,7 @@ def graph(
 def export(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
     output: Annotated[Path, typer.Option(help="The new folder for the Hugging Face checkpoint.", show_default=False)],
-    precision: Annotated[str, typer.Option(help="bf16, or fp8, int8: the very bytes that the engine served.")] = "bf16",
+    precision: Annotated[str, typer.Option(help=f"bf16, or {_QUANTIZED}: the very bytes that the engine served.")] = "bf16",
 ) -> None:
     """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint."""
     with expected_errors():

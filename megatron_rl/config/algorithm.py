@@ -52,7 +52,7 @@ class AlgorithmConfig(ConfigSection):
     dual_clip: float | None = Field(None, gt=1)
     """ppo: bounds the loss of a negative advantage A at -dual_clip * A, however large the ratio. Absent: unbounded."""
     calibrate_every: int = Field(0, ge=0)
-    """ppo in fp8_unified: RL steps between calibrations of both bounds against a forward pass without FP8; 0 leaves them as set."""
+    """ppo with a quantized trainer: RL steps between calibrations of both bounds against a forward pass without; 0 leaves them as set."""
     aggregate: Literal["token", "sequence", "constant"] = "token"
     """Mean over all answer tokens; mean of the sequences' means; or sum over tokens / (sequences * rollout.max_new_tokens)."""
 

@@ -18,11 +18,11 @@ class PrecisionConfig(ConfigSection):
     """`fp8_unified`: trainer and engine compute with the same FP8 blocks (Jet-RL). `fp8_rollout`, `int8_rollout` (FlashRL): the trainer
     computes in `high`, the engine with weights quantised at each sync. `bf16`: both in `high`."""
     scale_format: Literal["pow2", "fp32"] = "pow2"
-    """Format of block scales. `pow2` is exact on both sides."""
+    """Scales of FP8 blocks; a format with scales of its own keeps them. `pow2` is exact on both sides."""
     backend: Literal["emulated", "transformer_engine", "deep_gemm"] = "emulated"
-    """Who computes the trainer's FP8 products. `emulated` runs on any device and is the reference."""
+    """Who computes the trainer's quantized products. `emulated` runs on any device and is the reference."""
     high: Literal["bf16", "fp32"] = "bf16"
-    """The dtype of everything that is not FP8, the same on both sides. `fp32` is the faster one on a CPU."""
+    """The dtype of everything that is not quantized, the same on both sides. `fp32` is the faster one on a CPU."""
 
     @field_validator("mode")
     @classmethod

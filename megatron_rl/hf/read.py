@@ -36,13 +36,18 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
     if quantization is None:
         return None
     settings = {"fmt": "e4m3", **quantization} if isinstance(quantization, dict) else {}
-    by_method = {format.engine_quantization: format for format in FORMATS.values() if format.quantized}
-    format = by_method.get(settings.get("quant_method"))
-    for name, supported in (format.quantization_config() if format else {"quant_method": " or ".join(map(str, by_method))}).items():
-        if name != "modules_to_not_convert" and settings.get(name) != supported:
-            rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
-            raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
-    assert format is not None
+
+    def find_differences(format: TensorFormat) -> dict[str, object]:
+        wanted = format.quantization_config().items()
+        return {name: value for name, value in wanted if name != "modules_to_not_convert" and settings.get(name) != value}
+
+    known = [format for format in FORMATS.values() if format.quantized]
+    format = min(known, key=lambda format: ("quant_method" in (different := find_differences(format)), len(different)))
+    for name, supported in find_differences(format).items():
+        if name == "quant_method":
+            supported = " or ".join(dict.fromkeys(str(format.engine_quantization) for format in known))
+        rule, fix = f"is not read, only {supported} is", "give a BF16 checkpoint, or one with FP8 weights in blocks of 128x128"
+        raise UserError(f"config.json quantization_config.{name}", str(settings.get(name)), rule, fix)
     return format.with_scales("pow2" if settings.get("scale_fmt") == "ue8m0" else "fp32")
 
 

@@ -65,7 +65,7 @@ def _fullest_stage(job: Workload, candidate: Candidate, phase: str) -> dict[str,
 
 def _trainer_parts(job: Workload, candidate: Candidate, stage: int, phase: str) -> dict[str, float]:
     rank = memory.count_trainer_memory(job, candidate.train, stage)
-    parts: dict[str, float] = {"weights": rank.weights, "FP8 blocks": rank.blocks + rank.operands}
+    parts: dict[str, float] = {"weights": rank.weights, "quantized": rank.blocks + rank.operands}
     if phase in ("logprobs", "train") or not candidate.colocated:
         parts |= {"gradients": rank.gradients, "optimizer": rank.optimizer}
     parts["reference"] = rank.model if job.has_reference else 0  # frozen: no gradients

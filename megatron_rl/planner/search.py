@@ -97,7 +97,7 @@ class Planner:
                 if (closest is None or estimate.spare > closest.spare) and not self._has_layout_error(candidate):
                     closest = estimate
             elif self._has_layout_error(candidate):
-                dropped["cut FP8 blocks"] += 1
+                dropped["cut blocks of quantized weights"] += 1
             else:
                 key = candidate.train, candidate.placement
                 fitting[key] = min(estimate, fitting.get(key, estimate), key=_rank_key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.errors import UserError
 from megatron_rl.preflight.rule import Facts, Needs, rule
+from parallel.formats import SERVED_METHODS
 
 
 @rule(Needs.TRAINER)
@@ -14,11 +15,28 @@ def updates_share_the_prompts(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER)
-def calibration_has_fp8_ratios(facts: Facts) -> None:
+def calibration_has_quantized_ratios(facts: Facts) -> None:
     every, mode = facts.config.algorithm.calibrate_every, facts.config.precision.mode
     if every and not facts.contract.trainer_format.quantized:
-        rule = f"calibrates FP8 ratios, which precision.mode {mode} has none of in the trainer"
+        rule = f"calibrates ratios of quantized weights, which precision.mode {mode} has none of in the trainer"
         raise UserError("algorithm.calibrate_every", every, rule, "set it to 0, or use fp8_unified")
+
+
+@rule(Needs.ENGINE)
+def engine_knows_the_format(facts: Facts) -> None:
+    method = facts.contract.engine_format.engine_quantization
+    if method is not None and method not in SERVED_METHODS:
+        rule = f"needs an engine that serves {method}, this one serves {', '.join(SERVED_METHODS)}"
+        raise UserError("precision.mode", facts.contract.mode, rule, "use another mode")
+
+
+@rule(Needs.ENGINE)
+def scales_are_those_of_the_format(facts: Facts) -> None:
+    """The setting would be ignored silently."""
+    chosen, format = facts.config.precision.scale_format, facts.contract.engine_format
+    if format.quantized and chosen not in ("pow2", format.scale_format):
+        rule = f"is not what {format.name.upper()} has, whose scales are {format.scale_format}"
+        raise UserError("precision.scale_format", chosen, rule, "leave it out")
 
 
 @rule(Needs.TRAINER)

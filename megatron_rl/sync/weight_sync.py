@@ -38,7 +38,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers
 _SECONDS = "sync (seconds)"
 _METRICS = (
     declare("sync/bytes", "bytes moved from trainer to engine", "bytes", "bytes moved"),
-    declare("sync/blocks", "FP8 blocks or INT8 channels moved", "count"),
+    declare("sync/blocks", "blocks of quantized weights moved", "count"),
     declare("sync/tensors", "tensors moved", "count"),
     declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
     declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
@@ -56,7 +56,7 @@ class SyncReport:
 
     bytes: int
     blocks: int
-    """FP8 blocks, or INT8 channels, moved."""
+    """Scales moved: one for a block of a quantized weight, or for a row."""
     tensors: int
     """Engine tensors written; scales count."""
     proved: int
@@ -270,13 +270,14 @@ def _digest_on_engine(engine: Engine, transfers: Sequence[Transfer]) -> list[str
 
 
 def _split_into_blocks(transfer: Transfer) -> list[Rect]:
-    """Cut a transfer into tiles of an FP8 block's size (for scales, single values), in coordinates of the transfer's own corner."""
-    step = 1 if transfer.of_scales else BLOCK
+    """Cut a transfer into its format's blocks (scales: single values; what is not quantized: tiles), in coordinates of its corner."""
     rect = transfer.target_rect
+    rows, cols = (1, 1) if transfer.of_scales else transfer.format.block or (BLOCK, BLOCK)
+    cols = cols or rect.cols
     return [
-        Rect(row, col, min(step, rect.rows - row), min(step, rect.cols - col))
-        for row in range(0, rect.rows, step)
-        for col in range(0, rect.cols, step)
+        Rect(row, col, min(rows, rect.rows - row), min(cols, rect.cols - col))
+        for row in range(0, rect.rows, rows)
+        for col in range(0, rect.cols, cols)
     ]
 
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.fp8_products import fprop, value_dtype
 from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 
@@ -37,9 +39,14 @@ def apply_block_fp8_linear(
     """Replace SGLang's `triton_w8a8_block_fp8_linear`, same arguments. Return [..., N] of input [..., K] and weight E4M3 [N, K]."""
     if block_size != [BLOCK, BLOCK] or input_scale is not None:
         raise NotImplementedError(f"block size {block_size} or an input quantised beforehand is outside the precision contract")
-    scale_format = "pow2" if act_scale_ue8m0 else "fp32"
-    y = fprop(input, get_float_weight(weight, weight_scale, value_dtype(input, scale_format)), scale_format)
+    y = multiply_block_fp8(input, QuantizedWeight(weight, weight_scale), "pow2" if act_scale_ue8m0 else "fp32")
     return y if bias is None else y + bias
+
+
+def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: str) -> torch.Tensor:
+    """Return [..., N] of x [..., K], quantised with scales of this format, and a weight [N, K] in blocks."""
+    values = get_float_weight(weight.data, lambda: dequantize_weight(weight).to(value_dtype(x, scale_format)))
+    return fprop(x, values, scale_format)
 
 
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:

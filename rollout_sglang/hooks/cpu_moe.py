@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.precision import int8
-from megatron_rl.precision.fp8_products import fprop, value_dtype
 from megatron_rl.precision.ops.batch_invariant import invariant_matmul
+from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import gpu_activation_quant
+from rollout_sglang.hooks.cpu_kernels import multiply_block_fp8
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
@@ -90,7 +91,7 @@ def apply_block_fp8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     scale_format = gpu_activation_quant.read_expert_scale_format(self, layer)
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: fprop(x, get_float_weight(weight[expert], scale[expert], value_dtype(x, scale_format)), scale_format)
+        return lambda x, expert: multiply_block_fp8(x, QuantizedWeight(weight[expert], scale[expert]), scale_format)
 
     gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale_inv), linear(layer.w2_weight, layer.w2_weight_scale_inv)
     return _apply_experts(self, dispatch_output, gate_up, down)
@@ -100,7 +101,7 @@ def apply_int8(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace `W8A8Int8MoEMethod.apply`: w13_weight int8 [E, 2I, H] with w13_weight_scale float32 [E, 2I, 1], w2 likewise."""
 
     def linear(weight: torch.Tensor, scale: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], scale[expert]), scale[expert])
+        return lambda x, expert: int8.int8_matmul(x, get_float_weight(weight[expert], weight[expert].float), scale[expert])
 
     gate_up, down = linear(layer.w13_weight, layer.w13_weight_scale), linear(layer.w2_weight, layer.w2_weight_scale)
     return _apply_experts(self, dispatch_output, gate_up, down)

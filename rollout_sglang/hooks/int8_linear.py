@@ -12,7 +12,7 @@ from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Replace SGLang's `apply`, same arguments. Return [..., N] of x [..., K]."""
-    y = int8_matmul(x, get_float_weight(layer.weight, layer.weight_scale), layer.weight_scale)
+    y = int8_matmul(x, get_float_weight(layer.weight, layer.weight.float), layer.weight_scale)
     return y if bias is None else y + bias
 
 

@@ -10,12 +10,14 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
+from parallel.formats import SERVED_METHODS
+
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     """Pure-torch CPU platform, without Triton and graphs as SGLang's base class has it."""
 
     _enum = PlatformEnum.OOT
-    supported_quantization = ["fp8", "w8a8_int8"]  # noqa: RUF012 - SGLang's own declaration style
+    supported_quantization = list(SERVED_METHODS)  # noqa: RUF012 - SGLang's own declaration style
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
@@ -33,18 +35,13 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
 
 @functools.cache
 def _configs() -> dict[str, type]:
-    """Return SGLang's FP8 and INT8 configurations with float32 activations allowed, which are faster than bf16 on a CPU. Import late:
-    importing SGLang's classes needs the platform."""
-    from sglang.srt.layers.quantization.fp8 import Fp8Config
-    from sglang.srt.layers.quantization.w8a8_int8 import W8A8Int8Config
+    """Return SGLang's configurations of `SERVED_METHODS` with float32 activations allowed, which are faster than bf16 on a CPU. Import
+    late: importing SGLang's classes needs the platform."""
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 
     class AnyFloat:
         @classmethod
         def get_supported_act_dtypes(cls) -> list[torch.dtype]:
             return [torch.bfloat16, torch.float16, torch.float32]
 
-    class CpuFp8Config(AnyFloat, Fp8Config): ...
-
-    class CpuInt8Config(AnyFloat, W8A8Int8Config): ...
-
-    return {"fp8": CpuFp8Config, "w8a8_int8": CpuInt8Config}
+    return {method: type("CpuConfig", (AnyFloat, QUANTIZATION_METHODS[method]), {}) for method in SERVED_METHODS}

@@ -24,8 +24,8 @@ from megatron_rl.metrics import Unit
 from megatron_rl.reporting.formatting import format_value
 from megatron_rl.reporting.plots import Rows
 from megatron_rl.reporting.report import CAUSE_LABELS
+from parallel.formats import MODES
 
-MODES = ("bf16", "fp8_unified", "fp8_rollout", "int8_rollout")
 REPLAYS = ("none", "trainer", "engine")
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "quickstart": ("The config as it is.", []),

@@ -49,7 +49,8 @@ class Backend(Protocol):
         """Quantize x [T, K] in bf16, or float32 where the backend supports it."""
 
     def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
-        """Return [T, N] in the dtype of the x that was quantized."""
+        """Return [T, N] in the dtype of the x that was quantized. A row's bits must not depend on other rows, as the engine decodes single
+        tokens: on a CPU, multiply by `precision.ops.batch_invariant.invariant_matmul`."""
 
     def dgrad(self, dy: Operand, weight: Any) -> torch.Tensor:
         """Return [T, K] in the dtype of the dy that was quantized."""

@@ -27,8 +27,19 @@ def unquantized_format(tensor: torch.Tensor) -> TensorPrecision:
 
 
 def block_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
-    """Return the format of `data` [..., N, K] with one scale per block: the block from the two shapes, pow2 or fp32 from the scales."""
-    return TensorPrecision(dtype_name(data.dtype), scale_granularity(data.shape, scale.shape), scale_format(scale))
+    """Return the format of `data` [..., N, K] with one scale per block: the block that `FORMATS` has for these dtypes and shapes, as edge
+    blocks may be partial, else what the shapes say ("tensor" for a single scale); the scales' format from their values, or from `FORMATS`
+    where they are bytes. Stacked experts count as one matrix each."""
+    dtype = dtype_name(data.dtype)
+    if data.dim() < 2 or scale.dim() < 2:
+        return TensorPrecision(dtype, "tensor", scale_format(scale))
+    rows, cols, grid = *data.shape[-2:], tuple(scale.shape[-2:])
+    dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (data, scale))
+    candidates = (format for format in FORMATS.values() if format.block and (format.dtype, format.scale_dtype) == dtypes)
+    known = next((format for format in candidates if format.scale_grid(rows, cols) == grid), None)
+    height, width = known.block if known and known.block else (-(-rows // grid[0]), -(-cols // grid[1]))
+    scales = known.scale_format if known and scale.dtype == torch.uint8 else scale_format(scale)
+    return TensorPrecision(dtype, f"{height}x{width or cols}", scales)
 
 
 def group_format(group: int | None, scale: str, dtype: str = "e4m3") -> TensorPrecision:
@@ -48,20 +59,6 @@ def channel_format(data: torch.Tensor, scale: torch.Tensor) -> TensorPrecision:
 def token_format(dtype: str) -> TensorPrecision:
     """Return the format of an INT8 layer's input, with one float32 scale per token; `dtype` as the live layer reports it."""
     return TensorPrecision(dtype, "token", "fp32")
-
-
-def scale_granularity(data: Sequence[int], scale: Sequence[int]) -> str:
-    """Return "ROWSxCOLS" of the block that has one scale, or "tensor" for a single scale. Stacked experts count as one matrix each."""
-    if len(data) < 2 or len(scale) < 2:
-        return "tensor"
-    blocks = [format.block for format in FORMATS.values() if format.block is not None]
-    sizes = zip(data[-2:], scale[-2:], zip(*blocks, strict=True), strict=True)
-    return "x".join(str(_block_length(size, count, known)) for size, count, known in sizes)
-
-
-def _block_length(size: int, count: int, known: Sequence[int]) -> int:
-    """Return the length of a block where `count` of them cover `size`: a format's where one fits, as edge blocks may be partial."""
-    return next((length for length in known if length and -(-size // length) == count), -(-size // count))
 
 
 def scale_format(scale: torch.Tensor) -> str:

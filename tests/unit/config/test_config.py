@@ -12,9 +12,11 @@ from megatron_rl.config.loading import apply_overrides
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import Facts, Needs, check
+from parallel.formats import MODES
 
 ROOT = Path(__file__).resolve().parents[3]
 
+NAMES = list(MODES)
 MODEL = '[model]\npath = "models/tiny"\n'
 
 
@@ -141,7 +143,7 @@ def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
         ),
         (
             "[precision]\nmode = 'fp8_unifed'",
-            "precision.mode = 'fp8_unifed': must be 'bf16', 'fp8_rollout', 'int8_rollout' or 'fp8_unified'; did you mean 'fp8_unified'?",
+            f"precision.mode = 'fp8_unifed': must be {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}; did you mean 'fp8_unified'?",
         ),
         (
             "[train]\nsteps = 0\nseed = 'a'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import INDEX, HFCheckpoint, find_checkpoint_format
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from parallel.formats import FP8
+from parallel.formats import FORMATS, FP8
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect, Region, take_all
 
@@ -139,6 +140,15 @@ def test_other_quantisations(folder, settings, line):
     with pytest.raises(UserError) as caught:
         check(folder)
     assert str(caught.value).startswith(f"config.json quantization_config.{line}") and "\n" not in str(caught.value)
+
+
+def test_of_formats_with_one_method_that_whose_settings_agree_is_taken(monkeypatch):
+    groups = replace(FP8, name="groups", quantization=(("quant_method", "fp8"), ("weight_block_size", (1, 32))), scale_format="e8m0")
+    monkeypatch.setitem(FORMATS, "groups", groups)
+    found = [find_checkpoint_format({"quantization_config": {**SETTINGS, "weight_block_size": size}}) for size in ([128, 128], [1, 32])]
+    assert found == [FP8.with_scales("fp32"), groups]
+    with pytest.raises(UserError, match=r"weight_block_size = '\[64, 64\]': is not read"):
+        find_checkpoint_format({"quantization_config": {**SETTINGS, "weight_block_size": [64, 64]}})
 
 
 @high

@@ -26,7 +26,7 @@ def test_scales_are_counted_by_the_grid_of_blocks():
     assert (FP8.scale, FP8.scale_name("x.weight")) == (TensorFormat("scale", "float32"), "x.weight_scale_inv")
     assert FP8.count_bytes((4, 300, 128)) == 4 * (300 * 128 + 4 * 3) and INT8.count_bytes((300, 128)) == 300 * (128 + 4)
     assert BF16.count_bytes((300,)) == 600 and FP32.count_bytes((3, 2)) == 24
-    assert FP8.group_bytes == 1 + 4 / 128
+    assert FP8.group_bytes == 1 + 4 / 128 and INT8.group_bytes == 1
 
 
 def test_what_a_config_json_says():

@@ -191,7 +191,7 @@ def test_calibrated_clipping_where_nothing_is_quantised(workplace):
     calibrate = ("--algorithm.calibrate_every=20", "--algorithm.updates_per_step=2")
     check_run(load_config(workplace / "run.toml", calibrate))
     line = refused(*calibrate, "--precision.mode=bf16")
-    assert line.startswith("algorithm.calibrate_every = 20: calibrates FP8 ratios, which precision.mode bf16 has none of")
+    assert line.startswith("algorithm.calibrate_every = 20: calibrates ratios of quantized weights, which precision.mode bf16 has none of")
     assert "needs loss ppo and updates_per_step of 2 or more" in refused(calibrate[0])
 
 

@@ -6,6 +6,7 @@ import ast
 import shutil
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from megatron_rl.preflight import (
     settings,
 )  # fmt: skip
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
+from parallel.formats import INT8, MODES, Mode
 
 COMMANDS = {"train": TRAIN, "eval": EVAL | EVAL_MODEL | Needs.WEIGHTS, "plan": PLAN | LAYOUTS}
 AHEAD = ("--placement.kind=disaggregated", "--placement.max_staleness=1", "--algorithm.correction=tis")
@@ -53,6 +55,8 @@ GLOO = "--sync.transport=gloo"  # works on a GPU and without
 
 class Mistake(NamedTuple):
     rule: Callable[[Facts], None]
+    commands: str
+    """Those that refuse it, of train, eval and plan."""
     line: str
     """How the line begins; MODEL stands for the field or option that names the model."""
     overrides: tuple[str, ...] = ()
@@ -71,95 +75,127 @@ def layout(*sizes: str) -> tuple[str, ...]:
 MISTAKES = [
     Mistake(
         settings.updates_share_the_prompts,
+        "train plan",
         "algorithm.updates_per_step = 3: must divide rollout.prompts_per_step (32); change one of them",
         ("--algorithm.updates_per_step=3",),
     ),
     Mistake(
-        settings.calibration_has_fp8_ratios,
-        "algorithm.calibrate_every = 9: calibrates FP8 ratios, which precision.mode bf16 has none of in the trainer; set it to 0",
+        settings.calibration_has_quantized_ratios,
+        "train plan",
+        "algorithm.calibrate_every = 9: calibrates ratios of quantized weights, which precision.mode bf16 has none of in the trainer",
         ("--algorithm.calibrate_every=9", "--algorithm.updates_per_step=2", "--precision.mode=bf16"),
     ),
     Mistake(
+        settings.engine_knows_the_format,
+        "train eval plan",
+        "precision.mode = 'int8_rollout': needs an engine that serves w8a8_int8, this one serves fp8; use another mode",
+        ("--precision.mode=int8_rollout",),
+        scene=lambda patch: patch.setattr(settings, "SERVED_METHODS", ("fp8",)),
+    ),
+    Mistake(
+        settings.scales_are_those_of_the_format,
+        "train eval plan",
+        "precision.scale_format = 'fp32': is not what INT8 has, whose scales are e8m0; leave it out",
+        ("--precision.mode=int8_rollout", "--precision.scale_format=fp32"),
+        scene=lambda patch: patch.setitem(MODES, "int8_rollout", Mode(None, replace(INT8, scale_format="e8m0"))),
+    ),
+    Mistake(
         settings.backend_computes_in_high,
+        "train plan",
         "precision.high = 'fp32': is not what backend deep_gemm computes; use bf16, or precision.backend emulated",
         ("--precision.backend=deep_gemm", "--precision.high=fp32"),
     ),
     Mistake(
         settings.stale_tokens_are_corrected,
+        "train plan",
         "placement.max_staleness = 1: trains on tokens of older versions, and nothing corrects for that; set algorithm.correction",
         AHEAD[:2],
     ),
     Mistake(
         settings.replayed_routing_is_of_one_version,
+        "train plan",
         "algorithm.routing_replay = 'engine': replays one routing per token, and a completion that goes on over a switch",
         (*AHEAD, "--algorithm.routing_replay=engine", "--sync.running=continue"),
     ),
     Mistake(
         settings.attributed_tokens_are_of_one_version,
+        "train plan",
         "log.attribute_every = 2: tells causes apart for tokens of the trainer's own version only; set it to 0",
         (*AHEAD, "--log.attribute_every=2"),
     ),
     Mistake(
         settings.waits_are_no_hangs,
+        "train plan",
         "log.stuck_after = 700.0: must be longer than rollout.request_timeout (900); raise it, lower rollout.request_timeout",
         ("--log.stuck_after=700", "--rollout.request_timeout=900"),
     ),
     Mistake(
         layouts.ranks_are_those_of_the_layout,
+        "train",
         "train.layout: needs 2 ranks (tp * cp * pp * dp), this launch has 1; start with torchrun --nproc-per-node 2",
         layout("tp=2"),
     ),
     Mistake(
         layouts.nodes_have_as_many_engines,
+        "train eval",
         "rollout.engines = 3: must be a multiple of the nodes with engines (2), for each runs as many; use 4, or other nodes",
         (TWO_HOSTS[0], "--rollout.engines=3"),
     ),
     Mistake(
         layouts.model_is_of_a_known_family,
+        "train eval plan",
         "config.json model_type = 'mamba': is no model family known here; use one of ",
         model={"model_type": "mamba"},
     ),
     Mistake(
         layouts.longest_sequence_fits,
+        "train eval plan",
         "rollout.max_new_tokens = 1000: with data.max_prompt_tokens (512) exceeds the model's 1024 positions; lower one of them",
         ("--rollout.max_new_tokens=1000",),
     ),
     Mistake(
         layouts.settings_of_experts_have_experts,
+        "train plan",
         "train.router_aux_loss = 0.1: needs a model with experts, qwen3 has none; leave it out",
         ("--train.router_aux_loss=0.1",),
     ),
     Mistake(
         layouts.settings_of_experts_have_experts,
+        "train plan",
         "train.router_bias_rate = 0.1: needs routers with a correction bias, qwen3_moe has none; use train.router_aux_loss",
         (EXPERTS, "--train.router_bias_rate=0.1"),
     ),
     Mistake(
         layouts.megatron_builds_the_model,
+        "train plan",
         "train.layout.tp = 5: must divide vocab_size (384); use a divisor of it",
         layout("tp=5"),
         ranks=5,
     ),
     Mistake(
         layouts.megatron_builds_the_model,
+        "train plan",
         "train.layout.cp = 2: tp * cp = 2 * 2 must divide num_attention_heads (2); use a smaller one",
         layout("tp=2", "cp=2"),
         ranks=4,
     ),
     Mistake(
         layouts.megatron_builds_the_model,
+        "train plan",
         "train.layout.sequence_parallel = False: is what Megatron's experts need where tp is 2; leave it out",
         (EXPERTS, *layout("tp=2", "sequence_parallel=false")),
         ranks=2,
     ),
     Mistake(
         layouts.megatron_builds_the_model,
+        "train plan",
         "train.layout.etp = 1: needs a model with experts, qwen3 has none; leave it out",
         layout("tp=2", "etp=1"),
         ranks=2,
     ),
     Mistake(
         layouts.trainer_divides_the_model,
+        "train plan",
         "model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block in "
         "decoder.layers.0.mlp.linear_fc1.weight, at its row 0; train layouts that work: tp=1; use a smaller",
         layout("tp=2"),
@@ -168,17 +204,20 @@ MISTAKES = [
     ),
     Mistake(
         layouts.engine_divides_the_model,
+        "train eval plan",
         "rollout.tp = 3: must divide num_attention_heads (2); rollout layouts that work: tp=2 or tp=1; use a divisor of 2",
         ("--rollout.tp=3",),
     ),
     Mistake(
         layouts.engine_serves_the_model_in_this_precision,
+        "train eval plan",
         "precision.mode = 'int8_rollout': is not built for latent attention (MLA)",
         ("--precision.mode=int8_rollout",),
         {**PUBLISHED["DeepSeek-V3"], "num_hidden_layers": 4, "n_routed_experts": 8, "n_group": 1, "topk_group": 1},
     ),
     Mistake(
         layouts.backend_gets_whole_blocks,
+        "train plan",
         "precision.backend = 'deep_gemm': needs widths in multiples of 128, and decoder.layers.0.self_attention.linear_qkv.weight is "
         "[768, 192] on rank 0; use emulated, or another train.layout.tp",
         ("--precision.backend=deep_gemm",),
@@ -186,92 +225,109 @@ MISTAKES = [
     ),
     Mistake(
         layouts.rows_fit_into_a_chunk,
+        "train",
         "sync.bucket_mb: one row of model.embed_tokens.weight is 524544 bytes, a chunk holds 524288; raise it",
         ("--sync.bucket_mb=1",),
         {"hidden_size": 262272},
     ),
     Mistake(
         machine.backend_runs_here,
+        "train",
         "precision.backend = 'deep_gemm': cannot run here: ",
         ("--precision.backend=deep_gemm",),
     ),
     Mistake(
         machine.backend_runs_here,
+        "train",
         "precision.backend = 'emulated': cannot run here: it has no FP8 products; name another; or use emulated",
         scene=lambda patch: patch.setattr(requirements, "PRODUCTS", {}),
     ),
     Mistake(
         machine.transport_works_here,
+        "train",
         "sync.transport = 'cuda_ipc': needs CUDA, and this machine has no CUDA device; use shared_memory",
         ("--sync.transport=cuda_ipc",),
     ),
     Mistake(
         machine.engine_fits_on_a_node,
+        "train eval plan",
         "rollout.tp = 2: is more than a node's 1 GPUs, and an engine has one node; lower it",
         ("--rollout.tp=2", GLOO),
         gpus=1,
     ),
     Mistake(
         machine.engines_fit_on_their_nodes,
+        "train eval",
         "rollout.engines = 2: needs 2 * 1 GPUs of a machine (rollout.engines * rollout.tp), this one has 1; lower one of them",
         ("--rollout.engines=2", GLOO),
         gpus=1,
     ),
     Mistake(
         machine.engine_is_installed,
+        "train eval",
         "rollout.engine = 'vllm': is not registered; known engines: sglang; install the project",
         ("--rollout.engine=vllm",),
     ),
     Mistake(
         machine.nodes_have_launchers_of_their_own,
+        "train eval",
         f"rollout.hosts = ['10.0.0.5', '10.0.0.6']: names 2 nodes, {LAUNCHER_VARIABLE} has words for 1 of them; start with launch/slurm",
         TWO_HOSTS,
     ),
     Mistake(
         machine.nodes_have_launchers_of_their_own,
+        "train eval",
         f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; give it a line of its own for each",
         TWO_HOSTS,
         launchers="srun a\nsrun a",
     ),
     Mistake(
         machine.transport_reaches_the_engines,
+        "train",
         f"sync.transport = 'shared_memory': needs trainer and engines on one host; {LAUNCHER_VARIABLE} starts engines on others; use",
         TWO_HOSTS,
         launchers="srun a\nsrun b",
     ),
     Mistake(
         files.environment_can_be_loaded,
+        "train eval",
         "environment.name = 'json:nothing': cannot be imported (AttributeError",
         ("--environment.name=json:nothing", "--environment.max_tokens=8"),
     ),
     Mistake(
         files.loss_and_advantage_can_be_computed,
+        "train",
         "algorithm.loss = 'ppo': failed on a toy batch (TypeError",
         ("--algorithm.loss_settings.tau=2.0",),
     ),
     Mistake(
         files.tensors_are_those_of_the_model,
+        "train eval",
         "MODEL = 'model': tensor model.layers.0.mlp.gate_proj.weight has shape [512, 256], config.json says [640, 256]",
         model={"intermediate_size": 640},
     ),
     Mistake(
         files.scales_are_those_of_the_contract,
+        "train",
         "MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are no powers of two",
         ("--model.path=fp8",),
     ),
-    Mistake(files.problems_can_be_read, "data.train = 'no.jsonl': does not exist; ", ("--data.train=no.jsonl",)),
+    Mistake(files.problems_can_be_read, "train", "data.train = 'no.jsonl': does not exist; ", ("--data.train=no.jsonl",)),
     Mistake(
         files.rewards_can_be_computed,
+        "train eval",
         "reward.function = 'json:nothing': a reward worker with 4096 MiB could not load its functions: cannot be imported (AttributeError",
         ("--reward.function=json:nothing",),
     ),
     Mistake(
         files.trackers_can_be_loaded,
+        "train",
         "log.trackers = 'json:nothing': cannot be imported (AttributeError",
         ('--log.trackers=["json:nothing"]',),
     ),
     Mistake(
         resumed_run.resumed_run_had_these_settings,
+        "train",
         "checkpoint.resume = 'model': holds no checkpoints/step_NNNNN; give the folder of a run that wrote a checkpoint, or set it to auto",
         ("--checkpoint.resume=model",),
     ),
@@ -329,9 +385,8 @@ def refused(command: str, mistake: Mistake) -> str:
 def test_all_commands_refuse_the_same_mistake_with_the_same_line(mistake, workplace, monkeypatch):
     set_scene(mistake, workplace, monkeypatch)
     needs = next(rule.needs for rule in RULES if rule.check is mistake.rule)
-    commands = [command for command, known in COMMANDS.items() if needs in known]
-    assert commands
-    for command in commands:
+    assert mistake.commands.split() == [command for command, known in COMMANDS.items() if needs in known]
+    for command in mistake.commands.split():
         line = mistake.line.replace("MODEL", "--checkpoint" if command == "eval" else "model.path")
         assert refused(command, mistake).startswith(line), command
 

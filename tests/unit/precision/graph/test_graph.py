@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from rich.console import Console
+from support.toy_format import TOY
 
 from megatron_rl.errors import RunError
 from megatron_rl.precision.fp8 import quantize_weight
@@ -30,7 +31,6 @@ from megatron_rl.precision.graph.formats import (
     common_format,
     group_format,
     scale_format,
-    scale_granularity,
     token_format,
     unquantized_format,
 )
@@ -49,6 +49,7 @@ from megatron_rl.precision.graph.graph import (
 )
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
+from parallel.formats import FORMATS
 
 HIGH, X, W = TensorPrecision("bf16"), TensorPrecision("e4m3", "1x128", "pow2"), TensorPrecision("e4m3", "128x128", "pow2")
 FP32 = TensorPrecision("fp32")
@@ -231,7 +232,16 @@ def test_ranks_that_disagree_are_refused():
     ],
 )
 def test_the_block_of_one_scale_is_read_from_the_shapes(expected, shapes):
-    assert {scale_granularity(data, scale) for data, scale in shapes} == {expected}
+    for data, scale in shapes:
+        assert block_format(torch.empty(data, dtype=torch.float8_e4m3fn), torch.ones(scale)).granularity == expected
+
+
+def test_a_block_is_that_of_the_format_with_these_dtypes(monkeypatch):
+    """Up to 32 columns, 1x32 and 1x128 blocks have grids of one shape."""
+    monkeypatch.setitem(FORMATS, TOY.name, TOY)
+    data, scale = torch.empty(256, 32, dtype=torch.float8_e4m3fn), torch.ones(256, 1)
+    assert block_format(data, scale.byte()) == TensorPrecision("e4m3", "1x32", "e8m0")
+    assert block_format(data[:1], scale[:1]) == TensorPrecision("e4m3", "128x128", "pow2")
 
 
 @pytest.mark.parametrize("wanted", ["pow2", "fp32"])

@@ -143,13 +143,17 @@ def test_the_scaling_factor_moves_from_the_sum_of_experts_to_their_weights():
 def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
     """Changed bytes are seen only after `clear_cache`, unless they did not fit."""
     first, second = (quantize_weight(random(128, 128, seed=seed), "pow2") for seed in (5, 6))
+
+    def get(blocks: QuantizedWeight) -> torch.Tensor:
+        return dequant_cache.get_float_weight(blocks.data, lambda: dequantize_weight(blocks))
+
     monkeypatch.setattr(dequant_cache, "MAX_CACHED_BYTES", first.data.numel() * 4)
-    cached, too_large = dequant_cache.get_float_weight(*first), dequant_cache.get_float_weight(*second)
+    cached, too_large = get(first), get(second)
     torch.testing.assert_close(cached, dequantize_weight(first), rtol=0, atol=0)
-    assert dequant_cache.get_float_weight(*first) is cached
-    assert dequant_cache.get_float_weight(*second) is not too_large
+    assert get(first) is cached
+    assert get(second) is not too_large
     dequant_cache.clear_cache()
-    assert dequant_cache.get_float_weight(*second) is dequant_cache.get_float_weight(*second)
+    assert get(second) is get(second)
 
 
 def test_weighted_outputs_are_rounded_before_they_are_summed():
