@@ -190,7 +190,7 @@ class WeightSync:
         result, failure, lost = None, "", False
         try:
             result = step()
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, *self._transport.lost_errors) as error:
             failure = f"trainer rank {self._rank}: {error}"
             lost = isinstance(error, self._transport.lost_errors)
             if self._outbox is not None:

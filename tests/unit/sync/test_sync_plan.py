@@ -1,21 +1,25 @@
-"""What a sync plans beforehand, and the check that the live engine holds what the plan writes."""
+"""What a sync plans beforehand, the check that the live engine holds what the plan writes, and which errors repeat a sync."""
 
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 from support.geometries import small_model
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.errors import RunError
+from megatron_rl.distributed import Rank0
+from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.rollout.engine import EngineTensorSpec
 from megatron_rl.sync.engine_check import check_live_engine, check_live_tensors
 from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import GeometryError
+from parallel.transport.base import Transport
 
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 FP8 = "('float8_e4m3fn', (1024, 256))"
@@ -154,3 +158,17 @@ def test_a_chunk_smaller_than_a_row_is_refused():
     wide = ModelGeometry("qwen3", layers=1, hidden=(1 << 20) + 128, heads=1, kv_heads=1, head_dim=128, ffn=128, vocab=4, tied=True)
     with pytest.raises(GeometryError, match=r"sync.bucket_mb = None: one row of .* is \d+ bytes, a chunk holds 1048576; raise it"):
         SyncPlan.make(wide, Layout(), EngineLayout(), PrecisionContract.from_config(PrecisionConfig()), 1 << 20)
+
+
+@pytest.mark.parametrize("error, raised", [(KeyError("gone"), EngineLostError), (OSError("no memory, say"), RunError)])
+def test_a_sync_is_repeated_after_what_its_transport_names_and_nothing_else(error, raised):
+    sync, engine = WeightSync.__new__(WeightSync), SimpleNamespace(finish_receiving=lambda hashing: None)
+    sync._rank, sync._outbox, sync._engine = 0, None, Rank0(lambda: engine)
+    sync._transport = Transport("own_transport", lost_errors=(KeyError,))
+
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(RunError, match="the sync broke: trainer rank 0: ") as caught:
+        sync._run_on_all_ranks(fail)
+    assert type(caught.value) is raised
