@@ -188,9 +188,10 @@ class WeightSync:
     def _run_on_all_ranks(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank and return all results; where one fails, all raise RunError, with what the engine says of it."""
         result, failure, lost = None, "", False
+        expected: tuple[type[Exception], ...] = (OSError, RuntimeError, *self._transport.lost_errors)
         try:
             result = step()
-        except (OSError, RuntimeError, *self._transport.lost_errors) as error:
+        except expected as error:
             failure = f"trainer rank {self._rank}: {error}"
             lost = isinstance(error, self._transport.lost_errors)
             if self._outbox is not None:
