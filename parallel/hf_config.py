@@ -122,7 +122,8 @@ class HFConfig:
 
 def refuse(name: str, value: object, supported: object) -> GeometryError:
     """Return the error for a setting that the trainer does not compute."""
-    return GeometryError(f"config.json {name}", value, f"is not built in the trainer, which computes {supported}", "use another model")
+    computed = "it only where it is absent" if supported is None else supported
+    return GeometryError(f"config.json {name}", value, f"is not built in the trainer, which computes {computed}", "use another model")
 
 
 def _read_llama3(settings: HFConfig) -> float:

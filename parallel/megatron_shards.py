@@ -17,7 +17,7 @@ from functools import lru_cache
 from parallel.formats import BF16, FormatOf, TensorFormat
 from parallel.layout import Coordinates, Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import GeometryError, HFTensor, Region, Shard, find_misaligned_region, stack_regions, take_rows
+from parallel.shards import GeometryError, Region, Shard, find_misaligned_region, stack_regions, take_rows
 from parallel.weights import Weight, cut_vocabulary, cut_weight
 
 
@@ -100,7 +100,7 @@ def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coor
     if weight.cut == "vocabulary":
         return cut_vocabulary(weight.megatron, weight, padded_vocabulary(model.vocab, layout.tp), coordinates.tp, layout.tp)
     if weight.cut == "qkv":
-        regions = _cut_groups([piece.tensor for piece in weight.pieces], model, coordinates.tp, layout.tp)
+        regions = _cut_groups(weight.pieces, model, coordinates.tp, layout.tp)
     elif weight.expert is None:
         regions = cut_weight(weight, coordinates.tp, layout.tp, "train.layout.tp")
     else:
@@ -108,7 +108,7 @@ def _cut(weight: Weight, model: ModelGeometry, layout: Layout, coordinates: Coor
     return stack_regions(weight.megatron, regions)
 
 
-def _cut_groups(qkv: list[HFTensor], model: ModelGeometry, part: int, tp: int) -> list[Region]:
+def _cut_groups(qkv: tuple[Region, ...], model: ModelGeometry, part: int, tp: int) -> list[Region]:
     """Return a rank's range of rows of all query groups, which lie one below the other."""
     group_rows = [model.heads // model.kv_heads * model.head_dim, model.head_dim, model.head_dim]  # of q, k, v
     size = model.kv_heads * sum(group_rows)
@@ -119,10 +119,10 @@ def _cut_groups(qkv: list[HFTensor], model: ModelGeometry, part: int, tp: int) -
     regions: list[Region] = []
     for group in range(first // sum(group_rows), -(-last // sum(group_rows))):
         row = group * sum(group_rows)
-        for tensor, rows in zip(qkv, group_rows, strict=True):
+        for (tensor, rect, *_), rows in zip(qkv, group_rows, strict=True):
             start, end = max(first, row), min(last, row + rows)
             if start < end:
-                regions.append(take_rows(tensor, group * rows + start - row, end - start))
+                regions.append(take_rows(tensor, rect.row + group * rows + start - row, end - start))
             row += rows
     return regions
 
@@ -131,8 +131,8 @@ def reorder_for_quantization(shard: Shard, format: TensorFormat) -> Shard:
     """Return the shard as the trainer quantises it: [q ; k ; v] where the interleaved order would cut blocks, else the shard itself."""
     if not shard.name.endswith("linear_qkv.weight") or find_misaligned_region(shard, format) is None:
         return shard
-    by_tensor = sorted(shard.regions, key=lambda region: ("qkv".index(region.tensor.name.split(".")[-2][0]), region.tensor_rect.row))
-    return stack_regions(shard.name, by_tensor)
+    tensors = [region.tensor for region in shard.regions]  # q, k and v, or one tensor that stacks them
+    return stack_regions(shard.name, sorted(shard.regions, key=lambda region: (tensors.index(region.tensor), region.tensor_rect.row)))
 
 
 def list_stage_layers(layers: int, layout: Layout, stage: int) -> list[int]:

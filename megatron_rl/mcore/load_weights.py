@@ -55,8 +55,11 @@ def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard]) -> No
 @torch.no_grad()
 def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard]) -> None:
     parameters = global_parameters(model)
-    if parameters.keys() != {shard.name for shard in shards}:
-        raise AssertionError(f"geometry and model disagree: {sorted(parameters.keys() ^ {shard.name for shard in shards})[:4]}")
+    held = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    planned = {shard.name: shard.shape for shard in shards}
+    for name in sorted(held.keys() | planned.keys()):
+        if held.get(name) != planned.get(name):
+            raise AssertionError(f"{name} is {held.get(name, 'absent')} in Megatron, {planned.get(name, 'absent')} in the model's family")
     layers = find_weight_layers(model)
     for shard in shards:
         layer, tensors = layers.get(shard.name), [region.tensor for region in shard.regions]

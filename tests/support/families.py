@@ -9,7 +9,7 @@ from parallel.model_geometry import ModelGeometry
 
 VOCABULARY = 384
 CLASSES: dict[str, str] = {}
-"""Family -> its class in transformers and in SGLang."""
+"""Family -> its class in transformers."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {}
 """What the trainer builds, and variants: widths whose FP8 blocks are whole at a tensor parallel size of 2, settings that matter within 40
 tokens."""
@@ -47,6 +47,11 @@ _SERVED = _COMMON | {
 
 
 def _add(family: str, architecture: str, trained: dict[str, Any], served: dict[str, Any]) -> None:
+    """Add a family, by its class in transformers: `trained` over `_TRAINED`, `served` over `_SERVED`.
+
+    `trained` says how wide heads are: `{"head_dim": 128}`, or `_HEADS_OF_64` where config.json has no `head_dim`. `served` gives
+    `architectures` where SGLang's class has another name, and with sigmoid routing a multiple of 32 experts: see `glm4_moe`.
+    """
     CLASSES[family] = architecture
     ARCHITECTURES[family] = _TRAINED | {"model_type": family} | trained
     ENGINE_ARCHITECTURES[family] = _SERVED | {"model_type": family, "architectures": [architecture]} | served

@@ -52,9 +52,10 @@ def _divisors(length: int, limit: int = 8) -> list[int]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Models of every family with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that divide them."""
-    model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(FAMILIES))])
+def cases(draw: st.DrawFn, *families: str) -> Case:
+    """Models of the families, by default of all, with small random widths, multiples of 128 wherever FP8 blocks are, and layouts that
+    divide them."""
+    model = ModelGeometry.from_hf_config(ARCHITECTURES[draw(st.sampled_from(families or FAMILIES))])
     experts, latent = model.experts, model.latent
     head_dim = BLOCK if latent else draw(st.sampled_from([BLOCK] * 3 + [64]))
     kv_heads, per_kv = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2)]))

@@ -137,7 +137,7 @@ ABSENT = object()
         (DEEPSEEK, {"kv_lora_rank": 0}, "kv_lora_rank = 0: must be a positive integer"),
         (DEEPSEEK, {"rope_scaling": LLAMA3}, "llama3"),
         (DEEPSEEK, {"rope_scaling": YARN | {"mscale_all_dim": 0}}, "mscale_all_dim"),
-        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor"),
+        (DEEPSEEK, {"rope_scaling": YARN | {"attention_factor": 1.0}}, "attention_factor = 1.0: .* computes it only where it is absent"),
         (DEEPSEEK, {"rope_interleave": False}, "rope_interleave"),
         (DEEPSEEK, {"scoring_func": "softmax"}, "scoring_func"),
         (DEEPSEEK, {"norm_topk_prob": False}, "norm_topk_prob"),

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.geometries import plan_case, small_model, source_shards, target_shards
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Case, as_bf16, as_fp8, cases
 
 from megatron_rl.precision.fp8 import quantize_weight
+from parallel import model_geometry
+from parallel.families import FAMILIES
 from parallel.formats import BLOCK, FP8
+from parallel.layer_weights import pre_norm_layer
 from parallel.layout import Layout
 from parallel.megatron_shards import build_megatron_shards, build_trainer_shards, compute_row_order
-from parallel.model_geometry import MoEGeometry
+from parallel.model_geometry import ModelGeometry, MoEGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
 from parallel.sglang_shards import build_engine_shards
 from parallel.shards import GeometryError, HFTensor, Rect, Shard, stack_regions, take_all, take_rows
+from parallel.weights import Weight
 
 
 def is_padding(shard: Shard) -> np.ndarray:
@@ -39,10 +46,12 @@ def assert_written_once(shards: list[Shard], written: slow_cut.Arrays) -> None:
         assert not padding.any() or by_name[name].role in ("embedding", "lm_head")
 
 
-@settings(max_examples=40)
-@given(cases())
-def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_the_engine_gets_every_byte_and_scale_exactly_once(family, data):
     """FP8 moves as whole blocks with one scale each; without FP8 roles every element moves as it is."""
+    case = data.draw(cases(family))
     source, plan, targets = slow_cut.checkpoint(case.model), plan_case(case), target_shards(case)
     expected = slow_cut.cut_all(targets, source)
     filled, written = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
@@ -63,8 +72,11 @@ def test_the_engine_gets_every_byte_and_scale_exactly_once(case):
     assert sum(move.target_rect.rows * move.target_rect.cols for move in unquantized) == sum(rect.rows * rect.cols for rect in rects)
 
 
-@given(cases())
-def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(case):
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(family, data):
+    case = data.draw(cases(family))
     source, whole = slow_cut.checkpoint(case.model), {0: case.model.build_checkpoint_shards()}
     trainer = slow_cut.cut_all(source_shards(case), source)
     plan = add_scale_transfers(reshard(source_shards(case), whole, as_fp8))
@@ -81,6 +93,45 @@ def test_an_export_writes_the_checkpoint_and_an_import_the_trainers_shards(case)
     slow_cut.assert_same(filled, trainer)
     for rank, shards in source_shards(case).items():
         assert_written_once(shards, written[rank])
+
+
+def list_stacked_layer(model: ModelGeometry, layer: int) -> list[Weight]:
+    """The layer of a family whose checkpoint has q, k and v in one tensor."""
+    q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    stacked = HFTensor(f"model.layers.{layer}.self_attn.qkv_proj.weight", q + 2 * kv, model.hidden, "attention_qkv")
+    pieces = take_rows(stacked, 0, q), take_rows(stacked, q, kv), take_rows(stacked, q + kv, kv)
+    return [weight._replace(pieces=pieces) if weight.cut == "qkv" else weight for weight in pre_norm_layer(model, layer)]
+
+
+def list_rows(ranks: dict[int, list[Shard]], first: dict[str, int]) -> dict[tuple[int, str], list[tuple[str, int]]]:
+    """(tensor, row) of every row of every shard; rows of q, k and v count from `first` in a tensor of all three."""
+    rows: dict[tuple[int, str], list[tuple[str, int]]] = {}
+    for rank, shard in ((rank, shard) for rank, shards in ranks.items() for shard in shards):
+        for tensor, rect, *_ in shard.regions:
+            name, part = re.sub(r"\b[qkv](?=_proj)", "qkv", tensor.name), tensor.name.split(".")[-2].removesuffix("_proj")
+            rows.setdefault((rank, shard.name), []).extend(
+                (name, first.get(part, 0) + row) for row in range(rect.row, rect.row + rect.rows)
+            )
+    return rows
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("widths", [{}, {"head_dim": 64, "heads": 16, "kv_heads": 16}], ids=["heads of 128", "heads of 64"])
+def test_q_k_and_v_may_be_one_tensor_of_the_checkpoint(tp, widths, monkeypatch):
+    """Both sides hold the rows that they hold of three tensors, and every byte moves."""
+    apart, case = small_model(**widths), Case(small_model(**widths, family="stacked"), Layout(tp=tp), tp)
+    held = [build_trainer_shards(apart, case.train, format_of=format_of) for format_of in (as_bf16, as_fp8)]
+    held.append(build_engine_shards(apart, tp))
+    monkeypatch.setattr(model_geometry, "load_family", lambda _: SimpleNamespace(list_layer=list_stacked_layer))
+    q, kv = apart.heads * apart.head_dim, apart.kv_heads * apart.head_dim
+    for shards, three in zip((build_trainer_shards(case.model, case.train), source_shards(case), target_shards(case)), held, strict=True):
+        assert list_rows(shards, {}) == list_rows(three, {"q": 0, "k": q, "v": q + kv})
+    source, whole = slow_cut.checkpoint(case.model), {100: case.model.build_checkpoint_shards()}
+    targets = target_shards(case) | whole
+    plan = add_scale_transfers(reshard(source_shards(case), targets, as_fp8))
+    expected = slow_cut.cut_all(targets, source)
+    filled, _ = slow_cut.carry_out(plan, slow_cut.cut_all(source_shards(case), source), expected)
+    slow_cut.assert_same(filled, expected)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

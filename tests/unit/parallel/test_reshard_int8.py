@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.geometries import filled_rows, small_model
 from support.golden import slow_cut
 from support.golden.slow_cut import ROLES, Arrays, Case, as_int8, cases
@@ -12,6 +13,7 @@ from support.golden.slow_cut import ROLES, Arrays, Case, as_int8, cases
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
+from parallel.families import FAMILIES
 from parallel.formats import FP8, INT8
 from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
@@ -66,8 +68,11 @@ def assert_carried(sources: dict[int, list[Shard]], targets: dict[int, list[Shar
             assert shard.role not in ROLES or (arrays[INT8.scale_name(shard.name)] == 1).all(), shard.name
 
 
-@given(cases())
-def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(case):
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_the_engine_and_an_export_get_every_byte_and_scale_exactly_once(family, data):
+    case = data.draw(cases(family))
     sources = build_trainer_shards(case.model, case.train)
     targets = build_engine_shards(case.model, case.rollout_tp, case.rollout_ep, case.engines)
     assert_carried(sources, targets, checkpoint(case.model))

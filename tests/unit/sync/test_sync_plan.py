@@ -74,7 +74,9 @@ def test_a_live_tensor_that_differs_is_named(rank, name, live, expected):
         engine[rank][name] = EngineTensorSpec(*live)
     with pytest.raises(RunError) as caught:
         check_live_tensors(make(), engine)
-    assert str(caught.value) == f"engine rank {rank}: {name} is {live or 'absent'}, the precision contract says {expected}"
+    fix = "; SGLang may have no class of its own for `architectures` and serve its generic one"
+    line = f"engine rank {rank}: {name} is {live or 'absent'}, the precision contract says {expected}"
+    assert str(caught.value) == line + fix * ("absent" in (live or "absent", expected))
 
 
 def test_an_engine_that_holds_what_the_contract_says_passes():
