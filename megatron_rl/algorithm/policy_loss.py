@@ -28,7 +28,7 @@ class TokenLossFunction(Protocol):
     """What `algorithm.loss` names."""
 
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch, config: AlgorithmConfig, /, **settings: Any) -> tuple[torch.Tensor, ...]:
-        """Return (losses, floating point [1, t] with gradient; clipped, bool [1, t], of which the run log counts the answer tokens).
+        """Return (losses, [1, t] with gradient in the log-probs' dtype; clipped, bool [1, t], of which the log counts the answer tokens).
 
         `logprobs`: of the current policy, float32 [1, t] with gradient, 0 where `batch.mask` is 0; `settings`: `algorithm.loss_settings`.
         """

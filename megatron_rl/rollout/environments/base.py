@@ -49,7 +49,7 @@ class Environment(Protocol):
 
 
 class EnvironmentClass(Protocol):
-    """The class that `environment.name` names. Its optional attribute `stop` lists strings that end a turn, as the end token does."""
+    """The class that `environment.name` names. Its optional attribute `stop` is a tuple of texts that end a turn, as the end token does."""
 
     def __call__(self, problem: Problem) -> Environment: ...
 
