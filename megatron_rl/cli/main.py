@@ -119,8 +119,8 @@ def graph(
     json: Annotated[Path | None, typer.Option(help="Also write both graphs and their differences into this file.")] = None,
 ) -> None:
     """Show the precision of every tensor in trainer and engine, read from both live, and exit with 1 where the rollout's graph is no
-    subgraph of the training's forward pass. Of the modes only fp8_unified and bf16 promise that; in fp8_rollout the differences are
-    the mode itself."""
+    subgraph of the training's forward pass. Modes that quantize the engine alone do not promise that: their differences are the
+    mode itself."""
     with expected_errors():
         loaded_config = _load_config(config, overrides)
         from megatron_rl.cli.graph import show_graph
