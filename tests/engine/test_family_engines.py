@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support import trainer_engine
 from support.families import ENGINE_ARCHITECTURES
 from support.models import random_sequences
@@ -48,8 +49,4 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         assert report["proved"] == report["tensors"] == count_tensors(family, MODES[mode])
         generated = world.call(trainer_engine.generate, PROMPTS)[0]
         assert generated["versions"] == {1} and len(generated["engine"]) >= 50
-        difference = (generated["engine"] - generated["trainer"]).abs()
-        if family.endswith("_moe") and mode == "bf16":  # one token of some hundred gets another BF16 number, and stays in the cache
-            assert difference.median() == 0 and difference.max() < 0.05
-        else:
-            assert difference.max() == 0
+        assert torch.equal(generated["engine"], generated["trainer"])

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import UserError
-from megatron_rl.precision.ops.batch_invariant import single_threaded
+from megatron_rl.precision.ops.batch_invariant import InvariantMatmuls, single_threaded
 
 KNOWN_VERSIONS = ("0.16.1",)
 _CPU = torch.device("cpu")
@@ -92,6 +92,7 @@ def install() -> None:
     _patch_moe()
     _patch_latent_attention()
     _patch_uneven_collectives()
+    _patch_linear_products()
 
 
 def _nothing(*_: Any, **__: Any) -> None: ...
@@ -201,3 +202,19 @@ def _patch_uneven_collectives() -> None:
         return summed.split(input_split_sizes)[group.rank()].clone()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, reduce_scatter_uneven
+
+
+def _patch_linear_products() -> None:
+    # forward products of linear layers that are not quantized, where long BF16 sums depend on the number of rows
+    import megatron.core.tensor_parallel.layers as layers
+
+    for function in (layers.LinearWithFrozenWeight, layers.LinearWithGradAccumulationAndAsyncCommunication):
+        function.forward = staticmethod(_with_invariant_matmuls(function.forward))
+
+
+def _with_invariant_matmuls(forward: Any) -> Any:
+    def wrapped(*args: Any) -> Any:
+        with InvariantMatmuls():
+            return forward(*args)
+
+    return wrapped

@@ -4,9 +4,14 @@ single decoded tokens gave.
 
 MKL's matrix products use other kernels for few rows and split long sums by their length, also between threads. Measured with torch 2.13
 on two kinds of AVX-512 machines: from `MIN_ROWS` rows on, for sums of one length and in one thread, every row and every column of a
-product has the same bits in any batch, at any position. With two threads that held on one of them only. Norms, SwiGLU, rotary positions
-and log-softmax work row by row and need no care. Sigmoids, which route GLM-4.5's and DeepSeek-V3's tokens, differ in their last bit at the
-end of a tensor unless their number is a multiple of 32: so must be the number of experts.
+product has the same bits in any batch, at any position. With two threads that held on one of them only.
+
+BF16 products on a CPU with AMX are an exception: from 33 rows on, oneDNN cuts sums of `SPLIT_SUM` numbers or more at places that depend
+on the number of rows, and one result in about 10,000 is another BF16 number. They run in tiles of at most `MAX_ROWS` rows. A large batch
+then takes 2 to 4 times as long as in one product, a decoded token as long as before.
+
+Norms, SwiGLU, rotary positions and log-softmax work row by row and need no care. Sigmoids, which route GLM-4.5's and DeepSeek-V3's tokens,
+differ in their last bit at the end of a tensor unless their number is a multiple of 32: so must be the number of experts.
 """
 
 from __future__ import annotations
@@ -17,8 +22,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 MIN_ROWS = 16
+MAX_ROWS = 32
+"""Of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
+SPLIT_SUM = 481
 KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES_PER_STEP = 64
@@ -54,9 +63,25 @@ def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: tor
         return function(append_zeros(rows, -2, MIN_ROWS - len(rows)))[: len(rows)].unflatten(0, x.shape[:-1])
 
 
+def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Do `apply_with_min_rows` for a `product` of rows [T, K] with some matrix, in tiles where BF16 needs them."""
+    if x.is_cuda or x.dtype != torch.bfloat16 or x.shape[-1] < SPLIT_SUM:
+        return apply_with_min_rows(product, x)
+    return apply_with_min_rows(lambda rows: torch.cat([apply_with_min_rows(product, tile) for tile in rows.split(MAX_ROWS)]), x)
+
+
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x . W^T; x [..., K] and weight [N, K] of one dtype, result [..., N]."""
-    return apply_with_min_rows(lambda rows: rows @ weight.t(), x)
+    return apply_product(lambda rows: rows @ weight.t(), x)
+
+
+class InvariantMatmuls(TorchFunctionMode):
+    """Within the context, `torch.matmul(x, weight.t())` is `invariant_matmul(x, weight)`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.matmul:
+            return invariant_matmul(args[0], args[1].t())
+        return function(*args, **(kwargs or {}))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -39,6 +39,18 @@ def test_a_row_of_a_product_is_the_same_in_any_batch_and_order_of_columns(thread
     assert torch.equal(batch_invariant.invariant_matmul(x[None, :5], weight[other])[0], whole[:5, other])
 
 
+@pytest.mark.parametrize("columns, rows", [(480, 256), (512, 256), (1024, 768), (2048, 512), (4096, 1024)])
+def test_a_row_of_a_bf16_product_is_the_same_in_any_batch(threads, columns, rows):
+    x, weight = random(420, columns, seed=0).bfloat16(), (0.05 * random(rows, columns, seed=1)).bfloat16()
+    whole = batch_invariant.invariant_matmul(x, weight)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().t(), rtol=1e-2, atol=1e-2)
+    for count in (1, 16, 17, 32, 33, 37, 64, 140, 300):
+        assert torch.equal(batch_invariant.invariant_matmul(x[:count], weight), whole[:count])
+        assert torch.equal(batch_invariant.invariant_matmul(x[-count:], weight), whole[-count:])
+    with batch_invariant.InvariantMatmuls():
+        assert torch.equal(torch.matmul(x[:, None], weight.t())[:, 0], whole)
+
+
 def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
     x, weight = random(200, 384, seed=0), random(384, seed=1)
     normed, logprobs = batch_invariant.rms_norm(x, weight, 1e-6), F.log_softmax(x, -1)
