@@ -57,7 +57,7 @@ def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> 
     actor = Actor(model, TrainConfig(**TRAIN, adam_eps=1e-4), temperature=1.0)
     steps = [actor.update(batch, negative_log_likelihood) for batch in batches]
     geometry = ModelGeometry.from_hf_config(hf_config)
-    return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, frozenset(), "fp32")
+    return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, contract.format_of)
 
 
 def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout) -> list[Any]:
