@@ -24,6 +24,7 @@ is_usable_venv() {
 is_installed && exit 0
 lock "${BASH_SOURCE[0]}"
 is_installed && exit 0
+[ ! -L "$venv" ] || fail "$venv is a link, and an installation would empty what it points to; remove the link"
 
 python=$(find_python "Debian, Ubuntu: apt install python3.11 python3.11-venv" python3.11 python3.12 python3 python)
 check_disk "${MEGATRON_RL_MIN_DISK_MB:-4000}" "; free some, or move the clone"

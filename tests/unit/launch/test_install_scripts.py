@@ -58,6 +58,12 @@ def test_too_small_a_disk(clone):
     assert not (clone / ".venv").exists()
 
 
+def test_a_link_to_the_environment_of_another_clone(clone, tmp_path):
+    (tmp_path / "other").mkdir()
+    (clone / ".venv").symlink_to(tmp_path / "other")
+    assert_refused(setup(clone, PYTHON=sys.executable, MEGATRON_RL_MIN_DISK_MB="1"), "is a link")
+
+
 def test_no_fit_python(clone, tmp_path):
     tools = tmp_path / "tools"  # a PATH without any Python
     tools.mkdir()
