@@ -9,6 +9,7 @@ that into any other mean. It is set before the step is cut into micro-batches, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -40,12 +41,16 @@ class PolicyLoss:
 
     config: AlgorithmConfig
 
+    @cached_property
+    def _token_losses(self) -> TokenLossFunction:
+        loss: TokenLossFunction = LOSSES.load(self.config.loss)
+        return loss
+
     def __call__(self, logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return (sum of weighted token losses, sums of metrics). `logprobs` float32 [1, t], aligned with `batch.targets`."""
         mask, config = batch.mask, self.config
         logprobs = logprobs.masked_fill(mask == 0, 0.0)  # elsewhere exp() may overflow, and inf * 0 is NaN
-        token_losses: TokenLossFunction = LOSSES.load(config.loss)
-        losses, clipped = token_losses(logprobs, batch, config, **config.loss_settings)
+        losses, clipped = self._token_losses(logprobs, batch, config, **config.loss_settings)
         loss = (losses * batch.importance_weights * batch.loss_weights).sum()
         sums = {_POLICY: loss.detach()}
         for name, of_sign in (("positive", batch.advantages > 0), ("negative", batch.advantages < 0)):
