@@ -45,7 +45,6 @@ def build_trainer_shards(model: ModelGeometry, layout: Layout, *, format_of: For
     return {rank: build_megatron_shards(model, layout, layout.coordinates(rank), format_of=format_of) for rank in ranks}
 
 
-@lru_cache(maxsize=1024)
 def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
     """Return the order in which a parameter must be quantised: row i of its blocks is row `order[i]` of the parameter.
 
@@ -55,6 +54,11 @@ def compute_row_order(shard: Shard, format: TensorFormat) -> list[int] | None:
     reordered = reorder_for_quantization(shard, format)
     if reordered is shard or reordered.regions == shard.regions:
         return None
+    return _match_rows(shard, reordered)
+
+
+@lru_cache(maxsize=1024)
+def _match_rows(shard: Shard, reordered: Shard) -> list[int]:
     row_of = {tensor_row: row for row, tensor_row in enumerate(_list_tensor_rows(shard))}
     return [row_of[tensor_row] for tensor_row in _list_tensor_rows(reordered)]
 
