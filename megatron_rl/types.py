@@ -96,6 +96,9 @@ class SamplingParams:
     max_new_tokens: int
     seed: int | None = None  # fixes the completion's draw (completions of one prompt with one seed are equal); None: the engine's
     stop: tuple[str, ...] = ()  # the answer ends with the token that completes one of these, and keeps it
+    top_p: float = 1.0  # draws from the fewest most probable tokens that hold this share of the probability; 1: all
+    top_k: int = -1  # draws from this many most probable tokens; -1: all
+    min_p: float = 0.0  # draws from tokens that are at least this share as probable as the most probable one
 
 
 class RewardFunction(Protocol):

@@ -275,7 +275,9 @@ def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
-        "top_p": 1.0,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
         "stop": list(sampling.stop),
         "sampling_seed": sampling.seed,
     }

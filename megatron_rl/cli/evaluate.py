@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from megatron_rl.data import load_problems
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import EvalCheckpoint, check_checkpoint
 from megatron_rl.evaluation.sampling import append_completions, sample
-from megatron_rl.evaluation.statistics import CONFIDENCE, MOST_SAMPLES, powers_of_two
+from megatron_rl.evaluation.statistics import CONFIDENCE, powers_of_two
 from megatron_rl.evaluation.tallies import Tally, build_table, compare_tallies
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.observability.console import ProgressDisplay
@@ -49,25 +49,19 @@ class EvalRequest:
 
     checkpoint: Path
     baseline: Path | None = None
-    samples: int = 4
     at: str | None = None
-    greedy: bool = False
     output: Path | None = None
 
-    def list_ks(self) -> list[int]:
-        """Return the k to report, ascending. Raises UserError for options that are wrong or do not fit, `samples` included."""
-        if not 1 <= self.samples <= MOST_SAMPLES:
-            raise UserError("--samples", self.samples, f"must be from 1 to {MOST_SAMPLES}", "give the completions per problem")
-        if self.greedy and self.samples > 1:
-            raise UserError("--samples", self.samples, "asks for completions that --greedy makes all the same", "use --samples 1")
+    def list_ks(self, samples: int) -> list[int]:
+        """Return the k to report of `samples` completions per problem, ascending. Raises UserError for those that do not fit."""
         if self.at is None:
-            return powers_of_two(self.samples)
+            return powers_of_two(samples)
         words = [word.strip() for word in self.at.split(",")]
         if not all(word.isascii() and word.isdigit() and int(word) for word in words):
             raise UserError("--at", self.at, "must be whole numbers above 0, with commas between them", "write e.g. --at 1,8,64")
         ks = sorted(set(map(int, words)))
-        if ks[-1] > self.samples:
-            raise UserError("--at", self.at, f"asks for pass@{ks[-1]} of {self.samples} completions", f"use --samples {ks[-1]} or more")
+        if ks[-1] > samples:
+            raise UserError("--at", self.at, f"asks for pass@{ks[-1]} of {samples} completions", f"use --samples {ks[-1]} or more")
         return ks
 
 
@@ -76,7 +70,8 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
 
     Raises UserError before an engine starts, RunError if one fails; completions that were scored by then stay in completions.jsonl.
     """
-    ks = request.list_ks()
+    samples, sampling = config.eval.samples, config.to_eval_sampling()
+    ks = request.list_ks(samples)
     if not config.data.eval:
         raise UserError("data.eval", None, "is empty, so there is nothing to evaluate", "name held-out problems")
     if request.output is not None and request.output.exists() and (not request.output.is_dir() or any(request.output.iterdir())):
@@ -90,10 +85,8 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])
     started = datetime.now().astimezone().isoformat(timespec="seconds")
-    sampling = SamplingParams(0.0 if request.greedy else config.rollout.temperature, config.rollout.max_new_tokens)
-    tallies, seconds = _sample(config, sampling, request.samples, checkpoints, problems, folder)
+    tallies, seconds = _sample(config, sampling, checkpoints, problems, folder)
     ended = datetime.now().astimezone().isoformat(timespec="seconds")
-    settings = {"samples": request.samples, "temperature": sampling.temperature, "max_new_tokens": sampling.max_new_tokens}
     results = {
         "schema": SCHEMA,
         "started": started,
@@ -101,7 +94,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
         "argv": sys.argv,
         "versions": collect_versions(),
         "config": config.model_dump(mode="json"),
-        "sampling": {**settings, "seed": config.train.seed},
+        "sampling": {"samples": samples, **asdict(replace(sampling, seed=config.train.seed))},
         "ks": ks,
         "confidence": CONFIDENCE,
         "sides": {
@@ -134,10 +127,11 @@ def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalC
 
 
 def _sample(
-    config: Config, sampling: SamplingParams, samples: int, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
+    config: Config, sampling: SamplingParams, checkpoints: dict[str, EvalCheckpoint], problems: list[Problem], folder: Path
 ) -> tuple[dict[str, list[Tally]], dict[str, float]]:
     """Return, for each checkpoint, the tallies of all problems and the seconds that sampling and scoring took."""
     install_signal_handlers(alone=True)  # SIGTERM unwinds, so that the engine is ended
+    samples = config.eval.samples
     total = len(problems) * samples
     with ExitStack() as resources:
         display = ProgressDisplay(len(checkpoints) * total)

@@ -75,18 +75,19 @@ def evaluate(
     checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
     overrides: Overrides = None,
     baseline: Annotated[Path | None, typer.Option(help="Another checkpoint, asked the same problems, to compare with.")] = None,
-    samples: Annotated[int, typer.Option(help="Completions per problem.")] = 4,
+    samples: Annotated[int | None, typer.Option(help="Completions per problem, as --eval.samples.", show_default=False)] = None,
     at: Annotated[str | None, typer.Option(help="The k of pass@k and maj@k, such as 1,8,64; default: powers of two.")] = None,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Always the most probable token, with --samples 1.")] = False,
+    greedy: Annotated[bool, typer.Option("--greedy", help="As --samples 1 --eval.temperature=0.")] = False,
     output: Annotated[Path | None, typer.Option(help="New folder for the results; default: RUN_DIR/eval/STEP, or in log.dir.")] = None,
 ) -> None:
     """Measure a checkpoint on the held-out problems: mean@k, pass@k and maj@k with confidence intervals, by data set and level."""
     with expected_errors():
-        loaded_config = _load_config(config, overrides)
+        sampling = ["--eval.temperature=0", "--eval.samples=1"] * greedy + [f"--eval.samples={samples}"] * (samples is not None)
+        loaded_config = _load_config(config, [*(overrides or []), *sampling])
         from megatron_rl.cli.evaluate import EvalRequest
         from megatron_rl.cli.evaluate import evaluate as run_evaluation
 
-        folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, samples, at, greedy, output))
+        folder = run_evaluation(loaded_config, EvalRequest(checkpoint, baseline, at, output))
         print(f"results: {folder / 'eval.json'}")
         print(f"page:    {folder / 'eval.html'}")
 

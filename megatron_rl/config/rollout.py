@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.hosts import Host
+from megatron_rl.types import SamplingParams
 from parallel.layout import EngineLayout
+
+
+def _check_top_k(value: int) -> int:
+    if value < 1 and value != -1:
+        raise ValueError("must be 1 or more, or -1 for all tokens")
+    return value
+
+
+TopP = Annotated[float, Field(gt=0, le=1)]
+TopK = Annotated[int, AfterValidator(_check_top_k)]
+MinP = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RolloutConfig(ConfigSection):
@@ -24,6 +38,14 @@ class RolloutConfig(ConfigSection):
     group_size: int = Field(8, ge=2)
     """Completions per prompt."""
     temperature: float = Field(1.0, gt=0)
+    top_p: TopP = 1.0
+    """Draw from the fewest most probable tokens that hold this share of the probability; 1: from all."""
+    top_k: TopK = -1
+    """Draw from this many most probable tokens; -1: from all."""
+    min_p: MinP = 0.0
+    """Draw from tokens that are at least this share as probable as the most probable one."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=32)
+    """Texts that end an answer, as its end token does. The tokens that spell them stay in the answer, and are trained."""
     max_new_tokens: int = Field(512, ge=1)
     max_running_requests: int = Field(256, ge=1)
     """Sequences that an engine decodes at once."""
@@ -44,6 +66,11 @@ class RolloutConfig(ConfigSection):
     @property
     def engines_per_node(self) -> int:
         return self.engines // len(self.hosts)
+
+    def to_sampling(self) -> SamplingParams:
+        """Return how completions to train on are sampled."""
+        names = ("temperature", "max_new_tokens", "stop", "top_p", "top_k", "min_p")
+        return SamplingParams(**{name: getattr(self, name) for name in names})
 
     def to_layout(self) -> EngineLayout:
         return EngineLayout(self.tp, self.ep, self.engines)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.checkpoint import CheckpointConfig
 from megatron_rl.config.data import DataConfig
 from megatron_rl.config.environment import EnvironmentConfig
+from megatron_rl.config.evaluation import EvalConfig
 from megatron_rl.config.log import LogConfig
 from megatron_rl.config.model import ModelConfig
 from megatron_rl.config.placement import PlacementConfig
@@ -15,6 +18,7 @@ from megatron_rl.config.reward import RewardConfig
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.config.train import TrainConfig
+from megatron_rl.types import SamplingParams
 
 
 class Config(ConfigSection):
@@ -26,6 +30,7 @@ class Config(ConfigSection):
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
     reward: RewardConfig = RewardConfig()
     environment: EnvironmentConfig | None = None
     placement: PlacementConfig = PlacementConfig()
@@ -38,3 +43,7 @@ class Config(ConfigSection):
         """Tokens of the longest prompt and the longest answer, an environment's messages included."""
         messages = self.environment.max_tokens if self.environment else 0
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens + messages
+
+    def to_eval_sampling(self) -> SamplingParams:
+        """Return how completions of held-out problems are sampled."""
+        return replace(self.rollout.to_sampling(), **self.eval.model_dump(exclude={"samples"}, exclude_none=True))

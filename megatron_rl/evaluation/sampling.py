@@ -76,7 +76,7 @@ def sample(
         assign_rewards(completions, rewards)
         scored = []
         for (index, number), completion in zip(chunk_jobs, completions, strict=True):
-            outcome = Outcome(completion.text, completion.reward, completion.sampled_count, completion.finish_reason)
+            outcome = Outcome.of(completion)
             outcomes[index].append(outcome)
             scored.append((problems[index], number, outcome))
         record(scored)

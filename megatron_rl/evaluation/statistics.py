@@ -15,8 +15,6 @@ from statistics import NormalDist, fmean, variance
 import numpy as np
 
 CONFIDENCE = 0.95
-MOST_SAMPLES = 1024
-"""Completions per problem for which `majority_at_k` stays within float64: binomials up to C(1024, 512)."""
 _Z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _FEWEST_PAIRS = 4
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_rl.evaluation.statistics import Estimate, estimate_difference, estimate_mean, majority_at_k, pass_at_k, sign_flip_p_value
 from megatron_rl.rewards import math
-from megatron_rl.types import Problem, Reward
+from megatron_rl.types import Completion, Problem, Reward
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,10 @@ class Outcome:
     reward: Reward
     tokens: int
     finish_reason: str
+
+    @classmethod
+    def of(cls, completion: Completion) -> Outcome:
+        return cls(completion.text, completion.reward, completion.sampled_count, completion.finish_reason)
 
     def answer(self, problem: Problem) -> str | None:
         """Return the answer that the completion votes for; None if it has no vote.

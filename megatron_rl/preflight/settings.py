@@ -15,6 +15,15 @@ def updates_share_the_prompts(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER)
+def training_draws_from_all_tokens(facts: Facts) -> None:
+    for name, all_tokens in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+        value = getattr(facts.config.rollout, name)
+        if value != all_tokens:
+            rule = "draws from a part of the distribution that the trainer's log-probs are of"
+            raise UserError(f"rollout.{name}", value, rule, f"leave it out; eval.{name} is for evaluation alone")
+
+
+@rule(Needs.TRAINER)
 def calibration_has_quantized_ratios(facts: Facts) -> None:
     every, mode = facts.config.algorithm.calibrate_every, facts.config.precision.mode
     if every and not facts.contract.trainer_format.quantized:

@@ -58,7 +58,7 @@ class AsyncRolloutWorker:
         """Return the state of the problem stream after the last collected groups; groups generated ahead are lost when the run stops."""
         return self._stream_state
 
-    def evaluate(self, version: int) -> dict[str, float]:
+    def evaluate(self, version: int) -> RolloutBatch:
         """See `RolloutWorker.evaluate`; generation ahead shares the engine meanwhile."""
         return self._worker.evaluate(version)
 

@@ -44,7 +44,7 @@ class MultiTurnSampler:
         Raise RunError if a token was sampled by another policy version than `version` or the `staleness` versions before it.
         """
         if self._environments is not None:
-            samplings_B = [replace(params, stop=self._environments.stop) for params in samplings_B]
+            samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
         dialogues = [self._start_dialogue(problem, params, version) for problem, params in zip(problems_B, samplings_B, strict=True)]
         running = dialogues
         while running:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
@@ -30,12 +30,6 @@ _ACCURACIES = (
     declare("accuracy/level_{}", "share of correct completions, level {}", "share"),
     declare("accuracy/source_{}", "share of correct completions, set {}", "share"),
 )
-_HELD_OUT, _PARTS = "[bold green]held-out {:.1%}", "correct, by level or set"
-_EVAL_ACCURACIES = (
-    declare("eval/accuracy", "share of held-out problems answered correctly", "share", "correct", label="held-out", progress=_HELD_OUT),
-    declare("eval/level_{}", "held-out accuracy, level {}", "share", _PARTS, label="level {}"),
-    declare("eval/source_{}", "held-out accuracy, set {}", "share", _PARTS, label="{}"),
-)
 _LENGTH_MEAN = declare("length/mean", "mean length of a completion, in sampled tokens", "number", "length (tokens)")
 _LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "count", "length (tokens)", label="longest")
 _TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
@@ -54,7 +48,6 @@ _SAMPLING = (
 )
 GENERATE = declare("time/generate", "sampling the completions, or waiting for those sampled ahead", "seconds", STEP_SECONDS)
 _REWARD = declare("time/reward", "scoring the completions", "seconds", STEP_SECONDS)
-_EVAL = declare("time/eval", "the evaluation on the held-out problems", "seconds", STEP_SECONDS)
 AHEAD = declare("ahead/{}", "the phase “{}” of this step's completions, while earlier steps were trained on", "seconds")
 
 
@@ -133,7 +126,8 @@ class RolloutWorker:
         """Return the groups of the next `prompts` problems, with length penalties. `sampling_round`: rounds before it in this step."""
         problems_P = self._stream.next_batch(prompts)
         problems_B = [problem for problem in problems_P for _ in range(self._config.rollout.group_size)]
-        rollout = self._generate_and_score(problems_B, version, f"train/{sampling_round}", self._config.placement.max_staleness)
+        sampling, staleness = self._config.rollout.to_sampling(), self._config.placement.max_staleness
+        rollout = self._generate_and_score(problems_B, version, f"train/{sampling_round}", sampling, staleness)
         algorithm, max_tokens = self._config.algorithm, self._config.rollout.max_new_tokens
         for completion in rollout.completions_B:
             completion.length_penalty = compute_overlong_penalty(
@@ -141,18 +135,17 @@ class RolloutWorker:
             )
         return rollout
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """Return the accuracy on the held-out problems: one sampled completion each, at the training temperature."""
-        if not self._held_out:
-            return {}
-        start = time.perf_counter()
-        completions = self._generate_and_score(self._held_out, version, "eval").completions_B
-        return {**compute_accuracies(completions, *_EVAL_ACCURACIES), _EVAL: time.perf_counter() - start}
+    def evaluate(self, version: int) -> RolloutBatch:
+        """Return `eval.samples` scored completions of every held-out problem, those of one problem side by side."""
+        problems_B = [problem for problem in self._held_out for _ in range(self._config.eval.samples)]
+        return self._generate_and_score(problems_B, version, "eval", self._config.to_eval_sampling())
 
-    def _generate_and_score(self, problems_B: Sequence[Problem], version: int, purpose: str, staleness: int = 0) -> RolloutBatch:
-        config, start = self._config.rollout, time.perf_counter()
+    def _generate_and_score(
+        self, problems_B: Sequence[Problem], version: int, purpose: str, sampling: SamplingParams, staleness: int = 0
+    ) -> RolloutBatch:
+        start = time.perf_counter()
         seeds = [derive_seed(self._config.train.seed, version, purpose, index) for index in range(len(problems_B))]
-        samplings = [SamplingParams(config.temperature, config.max_new_tokens, seed) for seed in seeds]
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
         completions = self._sampler.sample(problems_B, samplings, version, staleness)
         generated = time.perf_counter()
         hang_watchdog.enter_phase("reward")

@@ -15,6 +15,7 @@ from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
+from megatron_rl.evaluation.held_out import compute_eval_metrics
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
@@ -103,7 +104,8 @@ class Loop:
         if step % self._config.data.eval_every and step != self._config.train.steps:
             return {}
         hang_watchdog.enter_phase("eval")
-        return self._sync.run_with_recovery(step, lambda: self._worker.value.evaluate(step))
+        samples = self._config.eval.samples
+        return self._sync.run_with_recovery(step, lambda: compute_eval_metrics(self._worker.value.evaluate(step), samples))
 
     def _snapshot(self, version: int, unrecorded: dict[str, float] | None) -> TrainState:
         data = self._worker.run(lambda worker: worker.state_dict())

@@ -17,6 +17,7 @@ from megatron_rl.precision.fp8_products import fprop, value_dtype
 from megatron_rl.precision.ops import batch_invariant
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
+from rollout_sglang.hooks import seeded_sampling
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
@@ -84,6 +85,8 @@ def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, 
 
     SGLang overwrites the logits in place, but makes log-probs of a copy if it is given one.
     """
+    if sampling.need_top_p_sampling or sampling.need_top_k_sampling or sampling.need_min_p_sampling:
+        seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
     return original(self, output, sampling, return_logprob, *args, **named)

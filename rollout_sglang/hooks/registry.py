@@ -30,7 +30,7 @@ def check_version() -> None:
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import fp32_router, int8_linear, llama_block_scales
+    from rollout_sglang.hooks import fp32_router, int8_linear, llama_block_scales, stop_strings
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
@@ -39,6 +39,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", llama_block_scales.load_block_scales, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
+        ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", stop_strings.count_tail_tokens, "REPLACE"),
     ]
     return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 
@@ -70,6 +71,7 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.sampler.Sampler.forward", cpu_kernels.sample, "AROUND"),
         ("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch", seeded_sampling.attach_seeds, "AROUND"),
         ("sglang.srt.layers.sampler.sampling_from_probs_torch", seeded_sampling.sample_tokens, "REPLACE"),
+        ("sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch", seeded_sampling.sample_truncated, "REPLACE"),
         ("sglang.srt.layers.moe.topk.fused_topk_native", cpu_moe.route_tokens, "AROUND"),
         ("sglang.srt.layers.moe.topk.biased_grouped_topk_impl", cpu_moe.route_tokens_with_bias, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", cpu_moe.scale_routing_weights, "AROUND"),

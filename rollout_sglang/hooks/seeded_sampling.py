@@ -1,7 +1,8 @@
 """Sampling that depends only on a completion's seed and the token's position, whatever else is in the engine's batch.
 
 SGLang uses seeds only in its deterministic mode, which needs its GPU kernels. On the CPU tier every request has one, its own or a random
-one; its token is the first whose cumulated probability exceeds a number in [0, 1) hashed from seed and position.
+one; its token is the first whose cumulated probability exceeds a number in [0, 1) hashed from seed and position. What top_p, top_k and
+min_p leave out is gone from the logits before, so that log-probs are those of the distribution that is drawn from.
 """
 
 from __future__ import annotations
@@ -21,6 +22,39 @@ def attach_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any
     seeds = [random_seed if seed is None else seed for seed, random_seed in zip(requested, random, strict=True)]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
+
+
+def truncate(logits: torch.Tensor, sampling: Any) -> None:
+    """Set the logits [n, vocabulary] of all tokens that top_p, top_k and min_p of a `SamplingBatchInfo` leave out to -inf, in place."""
+    settings = zip(*(values.tolist() for values in (sampling.top_ps, sampling.top_ks, sampling.min_ps)), strict=True)
+    probs = torch.softmax(logits / sampling.temperatures, -1)
+    for row, (top_p, top_k, min_p) in enumerate(settings):
+        if top_p < 1 or top_k < logits.shape[-1] or min_p > 0:
+            kept = find_kept_tokens(probs[row], top_p, top_k, min_p)
+            logits[row] = torch.full_like(logits[row], -torch.inf).index_copy_(0, kept, logits[row, kept])
+
+
+def find_kept_tokens(probs_V: torch.Tensor, top_p: float, top_k: int, min_p: float) -> torch.Tensor:
+    """Return the tokens to draw from, most probable first, int64: those of the `top_k` most probable ones that `top_p` and `min_p` keep.
+
+    Each bound counts in the whole distribution, as SGLang's `top_k_top_p_min_p_sampling_from_probs_torch` has it. Of equally probable
+    tokens the first in the vocabulary counts as more probable. Sorting leaves out tokens below 1 / 2v of what `top_p` cuts off: all
+    together they are too improbable to be kept.
+    """
+    size, total = len(probs_V), float(probs_V.sum(dtype=torch.float64))
+    least = max(min_p * float(probs_V.max()), (1 - top_p) * total / (2 * size))
+    if top_k < size:
+        least = max(least, float(probs_V.topk(top_k).values[-1]))
+    candidates = (probs_V >= least).nonzero().view(-1)
+    sorted_probs, order = probs_V[candidates].double().sort(descending=True, stable=True)
+    before = sorted_probs.cumsum(0) - sorted_probs
+    return candidates[order][:top_k][(before < top_p * total)[:top_k]] if top_p < 1 else candidates[order][:top_k]
+
+
+def sample_truncated(probs: torch.Tensor, *truncation: Any, **named: Any) -> torch.Tensor:
+    """Replace SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`: `truncate` has left the probability of what may not be drawn at 0."""
+    *_, sampling_seed, positions = truncation
+    return sample_tokens(probs, sampling_seed, positions)
 
 
 def sample_tokens(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -208,6 +208,11 @@ def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = 
     return [(generation.output_ids_T, generation.logprobs_T, generation.policy_version) for generation in generations]
 
 
+def generate_with(prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Generation]:
+    """Answers of prompts that are each sampled in their own way."""
+    return current().engines.generate(prompts, samplings)
+
+
 def generate_with_faults(faults: Faults, version: int, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
     """`generate_seeded` with faults; see `support.engine_faults.strike_while`."""
     with current().recovering_sync(_SMALL_BUCKET) as weight_sync:

@@ -81,12 +81,14 @@ def test_eval_passes_config_and_options_and_names_its_results(monkeypatch, confi
     module.EvalRequest = lambda *options: options
     module.evaluate = lambda cfg, request: seen.append((cfg, request)) or tmp_path
     monkeypatch.setitem(sys.modules, "megatron_rl.cli.evaluate", module)
-    options = ["--checkpoint", "a", "--samples", "8", "--rollout.temperature", "0.5", "--greedy", "--data.seed=3", "--at", "1,8"]
+    options = ["--checkpoint", "a", "--samples", "8", "--eval.temperature", "0.5", "--data.seed=3", "--at", "1,8"]
     result = CliRunner().invoke(app, ["eval", config, *options])
     assert result.exit_code == 0, result.output
-    assert (seen[0][0].rollout.temperature, seen[0][0].data.seed) == (0.5, 3)
-    assert seen[0][1] == (Path("a"), None, 8, "1,8", True, None)
+    assert (seen[0][0].eval.temperature, seen[0][0].eval.samples, seen[0][0].data.seed) == (0.5, 8, 3)
+    assert seen[0][1] == (Path("a"), None, "1,8", None)
     assert result.stdout.splitlines() == [f"results: {tmp_path}/eval.json", f"page:    {tmp_path}/eval.html"]
+    assert CliRunner().invoke(app, ["eval", config, "--checkpoint", "a", "--greedy", "--eval.samples=4"]).exit_code == 0
+    assert (seen[1][0].eval.temperature, seen[1][0].eval.samples) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,12 @@ def no_engine(monkeypatch):
 @pytest.mark.parametrize(
     "options, line",
     [
-        (["--samples", "0"], "--samples = 0: must be from 1 to 1024; give the completions per problem"),
-        (["--at", "1,8"], "--at = '1,8': asks for pass@8 of 4 completions; use --samples 8 or more"),
+        (["--samples", "0"], "eval.samples = 0: must be greater than or equal to 1"),
+        (["--samples", "2000"], "eval.samples = 2000: must be less than or equal to 1024"),
+        (["--at", "1,8", "--samples", "4"], "--at = '1,8': asks for pass@8 of 4 completions; use --samples 8 or more"),
         (["--at", "0"], "--at = '0': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
         (["--at", "two"], "--at = 'two': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
-        (["--greedy"], "--samples = 4: asks for completions that --greedy makes all the same; use --samples 1"),
+        (["--greedy", "--samples", "4"], "eval: asks for 4 samples that temperature 0 makes all the same: set samples to 1"),
         (["--data.eval="], "data.eval: is empty, so there is nothing to evaluate; name held-out problems"),
         (["--data.evil=1"], "data.evil = 1: unknown key; did you mean data.eval?"),
         (["--baseline", "gone"], "--baseline = 'gone': does not exist; give a folder like RUN_DIR/checkpoints/step_00030, or a Hugging"),
@@ -139,6 +140,6 @@ def test_results_go_to_the_run_that_made_the_checkpoint(model, tmp_path):
 
 
 def test_the_k_to_report():
-    assert [EvalRequest(Path(), samples=samples).list_ks() for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
-    assert EvalRequest(Path(), samples=8, at="8, 1,8").list_ks() == [1, 8]
+    assert [EvalRequest(Path()).list_ks(samples) for samples in (1, 4, 6)] == [[1], [1, 2, 4], [1, 2, 4, 6]]
+    assert EvalRequest(Path(), at="8, 1,8").list_ks(8) == [1, 8]
     assert load_config(ROOT / "configs/quickstart.toml").data.eval  # what the tests above evaluate

@@ -80,6 +80,12 @@ MISTAKES = [
         ("--algorithm.updates_per_step=3",),
     ),
     Mistake(
+        settings.training_draws_from_all_tokens,
+        "train plan",
+        "rollout.top_p = 0.9: draws from a part of the distribution that the trainer's log-probs are of; leave it out; eval.top_p is for",
+        ("--rollout.top_p=0.9",),
+    ),
+    Mistake(
         settings.calibration_has_quantized_ratios,
         "train plan",
         "algorithm.calibrate_every = 9: calibrates ratios of quantized weights, which precision.mode bf16 has none of in the trainer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from megatron_rl.config import Config
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker, build_sample_rows, compute_accuracies, compute_rollout_metrics
-from megatron_rl.types import Completion, Generation, Problem, Reward
+from megatron_rl.types import Completion, Generation, Problem, Reward, SamplingParams
 
 
 def completion(
@@ -151,10 +152,17 @@ def test_draws_are_a_function_of_version_and_place(worker, engine):
     assert not {sampling.seed for sampling in engine.sampling} & set(first)
 
 
-def test_evaluation_scores_each_held_out_problem_once(worker):
-    result = worker.evaluate(5)
-    assert result.pop("time/eval") >= 0
-    assert result == {"eval/accuracy": 0.5, "eval/level_1": 1.0, "eval/level_2": 0.0}
+def test_held_out_problems_are_sampled_by_settings_of_their_own(engine):
+    eval_settings = {"samples": 2, "temperature": 0.25, "top_k": 3}
+    worker = make_worker(engine, FakeRewards(), rollout={"stop": ["\n"], "min_p": 0.1, "max_new_tokens": 7}, eval=eval_settings)
+    completions = worker.evaluate(5).completions_B
+    assert [member.problem.level for member in completions] == [1, 1, 2, 2]
+    assert [member.reward.correct for member in completions] == [True, False, False, False]
+    assert len({sampling.seed for sampling in engine.sampling}) == 4
+    for sampling in engine.sampling:
+        assert replace(sampling, seed=None) == SamplingParams(0.25, 7, None, ("\n",), top_k=3, min_p=0.1)
+    worker.collect(5)
+    assert replace(engine.sampling[0], seed=None) == SamplingParams(1.0, 7, None, ("\n",), min_p=0.1)
 
 
 class Scripted:

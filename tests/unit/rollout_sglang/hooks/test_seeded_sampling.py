@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import typing
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
 import numpy as np
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_rl.rollout.worker import derive_seed
-from rollout_sglang.hooks.seeded_sampling import hash_to_uniform, sample_tokens
+from rollout_sglang.hooks.seeded_sampling import find_kept_tokens, hash_to_uniform, sample_tokens, truncate
 
 
 def probabilities(rows: int, columns: int) -> torch.Tensor:
@@ -51,3 +59,60 @@ def test_seeds_differ_by_run_version_purpose_and_completion():
     seeds = {derive_seed(*draw) for draw in draws}
     assert len(seeds) == 5 and all(0 <= seed < 2**63 for seed in seeds)
     assert derive_seed(0, 1, "eval", 0) == derive_seed(0, 1, "eval", 0)
+
+
+def kept_by_definition(probs: list[float], top_p: float, top_k: int, min_p: float) -> list[int]:
+    """Token by token, most probable first: no more than top_k, none once top_p is reached, none below min_p of the first."""
+    ranked = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    kept, reached, total = [], 0.0, float(np.sum(np.array(probs)))
+    for rank, token in enumerate(ranked):
+        if rank < top_k and (top_p == 1 or reached < top_p * total) and probs[token] >= np.float32(min_p * probs[ranked[0]]):
+            kept.append(token)
+        reached += probs[token]
+    return kept
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 600),
+    st.floats(0.1, 20),
+    st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999, 1.0]),
+    st.sampled_from([1, 2, 7, 50, 1 << 30]),
+    st.sampled_from([0.0, 0.01, 0.2, 0.9]),
+    st.booleans(),
+)
+def test_the_kept_tokens_are_those_of_the_definition(seed, size, spread, top_p, top_k, min_p, coarse):
+    logits = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+    probs = torch.softmax(logits.round() if coarse else logits, -1)  # coarse: many are equally probable
+    assert find_kept_tokens(probs, top_p, top_k, min_p).tolist() == kept_by_definition(probs.double().tolist(), top_p, top_k, min_p)
+
+
+def test_they_are_sglangs():
+    """Of the installed source; but for what lies just at the border, where SGLang's float32 sums round."""
+    [package] = find_spec("sglang").submodule_search_locations
+    functions = ast.parse(Path(package, "srt", "layers", "sampler.py").read_text()).body
+    named = [node for node in functions if getattr(node, "name", "") == "top_k_top_p_min_p_sampling_from_probs_torch"]
+    names = {"torch": torch, "Optional": typing.Optional}
+    exec(compile(ast.Module(named, []), "sampler.py", "exec"), names)
+    probs = torch.softmax(3 * torch.randn(200, 5000, generator=torch.Generator().manual_seed(5)), -1)
+    top_ps, top_ks, min_ps = torch.full((200,), 0.9), torch.full((200,), 40, dtype=torch.int32), torch.full((200,), 0.0)
+    filtered = names[named[0].name]
+    _, weights, ids, _ = filtered(probs.clone(), top_ks, top_ps, min_ps, False, None, None, return_filtered_probs=True)
+    for row in range(200):
+        expected = set(ids[row, weights[row] > 0].tolist())
+        assert len(expected ^ set(find_kept_tokens(probs[row], 0.9, 40, 0.0).tolist())) <= 1
+
+
+def test_every_request_of_a_batch_is_cut_by_its_own_bounds():
+    logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]]).repeat(5, 1)
+    sampling = SimpleNamespace(
+        temperatures=torch.tensor([[1.0], [1.0], [0.01], [1.0], [1.0]]),
+        top_ps=torch.tensor([1.0, 1.0, 0.9, 0.7, 1.0]),
+        top_ks=torch.tensor([1 << 30, 1, 1 << 30, 1 << 30, 1 << 30], dtype=torch.int32),
+        min_ps=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.1]),
+    )
+    truncate(logits, sampling)
+    kept = [torch.isfinite(row).nonzero().view(-1).tolist() for row in logits]
+    assert kept == [[0, 1, 2, 3], [0], [0], [0, 2], [0, 1, 2]], "temperature comes before top_p"
+    assert logits[3].tolist() == [3.0, -torch.inf, 2.0, -torch.inf]

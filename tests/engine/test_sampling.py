@@ -1,0 +1,57 @@
+"""How a real engine samples: top_k, top_p and min_p by the completion's seed alone, and where stop strings end it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from support import trainer_engine
+from support.models import random_sequences
+
+from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.types import Generation, SamplingParams
+
+PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=11)]
+TOKENS = 24
+
+
+def sample(world, *samplings: SamplingParams) -> list[list[Generation]]:
+    """Answers to all prompts for each way of sampling, all in one batch; every prompt has a seed of its own."""
+    asked = [replace(sampling, seed=seed) for sampling in samplings for seed in range(len(PROMPTS))]
+    answers = world.call(trainer_engine.generate_with, PROMPTS * len(samplings), asked)[0]
+    return [answers[start : start + len(PROMPTS)] for start in range(0, len(answers), len(PROMPTS))]
+
+
+def tokens(answers: list[Generation]) -> list[list[int]]:
+    return [answer.output_ids_T for answer in answers]
+
+
+def test_bounds_hold_for_their_request_alone_and_one_token_is_the_greedy_one(unified):
+    plain = SamplingParams(1.0, TOKENS)
+    ways = (plain, replace(plain, temperature=0.0), replace(plain, top_k=1), replace(plain, top_p=1e-6), replace(plain, min_p=0.999999))
+    free, greedy, *others = sample(unified, *ways)
+    assert tokens(greedy) == tokens(others[0]) == tokens(others[1]) == tokens(others[2]) != tokens(free)
+    assert all(value == 0.0 for answer in others[0] for value in answer.logprobs_T), "what is certain has a log-prob of 0"
+    assert tokens(sample(unified, ways[1])[0]) == tokens(greedy), "in a batch that is all greedy, too"
+    cut = replace(plain, top_p=0.5, top_k=100)
+    alone, [beside, _] = sample(unified, cut)[0], sample(unified, cut, plain)
+    assert tokens(alone) == tokens(beside) != tokens(free)
+    assert [answer.logprobs_T for answer in alone] == [answer.logprobs_T for answer in beside]
+    assert tokens(sample(unified, plain)[0]) == tokens(free)
+
+
+def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_keeps_it(unified, checkpoint):
+    tokenizer, plain = load_tokenizer(checkpoint), SamplingParams(1.0, TOKENS)
+    [free] = sample(unified, plain)
+    found = 0
+    for seed, answer in enumerate(tokens(free)):
+        texts = [tokenizer.decode(answer[place : place + 3]) for place in range(len(answer) - 2)]
+        place = next((place for place, text in enumerate(texts) if text.isascii() and text.isprintable() and len(text) == 3), None)
+        if place is None:
+            continue
+        found, ended = found + 1, replace(plain, seed=seed, stop=("never written", texts[place]))
+        for params in (ended, replace(ended, max_new_tokens=place + 3)):  # ended by both at once, it is not truncated
+            [stopped] = unified.call(trainer_engine.generate_with, [PROMPTS[seed]], [params])[0]
+            assert (stopped.output_ids_T, stopped.finish_reason) == (answer[: place + 3], "stop")
+        [cut] = unified.call(trainer_engine.generate_with, [PROMPTS[seed]], [replace(ended, max_new_tokens=place + 2)])[0]
+        assert (cut.output_ids_T, cut.finish_reason) == (answer[: place + 2], "length")
+    assert found >= 3
