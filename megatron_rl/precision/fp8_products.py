@@ -1,15 +1,18 @@
 """The emulated FP8 products on any device: quantize, dequantize, multiply in FP32. The reference for every other backend.
 
 With power-of-two scales a dequantized product is exact before accumulation, so this differs from a block-scaled GEMM only in the
-order of FP32 sums. The engine's CPU kernel calls `fprop` too: on a CPU both sides run this function.
+order of FP32 sums. The operands are BF16 numbers then, which a CPU with AMX multiplies several times faster. The engine's CPU kernel
+calls `fprop` too: on a CPU both sides run this function.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from megatron_rl.precision.fp8 import round_trip_1x128, round_trip_128x1
-from megatron_rl.precision.ops.batch_invariant import invariant_matmul
+from megatron_rl.precision.ops.batch_invariant import bf16_operands, invariant_matmul
 
 
 def value_dtype(x: torch.Tensor, scale_format: str) -> torch.dtype:
@@ -24,14 +27,25 @@ def value_dtype(x: torch.Tensor, scale_format: str) -> torch.dtype:
 def fprop(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Return Q_1x128(x) . W^T. x [..., K] in any float dtype, weight [N, K] dequantized blocks in `value_dtype` or float32;
     returns [..., N] in x's dtype."""
-    return invariant_matmul(round_trip_1x128(x, scale_format).to(weight.dtype), weight).to(x.dtype)
+    values = round_trip_1x128(x, scale_format).to(weight.dtype)
+    with _exact_operands(values, weight.shape[0], scale_format):
+        return invariant_matmul(values, weight).to(x.dtype)
 
 
 def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Return Q_1x128(dy) . W with the same blocks as `fprop`. dy [..., N], returns [..., K] in dy's dtype."""
-    return (round_trip_1x128(dy, scale_format).to(weight.dtype) @ weight).to(dy.dtype)
+    values = round_trip_1x128(dy, scale_format).to(weight.dtype)
+    with _exact_operands(values, weight.shape[1], scale_format):
+        return (values @ weight).to(dy.dtype)
 
 
 def wgrad(dy: torch.Tensor, x: torch.Tensor, scale_format: str) -> torch.Tensor:
     """Return Q_1x128(dy^T) . Q_128x1(x), both quantized along the tokens. dy [T, N], x [T, K]; returns float32 [N, K]."""
-    return round_trip_128x1(dy, scale_format).t() @ round_trip_128x1(x, scale_format)
+    dy_values, x_values = round_trip_128x1(dy, scale_format), round_trip_128x1(x, scale_format)
+    with _exact_operands(x_values, x.shape[1], scale_format):
+        return dy_values.t() @ x_values
+
+
+def _exact_operands(values: torch.Tensor, columns: int, scale_format: str) -> AbstractContextManager[None]:
+    """Return the context to multiply quantized values in: E4M3 values times powers of two are BF16 numbers."""
+    return bf16_operands(columns) if scale_format == "pow2" and values.dtype == torch.float32 and not values.is_cuda else nullcontext()

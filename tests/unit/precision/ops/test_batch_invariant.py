@@ -51,6 +51,25 @@ def test_a_row_of_a_bf16_product_is_the_same_in_any_batch(threads, columns, rows
         assert torch.equal(torch.matmul(x[:, None], weight.t())[:, 0], whole)
 
 
+@pytest.mark.parametrize("columns, rows", [(128, 256), (256, 768), (512, 128), (768, 384), (1536, 768), (4096, 256), (768, 32), (768, 4)])
+def test_a_row_of_an_fp32_product_of_bf16_numbers_is_the_same_in_any_batch_and_order_of_columns(threads, columns, rows):
+    x, weight = random(420, columns, seed=0).bfloat16().float(), random(rows, columns, seed=1).bfloat16().float()
+    with batch_invariant.bf16_operands(rows):
+        whole = batch_invariant.invariant_matmul(x, weight)
+        torch.testing.assert_close(whole, (x.double() @ weight.double().t()).float(), rtol=1e-5, atol=1e-3)
+        for count in (1, 2, 15, 16, 17, 31, 33, 64, 100, 129, 300):
+            assert torch.equal(batch_invariant.invariant_matmul(x[:count], weight), whole[:count])
+            assert torch.equal(batch_invariant.invariant_matmul(x[-count:], weight), whole[-count:])
+        other = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
+        assert torch.equal(batch_invariant.invariant_matmul(x[:40], weight[other]), whole[:40, other])
+        half = rows // 2
+        if half >= batch_invariant.MIN_AMX_COLUMNS:  # of two tensor-parallel ranks
+            assert torch.equal(batch_invariant.invariant_matmul(x, weight[half:]), whole[:, half:])
+    assert torch.equal(
+        torch.tensor([[1 + 2**-20]]) @ torch.eye(1), torch.tensor([[1 + 2**-20]])
+    )  # the setting does not outlive the context
+
+
 def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
     x, weight = random(200, 384, seed=0), random(384, seed=1)
     normed, logprobs = batch_invariant.rms_norm(x, weight, 1e-6), F.log_softmax(x, -1)
