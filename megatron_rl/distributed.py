@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import functools
+import os
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
@@ -9,6 +13,9 @@ from typing import Generic, TypeVar, cast
 import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError, RunError
+
+_LONGEST_WAIT = datetime.timedelta(hours=1)
+"""Of a rank for what rank 0 does before the start."""
 
 T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", covariant=True)
@@ -32,6 +39,42 @@ def run_on_rank0(call: Callable[[], T]) -> T:
     if isinstance(outcome[1], MegatronRLError):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None = None) -> T:
+    """`run_on_rank0` of a launch whose process group is not there yet: through the launcher's store, on which the group is built later.
+
+    `key` names the result, once a launch; `store`: another than the launcher's. Raise RunError where a rank is gone.
+    """
+    store = store or _open_launch_store()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if rank == 0:
+            outcome = _try(call)
+            store.set(key, pickle.dumps(outcome).hex())
+            store.wait([f"{key}/read/{other}" for other in range(1, size)])  # the store may end with this process
+        else:
+            outcome = pickle.loads(bytes.fromhex(store.get(key).decode()))
+            store.set(f"{key}/read/{rank}", "")
+    except dist.DistError as error:
+        raise to_lost_rank_error(error) or error from error
+    if isinstance(outcome, MegatronRLError):
+        raise outcome
+    return cast(T, outcome)
+
+
+@functools.cache
+def _open_launch_store() -> dist.Store:
+    """Return the store of MASTER_ADDR and MASTER_PORT. It stays open: the process group opens the same one."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=_LONGEST_WAIT))
+    return dist.PrefixStore("megatron-rl", store)
+
+
+def _try(call: Callable[[], T]) -> T | MegatronRLError:
+    try:
+        return call()
+    except MegatronRLError as error:
+        return error
 
 
 class Rank0(Generic[ObjectT]):

@@ -21,6 +21,7 @@ from examples.arithmetic.config import DemoConfig
 from examples.arithmetic.task import SOURCE, Arithmetic
 from megatron_rl.cli.main import ConfigFile, Overrides, expected_errors
 from megatron_rl.config import load_config
+from megatron_rl.config.hub import HubModel
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from parallel.model_geometry import ModelGeometry
@@ -51,6 +52,8 @@ def make_model(config: DemoConfig) -> None:
 
     Every rank makes the random weights for itself: they are the same, and ranks may be on several machines.
     """
+    if HubModel.parse(config.model.path):
+        raise UserError("model.path", str(config.model.path), "is on the hub, and a warm start makes a model", "name a new folder")
     if config.model.path.exists():
         raise UserError("model.path", str(config.model.path), "exists but holds no config.json", "remove it, or name another folder")
     from examples.arithmetic.new_model import make_random_checkpoint  # a mistyped configuration, or a model that is there, costs no torch

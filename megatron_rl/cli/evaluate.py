@@ -121,7 +121,7 @@ def choose_output_folder(config: Config, request: EvalRequest, checkpoint: EvalC
         if request.output is not None:
             request.output.mkdir(parents=True, exist_ok=True)
             return request.output
-        return make_unique_folder((checkpoint.run_dir or config.log.dir) / "eval", checkpoint.folder.resolve().name)
+        return make_unique_folder((checkpoint.run_dir or config.log.dir) / "eval", request.checkpoint.resolve().name)
     except OSError as error:
         raise UserError("--output", None, f"the folder cannot be made ({error})", "name a folder you can write to") from None
 

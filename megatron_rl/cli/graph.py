@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
@@ -19,7 +20,7 @@ from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.precision.graph.tables import print_graphs
-from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run
+from megatron_rl.preflight import GRAPH, check_on_rank_0, check_run, pin_model
 from megatron_rl.rollout.engine import find_engine_launcher
 from megatron_rl.training.graph_check import GraphComparison, read_training_graph
 from parallel.layout import Layout
@@ -33,6 +34,7 @@ def show_graph(config: Config, svg: Path | None, json_file: Path | None) -> bool
     for option, file in (("--svg", svg), ("--json", json_file)):
         if file is not None and not file.absolute().parent.is_dir():
             raise UserError(option, str(file), "is in a folder that does not exist", "make it, or name another file")
+    config = pin_model(config)
     layout = check_run(config, GRAPH)
     with ExitStack() as resources:
         comparison = _read(config, layout, resources)
@@ -45,14 +47,16 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
     start_megatron(layout, config.train.seed)
     resources.callback(stop_megatron)
     run_on_rank0(lambda: check_on_rank_0(config, GRAPH))
+    with errors_on_all_ranks():
+        fetch_weights(config.model.path)
     folder = Path(run_on_rank0(lambda: resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-graph-"))))
-    hf_config, contract = read_config(config.model.path), PrecisionContract.from_config(config.precision)
+    hf_config, contract = read_config(config.model.folder), PrecisionContract.from_config(config.precision)
     shards = build_rank_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
-    load_checkpoint(model, config.model.path, shards)
+    load_checkpoint(model, config.model.folder, shards)
     Actor(model, config.train, config.rollout.temperature)  # creates masters and gradient buffers, and quantizes the weights
     training = read_training_graph(model)
-    save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.path)
+    save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.folder)
 
     def compare() -> GraphComparison:
         engine = find_engine_launcher(config.rollout.engine)(config, folder / "engine", folder)

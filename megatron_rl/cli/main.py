@@ -27,6 +27,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="--SECTION.KEY=VA
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A run's TOML file.", show_default=False)]
 
 _QUANTIZED = ", ".join(name for name, format in FORMATS.items() if format.quantized)
+_CHECKPOINT = "A checkpoint folder that a run wrote, a Hugging Face one, or hf:OWNER/NAME[@REVISION] from the hub."
 _OTHER_RANKS_WAIT_S = 2.0
 """Wait of local ranks other than 0 before they print an error. Where all ranks fail alike, torchrun ends this process meanwhile and only
 rank 0 prints; a rank that fails alone prints after the wait."""
@@ -57,8 +58,9 @@ def train(
         if config.startswith("-"):
             raise UserError("CONFIG", config, "the config file comes first", "megatron-rl train CONFIG.toml --section.key=value")
         loaded_config = _load_config(Path(config), overrides)
-        from megatron_rl.preflight import check_run
+        from megatron_rl.preflight import check_run, pin_model
 
+        loaded_config = pin_model(loaded_config)
         layout = check_run(loaded_config)
         from megatron_rl.training.session import run_session  # seconds of imports, after the mistakes
 
@@ -72,7 +74,7 @@ def train(
 @app.command("eval", context_settings={"ignore_unknown_options": True})
 def evaluate(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="Names data.eval, reward, rollout and precision.", show_default=False)],
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT, show_default=False)],
     overrides: Overrides = None,
     baseline: Annotated[Path | None, typer.Option(help="Another checkpoint, asked the same problems, to compare with.")] = None,
     samples: Annotated[int | None, typer.Option(help="Completions per problem, as --eval.samples.", show_default=False)] = None,
@@ -133,7 +135,7 @@ def graph(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Option(help="A checkpoint folder that a run wrote, or a Hugging Face one.", show_default=False)],
+    checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT, show_default=False)],
     output: Annotated[Path, typer.Option(help="The new folder for the Hugging Face checkpoint.", show_default=False)],
     precision: Annotated[str, typer.Option(help=f"bf16, or {_QUANTIZED}: the very bytes that the engine served.")] = "bf16",
 ) -> None:

@@ -10,6 +10,7 @@ from megatron_rl.errors import UserError
 from megatron_rl.planner.plan import PlanOptions, as_json, make_plan
 from megatron_rl.planner.sbatch import render_sbatch
 from megatron_rl.planner.tables import print_plan
+from megatron_rl.preflight import pin_model
 
 
 def run_plan(config: Config, options: PlanOptions) -> None:
@@ -18,7 +19,7 @@ def run_plan(config: Config, options: PlanOptions) -> None:
     Raise UserError where nothing fits, before anything is printed; where only the configured layout does not work, after the plan of
     the best one.
     """
-    plan = make_plan(config, options)
+    plan = make_plan(pin_model(config), options)
     print_plan(plan)
     if options.json is not None:
         _write(options.json, json.dumps(as_json(plan), indent=2) + "\n", "--json")

@@ -9,10 +9,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from megatron_rl.config.base import ConfigSection
+from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.plugs import DATA_FORMATS, DATA_SOURCES
-
-HUB_PREFIX = "hf:"
-"""Prefix of a source on the Hugging Face hub."""
 
 FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
 """`gsm8k`, `math`, `deepmath`, `aime`, or your own as module:attribute."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from megatron_rl.config.data import HUB_PREFIX
+from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.errors import UserError
 
 

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.config.data import HUB_PREFIX, DataConfig, DataSourceConfig
+from megatron_rl.config.data import DataConfig, DataSourceConfig
+from megatron_rl.config.hub import HUB_PREFIX
 from megatron_rl.data.files import SOURCE_FIX, read_file_rows
 from megatron_rl.data.formats import KNOWN_COLUMNS, RowError, read_row
 from megatron_rl.data.hub import read_hub_rows

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
+from megatron_rl.config.hub import find_model_folder
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import pin_hub_model
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
 from megatron_rl.mcore.export import convert, save_hf
@@ -63,23 +65,25 @@ class EvalCheckpoint:
         return temporary
 
 
-def check_checkpoint(folder: Path, option: str, config: Config) -> EvalCheckpoint:
+def check_checkpoint(path: Path, option: str, config: Config) -> EvalCheckpoint:
     """Check a checkpoint without loading it.
 
     Raises UserError, naming `option`, if it is missing or damaged, does not fit the config's lengths or engine layout, or has quantized
     weights that the config's precision would quantize again.
     """
     try:
-        return _check(folder, option, config)
+        return _check(path, option, config)
     except UserError as error:
         if error.field not in ("--checkpoint", "model.path"):
             raise
         raise UserError(option, error.value, error.rule, error.fix) from None
 
 
-def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
+def _check(path: Path, option: str, config: Config) -> EvalCheckpoint:
+    path = pin_hub_model(path, option)
+    folder = find_model_folder(path)
     if not folder.is_dir():
-        fix = "give a folder like RUN_DIR/checkpoints/step_00030, or a Hugging Face checkpoint"
+        fix = "give a folder like RUN_DIR/checkpoints/step_00030, a Hugging Face checkpoint, or hf:OWNER/NAME"
         raise UserError(option, str(folder), "is no folder" if folder.exists() else "does not exist", fix)
     contract = PrecisionContract.from_config(config.precision)
     if (folder / "config.json").is_file():
@@ -94,7 +98,7 @@ def _check(folder: Path, option: str, config: Config) -> EvalCheckpoint:
             rule = f"the checkpoint's blocks have {trained.scale_format} scales, and blocks are not quantised twice"
             fix = f'set it to "{trained.scale_format}"'
             raise UserError("precision.scale_format", contract.scale_format, rule, fix)
-    facts = Facts.here(config, hf_config=hf_config, folder=folder, option=option, trainer=Layout())
+    facts = Facts.here(config, hf_config=hf_config, path=path, option=option, trainer=Layout())
     check(facts, EVAL_MODEL if step is not None else EVAL_MODEL | Needs.WEIGHTS, about=Needs.MODEL)
     plan = SyncPlan((), (), build_engine_shards(facts.model, *facts.engine), facts.contract)  # no trainer: what the engine is to hold
     return EvalCheckpoint(folder, hf_config, plan, step, loads_directly)

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face checkpoint folder that are not weights: config.json and the tokenizer. No torch."""
+"""The files of a Hugging Face checkpoint folder that are not weights: config.json, the weights' index and the tokenizer. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 
 from megatron_rl.errors import UserError
 
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
+"""Patterns of the files that belong to a tokenizer and to generation's defaults."""
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a Hugging Face checkpoint. Raise UserError when it is missing or not a JSON object."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError("model.path", str(folder), "holds no config.json", "give a Hugging Face checkpoint folder")
+        rule, fix = "holds no config.json" if folder.is_dir() else "does not exist", "give a Hugging Face checkpoint folder"
+        raise UserError("model.path", str(folder), rule, f"{fix}, or hf:OWNER/NAME for a model on the hub")
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -25,5 +30,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def list_tokenizer_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint folder that belong to its tokenizer and generation defaults."""
-    names = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "generation_config.json")
-    return sorted(file for name in names for file in folder.glob(name))
+    return sorted(file for name in TOKENIZER_FILES for file in folder.glob(name))
+
+
+def read_index(folder: Path, field: str) -> dict[str, str]:
+    """Return tensor -> file name; empty where the weights are one file. Raise UserError, naming `field`, for a damaged index."""
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        index = json.loads(path.read_text())["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise UserError(field, str(path), f"is no index of safetensors files ({error!r})", "the file is damaged") from None
+    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
+        raise UserError(field, str(path), "is no index of safetensors files", "weight_map must map tensors to file names")
+    return index

@@ -8,7 +8,6 @@ A quantised checkpoint, as DeepSeek and Qwen publish them in FP8 and as `export`
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_rl.errors import UserError
+from megatron_rl.hf.files import INDEX, SINGLE, read_index
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
@@ -26,7 +26,6 @@ from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HIGH = ("BF16", "F16", "F32")
 
 
@@ -64,7 +63,7 @@ class HFCheckpoint:
         """Of the weights of `QUANTIZED_ROLES`, where they are quantised."""
         self._open: dict[Path, Any] = {}
         self._file_of: dict[str, Path] = {}
-        index = _read_index(folder, field)
+        index = _find_files(folder, field)
         for file in sorted(set(index.values())) or [SINGLE]:
             self._read_headers(folder / file)
         for name, file in index.items():
@@ -192,20 +191,12 @@ class HFCheckpoint:
         return UserError(self.field, str(self.folder), rule, fix)
 
 
-def _read_index(folder: Path, field: str) -> dict[str, str]:
-    """Return tensor -> file name; empty where the folder holds a single file."""
-    path = folder / INDEX
-    if not path.is_file():
-        if not (folder / SINGLE).is_file():
-            raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "give a folder with safetensors weights")
-        return {}
-    try:
-        index = json.loads(path.read_text())["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(field, str(path), f"is no index of safetensors files ({error!r})", "the file is damaged") from None
-    if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
-        raise UserError(field, str(path), "is no index of safetensors files", "weight_map must map tensors to file names")
+def _find_files(folder: Path, field: str) -> dict[str, str]:
+    """Return tensor -> file name; empty where the folder holds a single file. Every file is there."""
+    index = read_index(folder, field)
+    if not index and not (folder / SINGLE).is_file():
+        raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "give a folder with safetensors weights")
     for file in sorted(set(index.values())):
         if not (folder / file).is_file():
-            raise UserError(field, str(path), f"names {file}, which is missing", "the download is incomplete")
+            raise UserError(field, str(folder / INDEX), f"names {file}, which is missing", "the download is incomplete")
     return index

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import fetch_model
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.hf.write import atomic_folder, write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
@@ -96,6 +97,7 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
     if precision not in modes:
         raise UserError("--precision", precision, f"must be one of {', '.join(sorted(modes))}", "choose one")
     precision_fields: dict[str, Any] = modes[precision]
+    checkpoint = fetch_model(checkpoint, "--checkpoint")
     if (checkpoint / "config.json").is_file():
         return convert(checkpoint, output, precision_fields)
     from megatron_rl.mcore.checkpoint.load import load_in_one_process

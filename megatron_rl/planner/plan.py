@@ -53,7 +53,7 @@ class Plan:
 
 def make_plan(config: Config, options: PlanOptions) -> Plan:
     """Plan the run from config.json alone: no process, no torch, no weights. Raise UserError where nothing works."""
-    job = Workload.from_config(config, read_config(config.model.path))
+    job = Workload.from_config(config, read_config(config.model.folder))
     nodes = options.nodes if options.nodes is not None else -(-config.train.layout.ranks // max(options.gpus_per_node, 1))
     cluster = Cluster.from_options(nodes, options.gpus_per_node, options.gpu)
     planner = Planner(job, cluster)

@@ -26,7 +26,7 @@ def render_sbatch(plan: Plan, options: PlanOptions) -> str:
     candidate, cluster = plan.chosen.candidate, plan.cluster
     template = Environment(undefined=StrictUndefined, keep_trailing_newline=True, trim_blocks=True).from_string(TEMPLATE.read_text())
     return template.render(
-        name=plan.job.config.model.path.name,
+        name=plan.job.config.model.name,
         cluster=cluster,
         ranks_per_node=min(candidate.train.world_size, cluster.gpus_per_node),
         placement=candidate.placement,

@@ -55,7 +55,7 @@ def _headline(job: Workload, cluster: Cluster) -> str:
     size = sum(tensor.rows * tensor.cols for tensor in job.model.tensors().values()) / 1e9
     flow = precision.mode + (f" by {precision.backend}" if job.contract.trainer_format.quantized else "")
     return (
-        f"{job.config.model.path.name}: {job.model.family}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
+        f"{job.config.model.name}: {job.model.family}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.config.longest_sequence} tokens each"
     )
 

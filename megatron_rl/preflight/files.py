@@ -21,15 +21,12 @@ def loss_and_advantage_can_be_computed(facts: Facts) -> None:
     try_algorithm(facts.config.algorithm)
 
 
-@rule(Needs.WEIGHTS | Needs.MODEL)
-def tensors_are_those_of_the_model(facts: Facts) -> None:
-    """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
-    facts.checkpoint.check(facts.model)
+@rule(Needs.TASK | Needs.TRAINER)
+def tokenizer_can_be_loaded(facts: Facts) -> None:
+    """`eval`, which has no trainer, loads its checkpoints' right afterwards."""
+    from megatron_rl.hf.tokenizer import load_tokenizer
 
-
-@rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
-def scales_are_those_of_the_contract(facts: Facts) -> None:
-    facts.checkpoint.check_scales(facts.model.tensors().values(), facts.contract.trainer_format)
+    load_tokenizer(facts.config.model.folder)
 
 
 @rule(Needs.TASK | Needs.TRAINER)
@@ -37,7 +34,7 @@ def problems_can_be_read(facts: Facts) -> None:
     """`eval`, which has no trainer, reads them right afterwards in any case."""
     from megatron_rl.data import check_data
 
-    check_data(facts.config.data, facts.config.model.path)
+    check_data(facts.config.data, facts.config.model.folder)
 
 
 @rule(Needs.TASK)
@@ -51,3 +48,22 @@ def rewards_can_be_computed(facts: Facts) -> None:
 def trackers_can_be_loaded(facts: Facts) -> None:
     for name in facts.config.log.trackers:
         TRACKERS.load(name)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL)
+def weights_can_be_had(facts: Facts) -> None:
+    """Of a model of the hub; after what needs none of them, for they are hundreds of gigabytes of a large model."""
+    from megatron_rl.hf.hub import fetch_weights
+
+    fetch_weights(facts.path, facts.option)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL)
+def tensors_are_those_of_the_model(facts: Facts) -> None:
+    """Names, shapes and dtypes, from the files' headers; the weights are read at loading."""
+    facts.checkpoint.check(facts.model)
+
+
+@rule(Needs.WEIGHTS | Needs.MODEL | Needs.TRAINER)
+def scales_are_those_of_the_contract(facts: Facts) -> None:
+    facts.checkpoint.check_scales(facts.model.tensors().values(), facts.contract.trainer_format)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_rl.config import Config
+from megatron_rl.config.hub import find_model_folder
 from megatron_rl.errors import UserError, as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.precision.contract import PrecisionContract
@@ -54,7 +55,7 @@ class Facts:
 
     config: Config
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # the model's config.json
-    folder: Path = Path()  # of the model's weights
+    path: Path = Path()  # the model: its folder, or its pinned name on the hub
     option: str = "model.path"  # the field or option that names it
     geometry: ModelGeometry | None = None  # the model; None: that of hf_config
     trainer: Layout | None = None  # None: the configured one
@@ -80,7 +81,7 @@ class Facts:
         """The weights' files; opening them reads their headers."""
         from megatron_rl.hf.read import HFCheckpoint
 
-        return HFCheckpoint(self.folder, self.hf_config, self.option)
+        return HFCheckpoint(find_model_folder(self.path), self.hf_config, self.option)
 
     @cached_property
     def contract(self) -> PrecisionContract:
@@ -139,13 +140,13 @@ def check(facts: Facts, known: Needs, about: Needs | None = None) -> None:
 def check_run(config: Config, known: Needs = TRAIN) -> Layout:
     """Check the run that this process is a rank of, and return the trainer's layout. Raise UserError. No collective: of several ranks,
     none checks what takes long; that is left to `check_on_rank_0`."""
-    facts = Facts.here(config, hf_config=read_config(config.model.path), folder=config.model.path)
+    facts = Facts.here(config, hf_config=read_config(config.model.folder), path=config.model.path)
     check(facts, known if facts.ranks == 1 else known & ~RANK_0)
     return facts.layout
 
 
 def check_on_rank_0(config: Config, known: Needs = TRAIN) -> None:
     """Check what `check_run` left out; to be called on rank 0 alone, once its UserError reaches the other ranks."""
-    facts = Facts.here(config, hf_config=read_config(config.model.path), folder=config.model.path)
+    facts = Facts.here(config, hf_config=read_config(config.model.folder), path=config.model.path)
     if facts.ranks > 1:
         check(facts, known, about=RANK_0)

@@ -67,7 +67,7 @@ class CheckpointManager:
             "layout": describe_layout(self._layout, self._config.train),
             "versions": collect_versions(),
         }
-        folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.path, self._config.checkpoint.keep
+        folder, tokenizer, keep = checkpoint_folder(self._run, state.version), self._config.model.folder, self._config.checkpoint.keep
         return CheckpointWriter(folder, self._actor.model, self._hf_config, tokenizer, saved, self._actor.optimizer, state.rng_state, keep)
 
     def _finish(self, writer: CheckpointWriter) -> None:

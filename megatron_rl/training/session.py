@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
-from megatron_rl.distributed import Rank0, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import Actor, Policy
@@ -66,6 +67,8 @@ class Session:
         self.contract = PrecisionContract.from_config(config.precision)
         self._start_processes()
         run_on_rank0(lambda: check_on_rank_0(config))
+        with errors_on_all_ranks():  # rank 0 has fetched them: only nodes with caches of their own do it again
+            fetch_weights(config.model.path)
         self.resume_point = run_on_rank0(lambda: find_resume_point(config))
         self.log = Rank0(self._open_log)
         self.folder = self.log.run(lambda log: log.dir)
@@ -106,17 +109,17 @@ class Session:
         """Load the model, start the engines with its weights, and prove that both compute the same with the same bytes."""
         config, layout, contract = self.config, self.layout, self.contract
         hang_watchdog.enter_phase("loading the model")
-        hf_config = read_config(config.model.path)
+        hf_config = read_config(config.model.folder)
         shards = build_rank_shards(hf_config, layout)
         model = build_model(hf_config, layout, contract, config.train)
-        load_checkpoint(model, config.model.path, shards)
+        load_checkpoint(model, config.model.folder, shards)
         stored = find_checkpoint_format(hf_config)
         if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, config.train, config.rollout.temperature)
         state = self._load_checkpoint(actor)
         read_named_tensors = partial(collect_named_tensors, model, shards, contract)
-        save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, layout, contract, config.model.path)
+        save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, layout, contract, config.model.folder)
 
         rollout = Rank0(lambda: self._start_rollout(state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
@@ -151,7 +154,7 @@ class Session:
     def _start_rollout(self, state: TrainState | None) -> tuple[EnginePool, RolloutWorker | AsyncRolloutWorker]:
         """Load the problems, start reward workers and engines. Rank 0 only."""
         config = self.config
-        tokenizer = load_tokenizer(config.model.path)
+        tokenizer = load_tokenizer(config.model.folder)
         stream, held_out = load_problems(config, tokenizer)
         if state is not None:
             stream.load_state_dict(state.data)
@@ -173,7 +176,7 @@ class Session:
         if not self.config.algorithm.kl_coef:
             return None
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
-        load_checkpoint(model, self.config.model.path, build_rank_shards(hf_config, self.layout))
+        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def run(self) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, share_before_start
 from megatron_rl.errors import RunError
 
 
@@ -37,6 +37,8 @@ def use_in_every_way() -> dict[str, Any]:
         "told": told,
         "error when told": outcome(lambda: held.tell(refuse)),
         "value": outcome(lambda: held.value),
+        "before the start": share_before_start("made", lambda: rank, dist.distributed_c10d._get_default_store()),
+        "error before the start": outcome(lambda: share_before_start("failed", refuse, dist.distributed_c10d._get_default_store())),
         "of another": Rank0(lambda: len(held.value)).run(lambda count: count + 1),
     }
 
@@ -53,5 +55,6 @@ def test_one_process_is_rank_0():
 def test_results_and_errors_of_rank_0_reach_every_rank(worlds):
     first, second = worlds(2).call(use_in_every_way)
     shared = {"made": "rank 0 refuses", "run": 7, "error": "rank 0 refuses", "after an error": 2, "of another": 3}
+    shared |= {"before the start": 0, "error before the start": "rank 0 refuses"}
     assert first == shared | {"told": [0], "error when told": "rank 0 refuses", "value": [0, 7]}
     assert second == shared | {"told": [], "error when told": None, "value": "list index out of range"}

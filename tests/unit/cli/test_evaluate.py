@@ -67,7 +67,7 @@ def no_engine(monkeypatch):
         (["--greedy", "--samples", "4"], "eval: asks for 4 samples that temperature 0 makes all the same: set samples to 1"),
         (["--data.eval="], "data.eval: is empty, so there is nothing to evaluate; name held-out problems"),
         (["--data.evil=1"], "data.evil = 1: unknown key; did you mean data.eval?"),
-        (["--baseline", "gone"], "--baseline = 'gone': does not exist; give a folder like RUN_DIR/checkpoints/step_00030, or a Hugging"),
+        (["--baseline", "gone"], "--baseline = 'gone': does not exist; give a folder like RUN_DIR/checkpoints/step_00030, a Hugging"),
         (["--baseline", "empty"], "--baseline = 'empty': holds no state.json; give a folder like RUN_DIR/checkpoints/step_00030"),
         (["--output", "full"], "--output = 'full': exists already and is no empty folder; name a new folder"),
         (["--data.eval", "none.jsonl"], "data.eval = 'none.jsonl': does not exist"),

@@ -14,8 +14,8 @@ from support.fp8_checkpoints import SETTINGS, list_tensors, make_fp8_checkpoint,
 from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import read_config
-from megatron_rl.hf.read import INDEX, HFCheckpoint, find_checkpoint_format
+from megatron_rl.hf.files import INDEX, read_config
+from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import FORMATS, FP8

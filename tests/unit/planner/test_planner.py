@@ -280,7 +280,7 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
         (["--gpu", "v100"], "--gpu = 'v100': is not known; use one of h100, h200, h800, h20", False),
         (["--rollout.max_total_tokens=100000000"], "--nodes = 1: nothing fits on 1 node of 8 H100 SXM 80GB: the closest, ", False),
         (["--rollout.max_new_tokens=40960"], "rollout.max_new_tokens = 40960: with data.max_prompt_tokens (1024) exceeds", False),
-        (["--model.path=nowhere"], "model.path = 'nowhere': holds no config.json", False),
+        (["--model.path=nowhere"], "model.path = 'nowhere': does not exist", False),
         (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)", True),
         (["--train.layout.tp=8", "--train.layout.dp=2"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8", True),
         (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 187.9 GiB of a GPU in phase train, of which 75.7 may", True),

@@ -70,7 +70,7 @@ def test_a_good_configuration_passes(workplace):
         ),
         (
             ["--model.path=nowhere"],
-            "model.path = 'nowhere': holds no config.json; give a Hugging Face checkpoint folder",
+            "model.path = 'nowhere': does not exist; give a Hugging Face checkpoint folder, or hf:OWNER/NAME for a model on the hub",
         ),
         (
             ["--rollout.prompts_per_step=8", "--algorithm.updates_per_step=3"],

@@ -50,6 +50,7 @@ AHEAD = ("--placement.kind=disaggregated", "--placement.max_staleness=1", "--alg
 EXPERTS = "--model.path=experts"
 TASK = "examples.arithmetic.task:Arithmetic"
 TWO_HOSTS = ('--rollout.hosts=["10.0.0.5", "10.0.0.6"]', "--rollout.engines=2")
+ON_HUB, COMMIT = "hf:someone/unknown", "5" * 40
 GLOO = "--sync.transport=gloo"  # works on a GPU and without
 
 
@@ -65,7 +66,20 @@ class Mistake(NamedTuple):
     ranks: int = 1
     gpus: int = 0
     launchers: str = ""
-    scene: Callable[[pytest.MonkeyPatch], None] = lambda patch: None
+    checkpoint: str = "model"
+    """What eval is to evaluate."""
+    scene: Callable[[pytest.MonkeyPatch], object] = lambda patch: None
+
+
+def keep_no_weights_offline(patch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be reached, and its cache has of `ON_HUB` what a plan looks at."""
+    cached = Path("cache/models--someone--unknown")
+    snapshot = cached / "snapshots" / COMMIT
+    shutil.copytree("model", snapshot, ignore=lambda *_: ["model.safetensors"])
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(COMMIT)
+    patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "cache")
+    patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def layout(*sizes: str) -> tuple[str, ...]:
@@ -318,7 +332,28 @@ MISTAKES = [
         "MODEL = 'fp8': tensor model.layers.0.self_attn.q_proj.weight_scale_inv holds scales that are no powers of two",
         ("--model.path=fp8",),
     ),
+    Mistake(
+        files.tokenizer_can_be_loaded,
+        "train",
+        "model.path = 'bare': holds no usable tokenizer (",
+        ("--model.path=bare",),
+        scene=lambda patch: shutil.copytree("model", "bare", ignore=lambda *_: ["tokenizer.json"]),
+    ),
     Mistake(files.problems_can_be_read, "train", "data.train = 'no.jsonl': does not exist; ", ("--data.train=no.jsonl",)),
+    Mistake(
+        files.problems_can_be_read,
+        "train",
+        "data.chat: the tokenizer of model has no chat template; set it to false, or add chat_template.jinja to that folder",
+        ("--data.chat=true",),
+    ),
+    Mistake(
+        files.weights_can_be_had,
+        "train eval",
+        f"MODEL = '{ON_HUB}@{COMMIT}': HF_HUB_OFFLINE is set, and cache has no model.safetensors of it; unset it, or run `hf download",
+        (f"--model.path={ON_HUB}",),
+        checkpoint=ON_HUB,
+        scene=keep_no_weights_offline,
+    ),
     Mistake(
         files.rewards_can_be_computed,
         "train eval",
@@ -380,7 +415,7 @@ def set_scene(mistake: Mistake, workplace: Path, monkeypatch: pytest.MonkeyPatch
 
 def refused(command: str, mistake: Mistake) -> str:
     """The line that the command prints; checks that it is one, and exit code 2."""
-    options = {"eval": ["--checkpoint", "model"], "plan": ["--top", "1", "--gpus-per-node", str(mistake.gpus or 8)]}
+    options = {"eval": ["--checkpoint", mistake.checkpoint], "plan": ["--top", "1", "--gpus-per-node", str(mistake.gpus or 8)]}
     result = CliRunner().invoke(app, [command, "run.toml", *options.get(command, []), *mistake.overrides])
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("megatron-rl: ") and result.stderr.count("\n") == 1
@@ -408,8 +443,8 @@ def test_no_rule_and_no_refusal_is_dead(workplace):
         with pytest.MonkeyPatch.context() as scene:
             set_scene(mistake._replace(model={}), workplace, scene)
             config = load_config(workplace / "run.toml", mistake.overrides)
-            hf_config = {**read_config(config.model.path), **mistake.model}
-            rule, error = next(find_mistakes(Facts.here(config, hf_config=hf_config, folder=config.model.path), TRAIN))
+            hf_config = {**read_config(config.model.folder), **mistake.model}
+            rule, error = next(find_mistakes(Facts.here(config, hf_config=hf_config, path=config.model.path), TRAIN))
         assert rule.check is mistake.rule
         broken.add(rule.check)
         passed |= find_lines(error)

@@ -1,0 +1,107 @@
+"""A hub on this machine: a real HTTP server that answers as huggingface.co does, as far as `snapshot_download` asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+
+class FakeHub:
+    """Models by name, each a folder whose branch `main` is `commits[name]`. `requests`: "METHOD path" of all that was asked."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.models: dict[str, Path] = {}
+        self.commits: dict[str, str] = {}
+        self.gated: set[str] = set()
+        self.requests: list[str] = []
+
+    def add(self, name: str, folder: Path, gated: bool = False) -> str:
+        """Put a model there, or another commit of one; returns the commit."""
+        self.models[name], self.commits[name] = folder, hashlib.sha1(f"{name}{folder}".encode()).hexdigest()
+        self.gated |= {name} if gated else set()
+        return self.commits[name]
+
+    def use(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Make huggingface_hub ask this hub, with `cache`."""
+        patch.setattr("huggingface_hub.constants.ENDPOINT", self.url)
+        patch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", self.url + "/{repo_id}/resolve/{revision}/{filename}")
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+
+    @property
+    def downloads(self) -> list[str]:
+        """Names of the files whose content was sent."""
+        return [request.rpartition("/")[2] for request in self.requests if request.startswith("GET") and "/resolve/" in request]
+
+
+def _make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = unquote(urlsplit(self.path).path)
+            hub.requests.append(f"{self.command} {path}")
+            is_api = path.startswith("/api/models/")
+            parts = path.removeprefix("/api/models").strip("/").split("/")
+            name, kind, revision, file = "/".join(parts[:2]), parts[2], parts[3], "/".join(parts[4:])
+            if name not in hub.models:
+                self.refuse(401, "RepoNotFound")
+            elif revision not in ("main", hub.commits[name]):
+                self.refuse(404, "RevisionNotFound")
+            elif is_api:
+                self.describe(name, kind)
+            elif name in hub.gated:
+                self.refuse(401, "GatedRepo")
+            elif not (hub.models[name] / file).is_file():
+                self.refuse(404, "EntryNotFound")
+            else:
+                content = (hub.models[name] / file).read_bytes()
+                self.answer(200, content, {"X-Repo-Commit": hub.commits[name], "ETag": f'"{hashlib.sha1(content).hexdigest()}"'})
+
+        def describe(self, name: str, kind: str) -> None:
+            files = [file for file in sorted(hub.models[name].rglob("*")) if file.is_file()]
+            names = {str(file.relative_to(hub.models[name])): file.stat().st_size for file in files}
+            tree = [{"type": "file", "path": file, "size": size, "oid": file} for file, size in names.items()]
+            about = {"id": name, "sha": hub.commits[name], "siblings": [{"rfilename": file} for file in names]}
+            self.answer(200, json.dumps(about if kind == "revision" else tree).encode(), {"Content-Type": "application/json"})
+
+        def refuse(self, status: int, code: str) -> None:
+            self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": f"{code} of the fake hub"})
+
+        def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for header, value in {**headers, "Content-Length": str(len(content))}.items():
+                self.send_header(header, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(content)
+
+    return Handler
+
+
+@contextmanager
+def serve_hub() -> Iterator[FakeHub]:
+    """A hub without models, until the block ends."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    hub = FakeHub(f"http://127.0.0.1:{server.server_port}")
+    server.RequestHandlerClass = _make_handler(hub)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,133 @@
+"""Models of the hub, from a real HTTP server of this machine: what is fetched when, and the one line of everything that goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from support.fake_hub import serve_hub
+from support.models import make_checkpoint
+
+from megatron_rl.config import ModelConfig
+from megatron_rl.errors import UserError
+from megatron_rl.hf.hub import fetch_model, fetch_weights, pin_hub_model
+from megatron_rl.hf.read import HFCheckpoint
+
+NAME = Path("hf:someone/unknown")
+SMALL = {"config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("hub") / "model")
+    (folder / "pytorch_model.bin").write_bytes(b"what nobody reads")
+    return folder
+
+
+@pytest.fixture
+def hub(model, tmp_path, monkeypatch):
+    with serve_hub() as hub:
+        hub.add("someone/unknown", model)
+        hub.use(monkeypatch, tmp_path / "cache")
+        yield hub
+
+
+def refusal(path: str | Path) -> str:
+    with pytest.raises(UserError) as caught:
+        fetch_model(Path(path), "--checkpoint")
+    line = str(caught.value)
+    field, _, rest = line.partition("': ")
+    assert field.startswith(f"--checkpoint = '{path}") and "\n" not in line  # with the commit, once that is known
+    return rest
+
+
+def test_first_the_small_files_then_the_weights_then_nothing(hub, model):
+    pinned = pin_hub_model(NAME)
+    assert str(pinned) == f"{NAME}@{hub.commits['someone/unknown']}" == str(pin_hub_model(pinned))
+    assert set(hub.downloads) == SMALL
+    folder = ModelConfig(path=pinned).folder
+    assert (folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    fetch_weights(pinned)
+    assert sorted(hub.downloads) == sorted([*SMALL, "model.safetensors"])
+    HFCheckpoint(folder, json.loads((folder / "config.json").read_text()))
+    hub.requests.clear()
+    fetch_weights(pinned)
+    assert fetch_model(pinned, "--checkpoint") == folder and not hub.requests
+
+
+def test_of_a_split_checkpoint_the_files_of_its_index(hub, model, tmp_path):
+    split = tmp_path / "split"
+    split.mkdir()
+    (split / "config.json").write_text("{}")
+    (split / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "part-1.safetensors", "b": "part-2.safetensors"}}))
+    for name in ("part-1.safetensors", "part-2.safetensors", "consolidated.safetensors"):
+        (split / name).write_bytes(name.encode())
+    hub.add("someone/split", split)
+    folder = fetch_model(Path("hf:someone/split"), "--checkpoint")
+    assert {file.name for file in folder.glob("*.safetensors")} == {"part-1.safetensors", "part-2.safetensors"}
+
+
+def test_a_branch_that_moves_leaves_a_pinned_name_alone(hub, model, tmp_path):
+    first = pin_hub_model(NAME)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text("{}")
+    hub.add("someone/unknown", other)
+    assert pin_hub_model(NAME) != first
+    assert (ModelConfig(path=first).folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def test_without_a_network_the_cache_is_read(hub, monkeypatch):
+    folder = fetch_model(NAME, "--checkpoint")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub.requests.clear()
+    assert fetch_model(NAME, "--checkpoint") == folder and not hub.requests
+
+
+def test_what_is_not_there_is_one_line(hub, model, tmp_path):
+    hub.add("meta/gated", model, gated=True)
+    hub.add("someone/empty", tmp_path / "empty")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text("{}")
+    hub.add("someone/bare", bare)
+    for path, line in {
+        "hf:someone/missing": f"is no model that {hub.url} shows you; correct the name; for a private one set HF_TOKEN",
+        "hf:someone/unknown@v2": "has no revision v2; name a branch, a tag or a whole commit, or leave @REVISION out",
+        f"hf:someone/unknown@{'0' * 40}": f"has no revision {'0' * 40}; name",
+        "hf:meta/gated": f"is gated: its owner gives access to accounts; ask for it at {hub.url}/meta/gated, then run `hf auth login` or",
+        "hf:someone/empty": "holds no config.json; name a model with config.json, tokenizer and safetensors weights",
+        "hf:someone/bare": "holds no model.safetensors; name a model with safetensors weights",
+        "hf:some--one/unknown": "is no name on the hub (",
+        "hf:unknown": "is not of the form hf:OWNER/NAME or hf:OWNER/NAME@REVISION; write it so, e.g. hf:Qwen/Qwen3-8B",
+        "hf:a/b/c": "is not of the form",
+        "hf:someone/unknown@": "is not of the form",
+    }.items():
+        assert refusal(path).startswith(line), refusal(path)
+
+
+def test_offline_names_the_file_that_the_cache_lacks(hub, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    fix = "unset it, or run `hf download someone/unknown` where there is a network"
+    assert refusal(NAME) == f"HF_HUB_OFFLINE is set, and {tmp_path / 'cache'} has no config.json of it; {fix}"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    pinned = pin_hub_model(NAME)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refusal(pinned) == f"HF_HUB_OFFLINE is set, and {tmp_path / 'cache'} has no model.safetensors of it; {fix}"
+
+
+def test_a_hub_that_nobody_answers_for(model, tmp_path, monkeypatch):
+    with serve_hub() as hub:
+        pass
+    hub.use(monkeypatch, tmp_path / "cache")
+    line = refusal(NAME)
+    assert (
+        line.startswith(f"cannot be had from {hub.url} (")
+        and "refused" in line
+        and "), and the cache has no copy; check the network" in line
+    )
+
+
+def test_a_folder_is_left_as_it_is(model):
+    assert pin_hub_model(model) == model == fetch_model(model, "--checkpoint") == ModelConfig(path=model).folder
