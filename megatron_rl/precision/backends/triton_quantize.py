@@ -39,7 +39,7 @@ def _scale_and_inverse(amax, POW2: tl.constexpr, EPSILON: tl.constexpr, LARGEST:
 
 @triton.jit
 def _e4m3_bytes(values):
-    """Round in FP32 as `precision.fp8.round_to_e4m3` does, so that the cast is exact and needs no rounding mode. -0 keeps its sign;
+    """Round in FP32 as `precision.fp8.round_to_e4m3_` does, so that the cast is exact and needs no rounding mode. -0 keeps its sign;
     an infinity becomes NaN, as in torch's cast, where the hardware's would saturate."""
     bits = values.to(tl.int32, bitcast=True)
     binade = tl.maximum(bits & 0x7F800000, 121 << 23)
