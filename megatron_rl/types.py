@@ -22,6 +22,7 @@ class Problem:
     answer: str  # the gold answer in the form of the reward function
     level: int = 0  # difficulty; 0 where the data set has none
     source: str = ""
+    history: tuple[tuple[str, str], ...] = ()  # (role, content) of messages before a bare question; empty once the template is applied
 
 
 @dataclass

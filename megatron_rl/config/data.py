@@ -16,13 +16,43 @@ FormatName = Annotated[str, AfterValidator(DATA_FORMATS.check_name)]
 """`gsm8k`, `math`, `deepmath`, `aime`, or your own as module:attribute."""
 
 
+class ColumnsConfig(ConfigSection):
+    """Names of the columns of a row; `a.b` is the field b of the column a."""
+
+    question: str = ""
+    """A text."""
+    messages: str = ""
+    """Instead of `question`, a chat: a list of {role, content}. Needs `data.chat`."""
+    answer: str = ""
+    """The gold answer, a text or a number; with `messages` it may be left out: then it is what the assistant says last."""
+    level: str = ""
+    """Difficulty; none where it is empty."""
+
+    @model_validator(mode="after")
+    def _name_question_and_answer(self) -> ColumnsConfig:
+        if bool(self.question) == bool(self.messages):
+            raise ValueError("must name one of question and messages")
+        if self.question and not self.answer:
+            raise ValueError("must name the answer's column, for a question has none")
+        return self
+
+    @property
+    def needed(self) -> frozenset[str]:
+        """Columns that hold what is named."""
+        names = filter(None, (self.question, self.messages, self.answer, self.level))
+        return frozenset(column for name in names for column in (name, name.partition(".")[0]))
+
+
 class DataSourceConfig(ConfigSection):
     """One set of problems."""
 
     source: str = Field(min_length=1)
-    """The path of a JSONL, JSON or Parquet file, `hf:OWNER/NAME[:CONFIG]:SPLIT` from the hub, or your own as `module:attribute`."""
+    """The path of a JSONL, JSON or Parquet file, `hf:OWNER/NAME[@REVISION][:CONFIG]:SPLIT` from the hub, or your own as
+    `module:attribute`."""
     format: FormatName | None = None
-    """Format of the rows; `data.format` where it is not given."""
+    """Format of the rows; `data.format` where neither this nor `columns` is given."""
+    columns: ColumnsConfig | None = None
+    """Instead of a format, the names of the rows' columns; `data.columns` where neither is given."""
     settings: dict[str, Any] | None = None
     """Keyword arguments of a source of your own; `data.settings` where it is not given."""
     name: str = ""
@@ -33,6 +63,11 @@ class DataSourceConfig(ConfigSection):
     def _takes_settings(self) -> DataSourceConfig:
         if self.settings is not None and not self.is_own:
             raise ValueError(f"settings are for a source of your own, which {self.source!r} is not")
+        return self
+
+    @model_validator(mode="after")
+    def _has_one_format(self) -> DataSourceConfig:
+        _check_one_format(self.format, self.columns)
         return self
 
     @property
@@ -52,6 +87,11 @@ class DataSourceConfig(ConfigSection):
             return "/".join([Path(repository).name, *rest])
         path = Path(self.source).absolute()
         return f"{path.parent.name}/{path.stem}"
+
+
+def _check_one_format(format: str | None, columns: ColumnsConfig | None) -> None:
+    if format is not None and columns is not None:
+        raise ValueError(f"format {format} and columns exclude each other: leave one out")
 
 
 class TrainDataSourceConfig(DataSourceConfig):
@@ -79,6 +119,8 @@ class DataConfig(ConfigSection):
     """Held-out sets, as `train`; an empty text for no evaluation. `train` loses every question that one of them holds."""
     format: FormatName | None = None
     """Format of rows where the source names none; generated problems need none."""
+    columns: ColumnsConfig | None = None
+    """Instead of a format, the names of the rows' columns, where the source names none."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of sources of your own that name none."""
     prompt_template: str = "{question}"
@@ -88,7 +130,7 @@ class DataConfig(ConfigSection):
     chat: bool = False
     """The templated question is the user's message in the tokenizer's chat template, which ends where the assistant begins."""
     system_prompt: str = ""
-    """chat: the system's message before it; none where it is empty."""
+    """chat: the system's message before it, in place of one that a row's `messages` begin with; empty for theirs, or none."""
     max_prompt_tokens: int = Field(512, ge=1)
     """Longer problems are left out, counted and logged."""
     eval_size: int = Field(128, ge=1)
@@ -103,6 +145,14 @@ class DataConfig(ConfigSection):
             for label, count in Counter(source.label for source in sources).items():
                 if count > 1:
                     raise ValueError(f"{count} sets of {field} are called {label!r}: give each a name of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _columns(self) -> DataConfig:
+        _check_one_format(self.format, self.columns)
+        chats = [columns.messages for columns in (self.columns, *(each.columns for each in (*self.train, *self.eval))) if columns]
+        if any(chats) and not self.chat:
+            raise ValueError(f"columns.messages = {max(chats)!r} needs chat = true: roles have no place outside a chat template")
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.data import DataConfig, DataSourceConfig
 from megatron_rl.data.files import SOURCE_FIX
 from megatron_rl.data.own_source import ProblemGenerator, check_generator, load_generator
-from megatron_rl.data.prompt_template import make_prompt_formatter, read_template
+from megatron_rl.data.prompt_template import PromptFormatter, make_prompt_formatter, read_template
 from megatron_rl.data.sets import read_problem_set
 from megatron_rl.data.stream import ProblemOrder, ProblemStream, compute_fingerprint, mix_orders, shuffle_epochs
 from megatron_rl.errors import UserError
@@ -44,7 +44,7 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     scored, reserved = [], set()
     for source in data.eval:
         candidates = _candidates(source, data)
-        reserved |= {normalize_question(problem.prompt) for problem in candidates}
+        reserved |= {_find_key(problem) for problem in candidates}
         scored += _sample(builder.build(candidates, f"data.eval ({source.label})"), source, data)
     return _train_stream(data, builder, reserved), scored
 
@@ -55,6 +55,7 @@ def check_data(data: DataConfig, model: Path) -> None:
     `model` is the folder of the checkpoint with the tokenizer.
     """
     read_template(data)
+    chats: list[Problem] = []
     if not data.train:
         raise UserError("data.train", None, "names no problems", SOURCE_FIX)
     for field, sources in (("data.train", data.train), ("data.eval", data.eval)):
@@ -62,11 +63,13 @@ def check_data(data: DataConfig, model: Path) -> None:
             if generator := load_generator(source, data, field):
                 check_generator(generator, source, data, field)
             else:
-                read_problem_set(source, data, field, quiet=True)
+                chats += [problem for problem in read_problem_set(source, data, field, quiet=True) if problem.history]
     if data.chat:
         from megatron_rl.hf.tokenizer import load_tokenizer
 
-        make_prompt_formatter(data, load_tokenizer(model))
+        format_prompt = make_prompt_formatter(data, load_tokenizer(model))
+        for problem in chats:
+            format_prompt(problem.prompt, problem.history)
 
 
 def normalize_question(question: str) -> str:
@@ -74,16 +77,21 @@ def normalize_question(question: str) -> str:
     return " ".join(question.split()).casefold()
 
 
+def _find_key(problem: Problem) -> str:
+    """Return what two spellings of the same problem have in common, the messages before its question included."""
+    return normalize_question(" ".join([*(content for _, content in problem.history), problem.prompt]))
+
+
 @dataclasses.dataclass(frozen=True)
 class _PromptBuilder:
     """Makes prompts of bare questions, and leaves out those that are too long."""
 
-    format_prompt: Callable[[str], str]
+    format_prompt: PromptFormatter
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
 
     def apply_template(self, problem: Problem) -> Problem:
-        return dataclasses.replace(problem, prompt=self.format_prompt(problem.prompt))
+        return dataclasses.replace(problem, prompt=self.format_prompt(problem.prompt, problem.history), history=())
 
     def check_lengths(self, problems: Sequence[Problem]) -> list[bool]:
         """Return for each templated prompt whether it is short enough."""
@@ -123,7 +131,7 @@ def _distinct(problems: list[Problem], seen: set[str], source: str) -> list[Prob
     """Return the first problem of each question that is not in `seen`, and extend `seen`; the others are counted."""
     kept = []
     for problem in problems:
-        if (key := normalize_question(problem.prompt)) not in seen:
+        if (key := _find_key(problem)) not in seen:
             seen.add(key)
             kept.append(problem)
     if len(kept) < len(problems):
@@ -145,7 +153,7 @@ def _train_stream(data: DataConfig, builder: _PromptBuilder, reserved: set[str])
 def _from_set(source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str], seen: set[str]) -> ProblemOrder:
     name = f"data.train ({source.label})"
     problems = read_problem_set(source, data, "data.train")
-    allowed = [problem for problem in problems if normalize_question(problem.prompt) not in reserved]
+    allowed = [problem for problem in problems if _find_key(problem) not in reserved]
     if len(allowed) < len(problems):
         _log.warning("%s: left out %d problems that data.eval also holds", name, len(problems) - len(allowed))
     if not allowed:
@@ -160,7 +168,7 @@ def _generated(
     generator: ProblemGenerator, source: DataSourceConfig, data: DataConfig, builder: _PromptBuilder, reserved: set[str]
 ) -> ProblemOrder:
     def accept(problem: Problem) -> bool:
-        return normalize_question(problem.prompt) not in reserved and builder.check_lengths([builder.apply_template(problem)])[0]
+        return _find_key(problem) not in reserved and builder.check_lengths([builder.apply_template(problem)])[0]
 
     def problem_at(position: int) -> Problem:
         problem = generator.train_problem(position, accept)

@@ -6,7 +6,7 @@ r"""Formats: the columns in which a published data set keeps question, gold answ
     aime        problem or question, answer or expected_answer: an integer from 0 to 999
 
 Other columns are ignored. A row whose answer is null or blank has no gold answer: published files contain some. A format of your own is a
-function from a row to a `ProblemRow` (`RowReader`).
+function from a row to a `ProblemRow` (`RowReader`); rows that differ in the columns' names alone need none (`columns.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class ProblemRow:
     question: str
     gold: str
     level: int = 0
+    history: tuple[tuple[str, str], ...] = ()
+    """(role, content) of a chat's messages before the question."""
 
 
 class RowReader(Protocol):
@@ -56,7 +58,9 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
     if not isinstance(row, Mapping):
         raise RowError(f"must be a JSON object, not {type(row).__name__}")
     if read is None:
-        formats = _fitting_formats(row) or f"format to one of {', '.join(DATA_FORMATS.builtin)}, and name the fields as it does"
+        formats = (
+            _fitting_formats(row) or 'columns to the names of question and answer, e.g. columns = {question = "prompt", answer = "target"}'
+        )
         raise RowError(f"needs a format; its fields are {_list_columns(row)}", f"set {formats}")
     try:
         result = read(row)
@@ -67,7 +71,8 @@ def read_row(row: object, format: str | None, read: RowReader | None) -> Problem
         fix = f"set {formats}" if (formats := _fitting_formats(row)) else _CORRECT
         raise RowError(f"format {format} needs the field {missing}, found {_list_columns(row)}", fix) from None
     except RowError as error:
-        raise RowError(error.rule, f"{_CORRECT}, or set {formats}" if (formats := _fitting_formats(row)) else _CORRECT) from None
+        formats = _fitting_formats(row) if error.fix == _CORRECT else ""
+        raise RowError(error.rule, f"{error.fix}, or set {formats}" if formats else error.fix) from None
     except Exception as error:
         if format in DATA_FORMATS.builtin:
             raise
@@ -92,13 +97,15 @@ class _Reader:
 
     def __call__(self, row: Mapping[str, Any]) -> ProblemRow:
         question_column = _find_column(row, self.question)
-        question = _text(row, question_column)
+        question = read_text(row[question_column], question_column)
         if not question.strip():
             raise RowError(f"the field {question_column} is empty")
         _find_column(row, self.answer)
-        answer_column = next((name for name in self.answer if not _is_blank(row.get(name))), None)
-        gold = self.answer[answer_column](answer_column, _text(row, answer_column, integers=True)) if answer_column else ""
-        return ProblemRow(question, gold, next((_level(row[name]) for name in self.level if name in row), 0))
+        answer_column = next((name for name in self.answer if not is_blank(row.get(name))), None)
+        gold = (
+            self.answer[answer_column](answer_column, read_text(row[answer_column], answer_column, numbers=True)) if answer_column else ""
+        )
+        return ProblemRow(question, gold, next((parse_level(row[name]) for name in self.level if name in row), 0))
 
 
 def _find_column(row: Mapping[str, Any], names: Iterable[str]) -> str:
@@ -109,14 +116,15 @@ def _find_column(row: Mapping[str, Any], names: Iterable[str]) -> str:
     raise _ColumnError(" or ".join(names))
 
 
-def _is_blank(value: Any) -> bool:
+def is_blank(value: Any) -> bool:
+    """Return whether this is no answer: null, or a text without a letter."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 
-def _text(row: Mapping[str, Any], name: str, integers: bool = False) -> str:
-    """Return the column as text; `integers` are accepted, too. Raise RowError for other types and for what no tokenizer can encode."""
-    value = row[name]
-    if integers and isinstance(value, int) and not isinstance(value, bool):
+def read_text(value: Any, name: str, numbers: bool = False) -> str:
+    """Return what the field `name` holds as text; `numbers` are accepted, too. Raise RowError for other types and for what no tokenizer
+    can encode."""
+    if numbers and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str):
         raise RowError(f"the field {name} must be a string, not {type(value).__name__}")
@@ -125,7 +133,7 @@ def _text(row: Mapping[str, Any], name: str, integers: bool = False) -> str:
     return value
 
 
-def _level(value: object) -> int:
+def parse_level(value: object) -> int:
     """Return 5 for `5`, `"Level 5"` and `5.5`; 0 for what is no level, such as null, `"Level ?"` and -1."""
     match = _LEVEL.fullmatch(str(value))
     return int(match[1]) if match else 0

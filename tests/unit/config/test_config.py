@@ -115,7 +115,7 @@ def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
         ("[[data.eval]]\nsource = 'a'\nweight = 2", "data.eval.0.weight = 2: unknown key; did you mean data.train.weight?"),
         (
             "[[data.eval]]\nsource = 'a'\nzzz = 2",
-            "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, settings, name",
+            "data.eval.0.zzz = 2: unknown key; known keys of data.eval.0: source, format, columns, settings, name",
         ),
         ("[[data.train]]\nname = 'a'", "data.train.0.source: is required; add `source = ...` under [data.train.0]"),
         (

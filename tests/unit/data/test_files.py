@@ -88,7 +88,7 @@ def test_a_malformed_line_is_named(tmp_path, line, wrong):
 def test_a_format_is_asked_for_by_what_fits(tmp_path):
     with pytest.raises(UserError, match=r'needs a format; its fields are question, answer, note; set format = "gsm8k"$'):
         read(write(tmp_path, GOOD), None)
-    with pytest.raises(UserError, match=r"its fields are x; set format to one of gsm8k, math, deepmath, aime, and name"):
+    with pytest.raises(UserError, match=r"its fields are x; set columns to the names of question and answer, e"):
         read(write(tmp_path, b'{"x": 1}'), None)
     with pytest.raises(UserError, match="train.json:2': must be a JSON object, not int"):  # rows of an array are counted from one
         read(write(tmp_path, json.dumps([ROWS[0], 3]).encode(), "train.json"))

@@ -75,9 +75,9 @@ def test_template_and_system_message_are_within_the_chat_that_ends_where_the_ass
         (
             "{{ raise_exception('System role not supported') }}",
             {"system_prompt": "Be brief."},
-            "data.chat: the chat template of some/model fails (System role not supported); leave out data.system_prompt",
+            "data.chat: the chat template of some/model fails on messages of system, user (System role not supported); leave out",
         ),
-        ("{% if", {}, "data.chat: the chat template of some/model fails ("),
+        ("{% if", {}, "data.chat: the chat template of some/model fails on messages of user ("),
     ],
 )
 def test_a_chat_template_that_does_not_do(chat, template, data, line):

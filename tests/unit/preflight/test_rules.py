@@ -343,6 +343,13 @@ MISTAKES = [
     Mistake(
         files.problems_can_be_read,
         "train",
+        "data.train = 'rows.jsonl:1': has no field prompt, found question, answer; set data.columns.question to one of them",
+        ("--data.train=rows.jsonl", '--data.columns={question = "prompt", answer = "answer"}'),
+        scene=lambda patch: Path("rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n'),
+    ),
+    Mistake(
+        files.problems_can_be_read,
+        "train",
         "data.chat: the tokenizer of model has no chat template; set it to false, or add chat_template.jinja to that folder",
         ("--data.chat=true",),
     ),
