@@ -46,6 +46,10 @@ class Metric:
     """Its name there; "" for the last part of its name."""
     progress: str = ""
     """What the progress line says of it, a format of the value and rich's markup; "" for nothing."""
+    expected: tuple[float, float] | None = None
+    """The range outside of which the run's log warns."""
+    causes: tuple[str, str] = ("", "")
+    """What makes it fall below `expected`, and what makes it rise above, for that warning."""
 
     @property
     def pattern(self) -> str:
@@ -58,11 +62,20 @@ DECLARED: dict[str, Metric] = {}
 """What the modules imported so far declare, by name."""
 
 
-def declare(name: str, meaning: str, unit: Unit = "number", *panels: str, label: str = "", progress: str = "") -> str:
+def declare(
+    name: str,
+    meaning: str,
+    unit: Unit = "number",
+    *panels: str,
+    label: str = "",
+    progress: str = "",
+    expected: tuple[float, float] | None = None,
+    causes: tuple[str, str] = ("", ""),
+) -> str:
     """Declare a metric, or a family with one `{}`, and return its name. Raise ValueError for one that is declared or has no such unit."""
     if name in DECLARED or name in ROW_KEYS or unit not in get_args(Unit) or name.count("{}") > 1:
         raise ValueError(f"metric {name} in {unit}: it is declared already, or has several {{}}, or there is no such unit")
-    DECLARED[name] = Metric(name, meaning, unit, panels, label or name.rpartition("/")[2], progress)
+    DECLARED[name] = Metric(name, meaning, unit, panels, label or name.rpartition("/")[2], progress, expected, causes)
     return name
 
 
@@ -84,6 +97,17 @@ def warn_undeclared(names: Iterable[str]) -> None:
             warnings.warn(f"metric {name} is not declared; see megatron_rl.metrics.declare", UndeclaredMetricWarning, stacklevel=2)
 
 
+def find_unexpected(row: Mapping[str, MetricValue]) -> dict[str, str]:
+    """Return, for each metric of a row that is outside its `expected` range, a sentence with the likely causes."""
+    found = {}
+    for name, value in row.items():
+        metric = describe(name)
+        if value is not None and metric and metric.expected and not metric.expected[0] <= value <= metric.expected[1]:
+            low, high = metric.expected
+            found[name] = f"{name} is {value:.3g}, expected {low:g} to {high:g} ({metric.meaning}); likely: {metric.causes[value > high]}"
+    return found
+
+
 def group_by_panel(declared: Declarations = DECLARED) -> dict[str, list[Metric]]:
     """Return the declarations of each panel."""
     panels = dict.fromkeys(panel for metric in declared.values() for panel in metric.panels)
@@ -98,7 +122,10 @@ def dump_declarations() -> list[dict[str, Any]]:
 def read_declarations(run: Mapping[str, Any]) -> Declarations:
     """Return the declarations in a run's run.json, {} where it holds none. Raise UserError("RUN_DIR") for those of another version."""
     try:
-        return {metric["name"]: Metric(**metric | {"panels": tuple(metric["panels"])}) for metric in run.get("metrics", [])}
+        metrics = [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in metric.items()} for metric in run.get("metrics", [])
+        ]
+        return {metric["name"]: Metric(**metric) for metric in metrics}
     except (TypeError, KeyError) as error:
         rule = f"holds declarations of metrics from another version ({error})"
         raise UserError("RUN_DIR", "run.json", rule, "use the version that wrote it") from None

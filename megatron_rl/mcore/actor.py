@@ -25,6 +25,7 @@ from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
+from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
 
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -155,6 +156,7 @@ class Actor(Policy):
             self._forward_chunks,
             use_gloo_process_groups=False,
         )
+        self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
     def offload_optimizer(self) -> None:
@@ -168,7 +170,7 @@ class Actor(Policy):
 
     def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Take one optimizer step on all samples. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of micro-batch positions
-        without a token) and the loss's metrics as means over answer tokens.
+        without a token), the step's response (`mcore.step_response`) and the loss's metrics as means over answer tokens.
 
         Collective: every rank passes all samples and gets the same result. Raise RunError where the loss or the gradient is not finite;
         the weights are then unchanged.
@@ -190,9 +192,10 @@ class Actor(Policy):
             self._check_gradients_finite()
         learning_rate = self._set_learning_rate()
         self.steps_done += 1  # before the step begins: one that breaks off leaves weights of no known version
+        self.response.begin(self.steps_done)
         _, grad_norm, _ = self.optimizer.step()
         quantize_model(self.model)
-        return {**means, _PADDING: padding, _GRAD_NORM: float(grad_norm), _LEARNING_RATE: learning_rate}
+        return {**means, _PADDING: padding, _GRAD_NORM: float(grad_norm), _LEARNING_RATE: learning_rate, **self.response.end()}
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""

@@ -16,8 +16,8 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
-from megatron_rl.mcore.rollout_weights import quantize_shards
-from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.mcore.rollout_weights import is_cut_by_columns, quantize_shards
+from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.digest import make_stored_tensors, view_rect
 from parallel.formats import TensorFormat
@@ -99,13 +99,16 @@ def global_parameters(model: ModelChunks) -> dict[str, torch.Tensor]:
 
 
 def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, contract: PrecisionContract) -> None:
-    """Make a `WeightLayer` of every layer with a weight: set the format and blocks of those that are not quantized, and all `row_order`s,
-    which those of the engine's blocks are as well."""
+    """Make a `WeightLayer` of every layer with a weight: set the format and blocks of those that are not quantized, what all are in the
+    engine, and all `row_order`s, which those of the engine's blocks are as well."""
     shards = build_megatron_shards(geometry, layout, layout.coordinates(torch.distributed.get_rank()))
     orders = {shard.name: compute_row_order(shard, contract.format_of(shard.role)) for shard in shards}
+    linear = {shard.name: shard for shard in shards if shard.role in QUANTIZED_ROLES}
     for name, layer in find_weight_layers(model).items():
         if not isinstance(layer, QuantizedLinear):
             layer.format, layer.blocks = contract.high_format, None
+        layer.engine_format = contract.engine_format if name in linear else None
+        layer.is_cut_by_columns = name in linear and is_cut_by_columns(linear[name])
         order = orders.get(name)
         layer.row_order = None if order is None else torch.tensor(order)
 

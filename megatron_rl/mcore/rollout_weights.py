@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,13 +49,24 @@ def _get_blocks(shard: Shard, weight: torch.Tensor, layer: WeightLayer, format: 
     if layer.blocks is not None and layer.format == format:
         return layer.blocks
     order = compute_row_order(shard, format)
-    is_cut = any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions)
+    ordered = reorder_rows(weight, None if order is None else torch.tensor(order))
+    return quantize_rows(ordered, format, layer.tp_group if is_cut_by_columns(shard) else None)
+
+
+def is_cut_by_columns(shard: Shard) -> bool:
+    """Return whether ranks of the layer's `tp_group` hold other columns of the shard's rows."""
+    return any(region.tensor_rect.cols < region.tensor.cols for region in shard.regions)
+
+
+def quantize_rows(rows: torch.Tensor, format: TensorFormat, group: Any) -> QuantizedWeight:
+    """Quantise rows of which the ranks of `group` hold some columns each, or that are whole (None). Collective over `group`. Raise
+    ValueError for inf or NaN."""
 
     def max_over_ranks(amax: torch.Tensor) -> torch.Tensor:
-        if not is_cut:
+        if group is None:
             return amax
         amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)  # a maximum over ranks may lose a NaN
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=layer.tp_group)
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         return amax
 
-    return quantize(reorder_rows(weight, None if order is None else torch.tensor(order)), format, max_over_ranks)
+    return quantize(rows, format, max_over_ranks)

@@ -21,13 +21,13 @@ import math
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from megatron_rl.errors import UserError
-from megatron_rl.metrics import MetricValue, describe, dump_declarations, warn_undeclared
+from megatron_rl.metrics import MetricValue, describe, dump_declarations, find_unexpected, warn_undeclared
 from megatron_rl.observability.console import ProgressDisplay, progress_line
 from megatron_rl.observability.files import make_unique_folder, replace_file
 from megatron_rl.observability.trackers import Trackers
@@ -45,6 +45,7 @@ class RunLog:
         self._files = {"run.log": _open_log(folder)}
         self._files |= {name: (folder / name).open("a") for name in ("metrics.jsonl", "samples.jsonl")}
         self._write_run()
+        self._unexpected: Set[str] = set()  # metrics that the last row had outside their range: each is warned of once until it is back
         self._display = ProgressDisplay(self._total_steps)
         self._trackers = Trackers(self.write_event)
         try:
@@ -115,6 +116,10 @@ class RunLog:
         self._write_log(line.plain)
         if not_finite := [key for key, value in row.items() if value is None]:
             self.write_event(f"step {step}: not finite: {', '.join(not_finite)}")
+        unexpected = find_unexpected(row)
+        for name in sorted(unexpected.keys() - self._unexpected):
+            self.write_event(f"warning: step {step}: {unexpected[name]}")
+        self._unexpected = unexpected.keys()
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Record completions of a step: level, prompt, completion, answer, reward, correct, advantage, finish_reason, error."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from statistics import mean
 
 import torch
 
@@ -38,6 +39,29 @@ _BOUNDS = (
     declare("clip/bound_low", "calibrated lower bound of the ratio", "number", "calibrated bounds", label="lower"),
     declare("clip/bound_high", "calibrated upper bound of the ratio", "number", "calibrated bounds", label="upper"),
 )
+_STILL = "a learning rate too small for the weights' precision, advantages that are all 0, or see precision/response"
+_LEAP = "a learning rate too large, too many updates a step, or see precision/response"
+_MOVED = "|Δ log p| of the step's own update (nats)"
+CHANGE = (
+    declare(
+        "update/abs_mean",
+        "mean |log p after the step's updates - log p before| over a sample of its tokens",
+        "nats",
+        _MOVED,
+        label="mean over tokens",
+        expected=(1e-6, 0.2),
+        causes=(_STILL, _LEAP),
+    ),
+    declare(
+        "update/abs_max",
+        "largest |log p after the step's updates - log p before| of a token of that sample",
+        "nats",
+        _MOVED,
+        label="largest",
+    ),
+)
+"""The range: below 1e-6 a log-prob in FP32 is at its rounding error, so nothing was learned; above 0.2 the average token has left the
+range of ratios that PPO's clip of 0.2 trusts, after a single step."""
 
 
 class PolicyTrainer:
@@ -90,7 +114,7 @@ class PolicyTrainer:
 
     def update(self, samples: list[TrainingSample], version: int) -> dict[str, float]:
         """Take the `updates_per_step` optimizer steps from `version` to the next, each on its mini-batch of whole groups; return means over
-        them."""
+        them, and how far all of them moved the log-probs."""
         algorithm, updates = self._config.algorithm, []
         size = len(samples) // algorithm.updates_per_step
         mini_batches = [samples[start : start + size] for start in range(0, len(samples), size)]
@@ -103,7 +127,18 @@ class PolicyTrainer:
             assign_loss_weights(mini_batch, algorithm.aggregate, self._config.rollout.max_new_tokens)
             updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
-        return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0] if name != TOTAL_LOSS} | bounds
+        names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
+        means = {name: mean(update[name] for update in updates if name in update) for name in names}
+        return means | bounds | self._measure_change(samples)
+
+    def _measure_change(self, samples: list[TrainingSample]) -> dict[str, float]:
+        """Return how far the step moved the log-probs of its tokens, measured on every n-th sample: about an eighth of them, and one
+        micro-batch of each replica at most. Of the step's forward and backward passes that is about a thirtieth."""
+        layout, tokens = self._config.train.layout, sum(sample.length for sample in samples)
+        chosen = samples[:: max(8, tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))]
+        logprobs_B = self.actor.compute_logprobs(chosen)[0]
+        change = torch.cat([logprobs - sample.old_logprobs for logprobs, sample in zip(logprobs_B, chosen, strict=True)]).abs()
+        return dict(zip(CHANGE, (float(change.mean()), float(change.max())), strict=True)) if len(change) else {}
 
     def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
         with nullcontext() if quantized else disable_quantization(self.actor.model):

@@ -59,3 +59,6 @@ def test_the_loop_attributes_every_so_many_steps(worlds, checkpoint):
     causes = {cause: rows[2][f"mismatch/cause/{cause}/abs_mean"] for cause in CAUSES}
     assert causes["activations"] == causes["weights"] == 0 < causes["version"]
     assert causes["kernels"] == pytest.approx(rows[2]["mismatch/abs_mean"], rel=1e-6) and 0.3 * noise < causes["kernels"] < noise
+    # of every eighth completion, after the last of both updates; the first row is that of the version before any
+    assert ["update/abs_mean" in row for row in rows] == [False, True, True, True]
+    assert causes["version"] / 3 < rows[2]["update/abs_mean"] < 3 * causes["version"] and rows[2]["precision/response"] > 0

@@ -7,6 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,16 +22,19 @@ from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore import step_response
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import gather_tensors
-from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
 
@@ -144,6 +148,45 @@ def train_grpo(
     }
 
 
+def measure_response(
+    folder: Path,
+    precision: dict[str, Any],
+    train: dict[str, Any],
+    batches: list[list[TrainingSample]],
+    layout: Layout | None = None,
+    elements: int = 1 << 30,
+    spread: bool | None = None,
+) -> list[tuple[dict[str, float], dict[str, float]]]:
+    """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
+    only where masters are FP32 parameters. `spread`: whether masters are BF16 values, or spread over what these stand for."""
+    with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_LEAST", 1):
+        trainer = Trainer(folder, precision, train, layout=layout)
+    for layer in find_quantized_layers(trainer.model).values() if spread is not None else ():
+        values = layer.weight.data.bfloat16().float()
+        half_step = torch.ldexp(torch.full_like(values, 2.0**-9), torch.frexp(values).exponent)
+        layer.weight.data.copy_(values + spread * half_step * (2 * torch.rand(values.shape) - 1))
+    quantize_model(trainer.model)
+    names, results = (step_response.RESPONSE, step_response.CHANGED), []
+
+    def read() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        engine, format = trainer.collect_tensors(fp8=True), trainer.contract.engine_format
+        blocks = {name: engine.get(format.scale_name(name)) for name in engine} if format.scale_suffix else {}
+        data = {name: engine[name].view(getattr(torch, format.dtype)) for name, scale in blocks.items() if scale is not None}
+        values = {name: dequantize(QuantizedWeight(data[name], blocks[name]), format) for name in data}
+        return values, trainer.collect_tensors(fp8=False)
+
+    for batch in batches:
+        engine, masters = ({name: tensor.clone() for name, tensor in tensors.items()} for tensors in read())
+        step = trainer.actor.update(batch, negative_log_likelihood)
+        new_engine, new_masters = read()
+        moved = [(new_engine[name] - engine[name]).abs() for name in engine]
+        stepped = sum(float((new_masters[name] - masters[name]).abs().double().sum()) for name in engine)
+        changed = sum(int((values > 0).sum()) for values in moved) / max(sum(values.numel() for values in moved), 1)
+        whole = (sum(float(values.double().sum()) for values in moved) / stepped, changed) if stepped else (0.0, 0.0)
+        results.append(({name: step[name] for name in names if name in step}, dict(zip(names, whole, strict=True))))
+    return results
+
+
 def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
     """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
     trainer = Trainer(folder, precision)
@@ -170,8 +213,6 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
     """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
-    from megatron_rl.mcore.layers.quantized_linear import quantize_model
-
     trainer = Trainer(folder, precision, layout=layout)
     parameters = global_parameters(trainer.model)
     with torch.no_grad():

@@ -35,6 +35,10 @@ class WeightLayer(Protocol):
     weight: torch.nn.Parameter
     format: TensorFormat
     """What the layer computes with."""
+    engine_format: TensorFormat | None
+    """What the engine computes with, of the roles that a mode may quantize; None for other weights."""
+    is_cut_by_columns: bool
+    """Ranks of `tp_group` hold other columns of the weight's rows."""
     blocks: QuantizedWeight | None
     """None where it computes with `weight` itself."""
     row_order: torch.Tensor | None
@@ -114,6 +118,8 @@ class QuantizedLinear:
     blocks: QuantizedWeight
     config: TransformerConfig
     format: TensorFormat
+    engine_format: TensorFormat | None = None
+    is_cut_by_columns: bool = False
     row_order: torch.Tensor | None = None
     cached_operand: Any = None
     quantizes_input: bool = True

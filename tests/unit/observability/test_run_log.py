@@ -71,6 +71,14 @@ def test_not_finite_stays_json_and_is_said(log: RunLog, capsys: pytest.CaptureFi
     assert "step 1: not finite: loss/policy, grad_norm" in capsys.readouterr().out
 
 
+def test_a_value_outside_its_range_is_warned_of_until_it_is_back(log: RunLog, capsys: pytest.CaptureFixture[str]):
+    for step, response in enumerate((1.0, 215.0, 180.0, 1.1, 0.0, math.nan)):
+        log.write_step({"step": step, "precision/response": response, "grad_norm": 1e9})
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning:")]
+    assert [line.partition(" is ")[0] for line in warnings] == [f"warning: step {step}: precision/response" for step in (1, 4)]
+    assert "215, expected 0.5 to 2" in warnings[0] and "bounds of their cells" in warnings[0] and "middle of their cells" in warnings[1]
+
+
 def test_torn_last_line_is_left_out_and_said(log: RunLog, capsys: pytest.CaptureFixture[str]):
     log.write_step({"step": 0})
     log.write_step({"step": 1})

@@ -1,0 +1,146 @@
+"""How far an optimizer step moved the weights that the engine computes with, against how far it moved their masters.
+
+    response = sum |dQ| / sum |dM|        changed_share = mean of [dQ != 0]
+
+Q is a weight's value as the engine has it: of its FP8 block, its INT8 row, or in BF16. M is the FP32 master that the optimizer steps.
+
+Rounding puts M into a cell of width c, all of which becomes one Q. A step |dM| < c crosses into the next cell with probability |dM| / c if
+M lies anywhere in its cell with equal chance, and Q then moves by c: E |dQ| = |dM|. So the response is 1 for any grid and any step. It is
+far above 1 where masters crowd at the bounds of cells (BF16 weights lie on ties of E4M3: one in 16), and 0 where they sit in the middle.
+
+It is measured on a sample of strips, `_ROWS` rows of a weight each, in the order in which rows are quantized, so that blocks stay whole: a
+simple random sample without replacement of a rank's strips, drawn anew from the number of the step. Every strip is as likely to be drawn as
+any other, so sums over the sample times strips / sample are unbiased for the sums over all weights. A rank keeps about `_ELEMENTS` values
+for the time of a step, whatever the size of the model, and adds up four numbers with the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_fp32_masters
+from megatron_rl.mcore.layers.quantized_linear import WeightLayer
+from megatron_rl.mcore.load_weights import find_weight_layers
+from megatron_rl.mcore.names import ModelChunks
+from megatron_rl.mcore.rollout_weights import quantize_rows
+from megatron_rl.metrics import declare
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import dequantize
+
+_ROWS, _ELEMENTS, _LEAST = 128, 1 << 22, 8
+"""Rows of a strip, a multiple of every format's block; values of a sample; strips of a sample, however large."""
+_BELOW = "masters in the middle of their cells, as after a quantized checkpoint, and a learning rate that leaves them there"
+_ABOVE = "masters on the bounds of their cells, as after a BF16 checkpoint if they were not spread"
+RESPONSE = declare(
+    "precision/response",
+    "how far the step moved the engine's weights, over how far it moved their masters",
+    "number",
+    "engine's weights moved / masters moved",
+    label="response",
+    expected=(0.5, 2.0),
+    causes=(_BELOW, _ABOVE),
+)
+CHANGED = declare("precision/changed_share", "share of the engine's quantized values that the step changed", "share", "values changed")
+
+
+class _Strip(NamedTuple):
+    layer: WeightLayer
+    first: int
+    """Its first row, in quantized order."""
+
+
+class StepResponse:
+    """Measures one optimizer step after the other: `begin` before it, `end` when the weights are quantized again. Both are collective.
+
+    Nothing is measured where the engine has the masters themselves (mode `bf16` with `high = "fp32"`).
+    """
+
+    def __init__(self, chunks: ModelChunks, optimizer: Any) -> None:
+        layers = find_weight_layers(chunks).values()
+        formats = [(layer, layer.engine_format) for layer in layers if layer.engine_format is not None]
+        measured = [layer for layer, format in formats if format.quantized or layer.weight.dtype is not torch.float32]
+        self._strips = [_Strip(layer, first) for layer in measured for first in range(0, len(layer.weight), _ROWS)]
+        largest = max((layer.weight[:_ROWS].numel() for layer in measured), default=1)
+        self._size = min(max(_ELEMENTS // largest, _LEAST), len(self._strips))
+        self._masters = _find_masters(optimizer)
+        self._sliced = any(isinstance(part, DistributedOptimizer) for part in flatten_chained(optimizer))
+        self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, step: int) -> None:
+        """Draw the sample of optimizer step `step`, the same on ranks that hold parts of the same rows, and keep its values."""
+        drawn = torch.randperm(len(self._strips), generator=torch.Generator().manual_seed(step))[: self._size].tolist()
+        self._sample = [(strip, _read_engine(strip), self._read_master(strip)) for strip in (self._strips[index] for index in drawn)]
+
+    def end(self) -> dict[str, float]:
+        """Return the metrics, the same on all ranks; {} where no master moved."""
+        sums = torch.zeros(4, dtype=torch.float64, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
+        for strip, engine, master in self._sample:
+            moved, stepped = (_read_engine(strip) - engine).abs_(), (self._read_master(strip) - master).abs_()
+            of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_tensor(moved.numel()), stepped.sum()]).double()
+            partial = self._sliced and strip.layer.weight.dtype is not torch.float32  # replicas hold other masters
+            of_strip[: 3 if partial else 4] /= _count_copies(strip.layer.weight)
+            sums += of_strip * (len(self._strips) / len(self._sample))
+        self._sample = []
+        dist.all_reduce(sums)
+        moved_sum, changed, values, stepped_sum = sums.tolist()
+        return {RESPONSE: moved_sum / stepped_sum, CHANGED: changed / values} if stepped_sum else {}
+
+    def _read_master(self, strip: _Strip) -> torch.Tensor:
+        """Return a copy of this rank's masters of a strip, flat, float32: of a BF16 weight its slice, where replicas share the masters."""
+        weight, rows = strip.layer.weight, _select_rows(strip)
+        if weight.dtype is torch.float32:
+            return weight.detach()[rows].flatten()
+        values, start = self._masters.get(id(weight), (weight.new_empty(0, dtype=torch.float32), 0))
+        places = (rows[:, None] * weight.shape[1] + torch.arange(weight.shape[1])).flatten() - start
+        return values.detach().view(-1)[places[(places >= 0) & (places < values.numel())].to(values.device)]
+
+
+def _select_rows(strip: _Strip) -> torch.Tensor:
+    """Return the strip's rows in its weight, int64."""
+    order, first = strip.layer.row_order, strip.first
+    return order[first : first + _ROWS] if order is not None else torch.arange(first, min(first + _ROWS, len(strip.layer.weight)))
+
+
+def _read_engine(strip: _Strip) -> torch.Tensor:
+    """Return the values of a strip that the engine gets, float32 [rows, K]. NaN, which the sync refuses, where the weight has no blocks.
+
+    Collective where ranks hold other columns of the rows and whole rows share a scale.
+    """
+    layer, first, format = strip.layer, strip.first, strip.layer.engine_format
+    assert format is not None
+    if layer.blocks is not None and layer.format == format:
+        assert format.block is not None
+        height = format.block[0]
+        data = layer.blocks.data[first : first + _ROWS]
+        return dequantize(QuantizedWeight(data, layer.blocks.scale[first // height : -(-(first + len(data)) // height)]), format)
+    rows = layer.weight.detach()[_select_rows(strip)]
+    if not format.quantized:
+        return rows.float()
+    try:
+        return dequantize(quantize_rows(rows, format, layer.tp_group if layer.is_cut_by_columns else None), format)
+    except ValueError:
+        return torch.full_like(rows, torch.nan, dtype=torch.float32)
+
+
+def _find_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
+    """Return id of a BF16 weight -> (this rank's masters of it, where they begin in the flat weight)."""
+    masters = {}
+    for part in flatten_chained(optimizer):
+        for weight, values in iter_fp32_masters(part):
+            start = part._get_model_param_range_map(weight)["param"].start if isinstance(part, DistributedOptimizer) else 0
+            masters[id(weight)] = values, start
+    return masters
+
+
+def _count_copies(weight: Any) -> int:
+    """Return how many ranks hold the same part of a weight."""
+    if not getattr(weight, "allreduce", True):
+        return parallel_state.get_expert_data_parallel_world_size()
+    whole = not getattr(weight, "tensor_model_parallel", False)
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return replicas * (parallel_state.get_tensor_model_parallel_world_size() if whole else 1)

@@ -1,0 +1,72 @@
+"""The response of an optimizer step: sampled strip by strip on every rank, it is that of the whole model, in every mode and layout."""
+
+from __future__ import annotations
+
+import pytest
+from support import trainer
+from support.models import FP8, FP32, random_sequences
+
+from megatron_rl.mcore.step_response import CHANGED, RESPONSE
+from parallel.layout import Layout
+
+STEP, WHOLE = {"learning_rate": 1e-4}, 1 << 30
+ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}
+
+
+def responses(world, folder, precision, layout=None, train=STEP, *options) -> list[tuple[dict, dict]]:
+    """Every rank gets the same."""
+    batches = [random_sequences(4, 1), random_sequences(4, 2)]
+    first, *others = world.call(trainer.measure_response, folder, precision, train, batches, layout, *options)
+    assert all([sampled for sampled, _ in other] == [sampled for sampled, _ in first] for other in others)
+    return first
+
+
+@pytest.mark.parametrize(
+    "precision, layout",
+    [
+        (FP8, Layout()),
+        (FP8, Layout(tp=2)),
+        (FP8, Layout(pp=2)),
+        (FP8, Layout(dp=2)),
+        (FP8, Layout(dp=2, ep=2)),
+        (ROLLOUT["fp8_rollout"], Layout(tp=2)),
+        (ROLLOUT["int8_rollout"], Layout(tp=2)),
+    ],
+    ids=lambda case: str(case.world_size) if isinstance(case, Layout) else case["mode"],
+)
+def test_it_is_that_of_the_whole_model_and_about_1_for_random_weights(worlds, checkpoint, model_folder, precision, layout):
+    folder = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0]) if layout.ep > 1 else checkpoint
+    for sampled, whole in responses(worlds(layout.world_size), folder, precision, layout):
+        assert sampled == pytest.approx(whole, rel=1e-4)
+        assert 0.8 < sampled[RESPONSE] < 1.25
+        # in INT8 a whole row follows its largest weight, through its scale
+        assert sampled[CHANGED] > 0.9 if precision["mode"] == "int8_rollout" else 0 < sampled[CHANGED] < 0.1
+
+
+def test_masters_on_ties_show_in_the_first_step_and_spread_ones_do_not(worlds, checkpoint):
+    """A BF16 weight in 16 lies on a tie of E4M3, and a step of 1e-6 takes half of these a whole cell away."""
+    naive, spread = (
+        responses(worlds(1), checkpoint, FP8, Layout(), {"learning_rate": 1e-6}, WHOLE, spread)[0][0] for spread in (False, True)
+    )
+    assert naive[RESPONSE] > 10 and naive[CHANGED] > 0.02
+    assert 0.5 < spread[RESPONSE] < 2 and spread[CHANGED] < 0.002
+
+
+def test_a_sample_of_the_weights_is_near_the_whole(worlds, checkpoint):
+    for sampled, whole in responses(worlds(1), checkpoint, FP8, Layout(), STEP, 1 << 17):
+        assert sampled[RESPONSE] != whole[RESPONSE] and sampled[RESPONSE] == pytest.approx(whole[RESPONSE], rel=0.2)
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8_rollout"])
+def test_masters_of_bf16_weights_count_once_wherever_they_are(worlds, checkpoint, mode):
+    """Replicas hold a slice each, or all of them."""
+    precision, layout = {"mode": mode, "high": "bf16"}, Layout(dp=2)
+    sliced, whole = (
+        [sampled for sampled, _ in responses(worlds(2), checkpoint, precision, layout, {**STEP, "distributed_optimizer": sliced})]
+        for sliced in (True, False)
+    )
+    assert sliced == [pytest.approx(step, rel=1e-6) for step in whole] and all(step[RESPONSE] > 0 for step in sliced)
+
+
+def test_without_a_grid_there_is_nothing_to_measure(worlds, checkpoint):
+    assert [sampled for sampled, _ in responses(worlds(1), checkpoint, FP32)] == [{}, {}]
