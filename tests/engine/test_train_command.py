@@ -94,7 +94,7 @@ def test_the_run_leaves_everything_behind(runs):
         assert row["sync/proved"] == row["sync/tensors"] == TENSORS and row["sync/bytes"] > 0
         assert all(isinstance(value, int | float) and math.isfinite(value) for value in row.values()), row
     for row in rows[1:]:
-        assert {"reward/mean", "loss/policy", "loss/kl", "grad_norm", "entropy", "time/step", "memory/train_mb"} <= row.keys()
+        assert {"reward/mean", "loss/policy", "grad_norm", "update/abs_mean", "entropy", "time/step", "memory/train_mb"} <= row.keys()
         assert row["tokens/generated"] > 0 and row["mismatch/abs_mean"] < 1e-3 and "mismatch/k3_kl" in row
     assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[-1]
     assert {sample["step"] for sample in read_rows(run, "samples.jsonl")} == set(range(1, last + 1))
