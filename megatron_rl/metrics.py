@@ -129,3 +129,7 @@ def read_declarations(run: Mapping[str, Any]) -> Declarations:
     except (TypeError, KeyError) as error:
         rule = f"holds declarations of metrics from another version ({error})"
         raise UserError("RUN_DIR", "run.json", rule, "use the version that wrote it") from None
+
+
+def _to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
