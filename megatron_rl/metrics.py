@@ -122,10 +122,7 @@ def dump_declarations() -> list[dict[str, Any]]:
 def read_declarations(run: Mapping[str, Any]) -> Declarations:
     """Return the declarations in a run's run.json, {} where it holds none. Raise UserError("RUN_DIR") for those of another version."""
     try:
-        metrics = [
-            {key: tuple(value) if isinstance(value, list) else value for key, value in metric.items()} for metric in run.get("metrics", [])
-        ]
-        return {metric["name"]: Metric(**metric) for metric in metrics}
+        return {metric["name"]: Metric(**_to_tuples(metric)) for metric in run.get("metrics", [])}
     except (TypeError, KeyError) as error:
         rule = f"holds declarations of metrics from another version ({error})"
         raise UserError("RUN_DIR", "run.json", rule, "use the version that wrote it") from None
