@@ -23,6 +23,9 @@ class PrecisionConfig(ConfigSection):
     """Who computes the trainer's quantized products. `emulated` runs on any device and is the reference."""
     high: Literal["bf16", "fp32"] = "bf16"
     """The dtype of everything that is not quantized, the same on both sides. `fp32` is the faster one on a CPU."""
+    masters: Literal["spread", "stored"] = "spread"
+    """Where FP32 masters begin that are finer than the policy's copy of the weight. `spread`: drawn, by `train.seed` and place, from the
+    values that the checkpoint's number stands for, so that the copy follows from the first step. `stored`: the number itself."""
 
     @field_validator("mode")
     @classmethod

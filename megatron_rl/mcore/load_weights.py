@@ -15,6 +15,7 @@ from megatron_rl.errors import as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer
+from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.rollout_weights import is_cut_by_columns, quantize_shards
 from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
@@ -35,13 +36,14 @@ def build_rank_shards(hf_config: dict[str, Any], layout: Layout, rank: int | Non
         return build_megatron_shards(ModelGeometry.from_hf_config(hf_config), layout, layout.coordinates(rank))
 
 
-def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard]) -> None:
+def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard], spread: MasterSpread | None = None) -> None:
     """Fill this rank's parameters from a Hugging Face checkpoint, each value cast to the parameter's dtype. Collective.
 
     Quantised layers adopt the blocks of a checkpoint of their format byte for byte, and the optimizer steps from their values. Other layers
     start from the dequantised values. In mode `fp8_rollout` the engine then gets the blocks of those values, at version 0 as at any
     other: with pow2 scales and a checkpoint with such scales, the same values in every block (not always the same bytes: a block whose
     largest magnitude is at most 224 gets half the scale); with fp32 scales, or through `high = "bf16"`, values may change by one rounding.
+    With `spread`, parameters that are masters are drawn from the values that the checkpoint's numbers stand for; all blocks stay the same.
 
     Raises UserError on every rank for what `HFCheckpoint` refuses.
     """
@@ -49,11 +51,11 @@ def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard]) -> No
         hf_config = read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config)
         checkpoint.check(ModelGeometry.from_hf_config(hf_config))
-        _load(model, checkpoint, shards)
+        _load(model, checkpoint, shards, spread)
 
 
 @torch.no_grad()
-def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard]) -> None:
+def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard], spread: MasterSpread | None) -> None:
     parameters = global_parameters(model)
     held = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
     planned = {shard.name: shard.shape for shard in shards}
@@ -66,11 +68,17 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard]) -> 
         checkpoint.check_scales(tensors, layer.format if layer else None)
         stored = checkpoint.find_format(tensors[0])
         if isinstance(layer, QuantizedLinear) and stored is not None and stored.name == layer.format.name:
-            blocks = _read_shard_blocks(checkpoint, reorder_for_quantization(shard, layer.format), layer.format)
-            layer.adopt(QuantizedWeight(*(part.to(layer.weight.device) for part in blocks)))
+            ordered = reorder_for_quantization(shard, layer.format)
+            blocks = _read_shard_blocks(checkpoint, ordered, layer.format)
+            blocks = QuantizedWeight(*(part.to(layer.weight.device) for part in blocks))
+            layer.adopt(blocks, spread.draw_for_blocks(ordered, blocks, layer.format) if spread else None)
             continue
         for region in shard.regions:
-            view_rect(parameters[shard.name], region.shard_rect).copy_(checkpoint.read_values(region))
+            into = view_rect(parameters[shard.name], region.shard_rect)
+            if spread and stored is None and spread.contract.spreads_parameter(shard.role):
+                spread.read(checkpoint, region, into)
+            else:
+                into.copy_(checkpoint.read_values(region))
 
 
 def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, format: TensorFormat) -> QuantizedWeight:

@@ -66,6 +66,11 @@ class PrecisionContract:
         """Return the format that the trainer computes with for a role's weights; a quantized one's master is FP32."""
         return self.trainer_format if role in QUANTIZED_ROLES else self.format_of(role)
 
+    def spreads_parameter(self, role: str) -> bool:
+        """Return whether a role's parameter is itself an FP32 master that is coarser in the policy: where `precision.masters` spreads it as
+        it is read. A BF16 parameter has its master in the optimizer."""
+        return self.format_of(role).quantized and (self.trainer_format.quantized or self.high == FP32.name)
+
     def format_of(self, role: str) -> TensorFormat:
         """Return the format of a role's weights in the engine, on the way there, and in an export."""
         if role in FP32_ROLES:

@@ -25,7 +25,8 @@ from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
 from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
+from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
@@ -112,11 +113,14 @@ class Session:
         hf_config = read_config(config.model.folder)
         shards = build_rank_shards(hf_config, layout)
         model = build_model(hf_config, layout, contract, config.train)
-        load_checkpoint(model, config.model.folder, shards)
+        spread = MasterSpread.from_config(config)
+        load_checkpoint(model, config.model.folder, shards, spread)
         stored = find_checkpoint_format(hf_config)
         if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
         actor = Actor(model, config.train, config.rollout.temperature)
+        if spread:
+            spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
         state = self._load_checkpoint(actor)
         read_named_tensors = partial(collect_named_tensors, model, shards, contract)
         save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, layout, contract, config.model.folder)
@@ -176,7 +180,7 @@ class Session:
         if not self.config.algorithm.kl_coef:
             return None
         model = freeze(build_model(hf_config, self.layout, self.contract, self.config.train))
-        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout))
+        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout), MasterSpread.from_config(self.config))
         return Policy(model, self.config.rollout.temperature, self.config.train.micro_batch_tokens)
 
     def run(self) -> Path:

@@ -125,6 +125,45 @@ def test_an_engine_beside_a_high_precision_trainer_gets_the_same_values(worlds, 
             assert torch.equal(dequantize_weight(QuantizedWeight(served[name], served[FP8.scale_name(name)])), values), name
 
 
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp("bf16"), num_hidden_layers=2, tie_word_embeddings=True, **WIDTHS["narrow"])
+    save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
+    return folder
+
+
+SPREAD = [
+    (unified(), Layout(tp=2, pp=2), False),
+    ({"mode": "fp8_rollout", "high": "fp32"}, Layout(tp=2), True),
+    ({"mode": "bf16", "high": "bf16"}, Layout(tp=2, dp=2), True),
+]
+
+
+@pytest.mark.parametrize("precision, layout, distributed_optimizer", SPREAD, ids=str)
+def test_masters_are_the_same_in_any_layout_and_round_to_the_checkpoint(worlds, bf16, precision, layout, distributed_optimizer):
+    train, stored = {"distributed_optimizer": distributed_optimizer}, read_weights(bf16)
+    masters, served, exported = worlds(layout.world_size).call(fp8_checkpoints.spread_masters, bf16, precision, layout, train)[0]
+    masters_of_one, *_ = worlds(1).call(fp8_checkpoints.spread_masters, bf16, precision)[0]
+    _, served_naively, _ = worlds(1).call(fp8_checkpoints.spread_masters, bf16, {**precision, "masters": "stored"})[0]
+    assert masters.keys() == masters_of_one.keys() == stored.keys() == exported.keys()
+    for name, values in stored.items():
+        assert torch.equal(masters[name], masters_of_one[name]), name
+        assert torch.equal(masters[name].bfloat16(), values) and torch.equal(exported[name], values), name
+        coarser = precision["high"] == "bf16" or name.endswith("_proj.weight")
+        assert (float((masters[name] == values.float()).float().mean()) < 0.02) is coarser, name
+    assert [name for name in served_naively if not torch.equal(served[name], served_naively[name])] == []
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2)], ids=str)
+def test_masters_of_an_fp8_checkpoint_are_the_same_in_any_layout_and_leave_its_blocks(worlds, fp8, layout):
+    precision, folder = unified(), fp8("narrow")
+    masters, served, _ = worlds(layout.world_size).call(fp8_checkpoints.spread_masters, folder, precision, layout)[0]
+    masters_of_one, *_ = worlds(1).call(fp8_checkpoints.spread_masters, folder, precision)[0]
+    assert [name for name in masters_of_one if not torch.equal(masters[name], masters_of_one[name])] == []
+    for name, tensor in read_weights(folder).items():
+        assert torch.equal(served[name], tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor.float()), name
+
+
 @pytest.mark.parametrize("size, widths", [(1, "plain"), (2, "narrow")])
 def test_the_first_optimizer_step_quantises_anew(worlds, fp8, size, widths):
     for layers in worlds(size).call(fp8_checkpoints.step, fp8(widths), unified(), random_sequences(4, seed=2), 1e-3):

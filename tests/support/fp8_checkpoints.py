@@ -97,6 +97,17 @@ def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = Non
     return _trainer(folder, precision, layout).collect_tensors(fp8=False)
 
 
+def spread_masters(
+    folder: Path, precision: dict[str, Any], layout: Layout | None = None, train: dict[str, Any] | None = None
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """On rank 0: what Adam steps, what the engine gets, and the parameters in BF16 as `export` writes them."""
+    from support.trainer import Trainer
+
+    trainer = Trainer(folder, {"masters": "spread", **precision}, train, layout=layout)
+    parameters = {name: tensor.bfloat16() for name, tensor in trainer.collect_tensors(fp8=False).items()}
+    return trainer.collect_masters(), trainer.collect_tensors(fp8=True), parameters
+
+
 def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], learning_rate: float) -> dict[str, list[str]]:
     """One optimizer step. Names of FP8 layers: all, those whose blocks still are the checkpoint's, and those whose blocks are the
     quantised master."""

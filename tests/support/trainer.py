@@ -25,12 +25,13 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import step_response
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.load import load_in_one_process
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.logprobs import token_logprobs
+from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
@@ -59,8 +60,11 @@ class Trainer:
         self.shards = build_rank_shards(self.hf_config, self.layout)
         self.train = TrainConfig(**{**TRAIN, **(train or {})})
         self.model = build_model(self.hf_config, self.layout, self.contract, self.train)
-        load_checkpoint(self.model, folder, self.shards)
+        spread = MasterSpread(self.train.seed, self.contract) if precision.get("masters") == "spread" else None  # where a test asks for it
+        load_checkpoint(self.model, folder, self.shards, spread)
         self.actor = Actor(self.model, self.train, temperature)
+        if spread:
+            spread.spread_optimizer(self.actor.optimizer, self.shards, global_parameters(self.model))
 
     def collect_named_tensors(self) -> dict[str, torch.Tensor]:
         return collect_named_tensors(self.model, self.shards, self.contract)
@@ -73,6 +77,20 @@ class Trainer:
         named_tensors, as_fp32 = collect_named_tensors(self.model, self.shards, contract), replace(contract, high="fp32")
         tensors = gather_tensors(named_tensors, geometry, self.layout, as_fp32.format_of)
         return {name: tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor for name, tensor in tensors.items()}
+
+    def collect_masters(self) -> dict[str, torch.Tensor]:
+        """The same of what Adam steps, float32: parameters, or the optimizer's masters of them."""
+        masters = {}
+        stepped = (entry for part in flatten_chained(self.actor.optimizer) for entry in iter_stepped(part))
+        names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
+        for parameter, tensor, owned in stepped:
+            group, start = owned or (None, 0)
+            masters[names[id(parameter)]] = whole = torch.zeros(parameter.shape)
+            whole.view(-1)[start : start + tensor.numel()] = tensor.detach().view(-1)
+            if group is not None:
+                dist.all_reduce(whole, group=group)
+        as_fp32 = PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
+        return gather_tensors(masters, ModelGeometry.from_hf_config(self.hf_config), self.layout, as_fp32.format_of)
 
     def dump_bytes(self) -> dict[str, bytes]:
         """Every parameter and every FP8 block of this rank, raw."""

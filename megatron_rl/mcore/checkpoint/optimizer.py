@@ -83,6 +83,12 @@ def iter_fp32_masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tens
     return _iter_pairs(getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []))
 
 
+def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Slice | None]]:
+    """Yield every parameter of one optimizer with the FP32 tensor that Adam steps for it: itself or its master, of a distributed optimizer
+    this rank's slice of it, maybe empty, and what that is a slice of."""
+    return (_iter_distributed if isinstance(optimizer, DistributedOptimizer) else _iter_unsharded)(optimizer)
+
+
 @dataclass(frozen=True)
 class _StateTensor:
     """One tensor of the state, whole on this rank."""
@@ -161,7 +167,6 @@ _Slice = tuple[Any, int]
 def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, _Slice | None, dict[str, torch.Tensor]]]:
     """Yield every parameter with `exp_avg`, `exp_avg_sq`, and `master` where the parameter is not its own."""
     optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    iter_stepped = _iter_distributed if isinstance(optimizer, DistributedOptimizer) else _iter_unsharded
     for parameter, tensor, slice_ in iter_stepped(optimizer):
         moments = optimizer.optimizer.state.get(tensor, {})
         tensors = {kind: moments.get(kind, tensor.new_empty(0)) for kind in MOMENTS}
@@ -169,7 +174,6 @@ def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, _Slice | None, d
 
 
 def _iter_unsharded(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Slice | None]]:
-    """Yield (parameter, what Adam steps: itself or its FP32 master, None)."""
     parameters = {id(master): parameter for parameter, master in iter_fp32_masters(optimizer)}
     for group in optimizer.optimizer.param_groups:
         for tensor in group["params"]:
@@ -177,9 +181,7 @@ def _iter_unsharded(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
 
 
 def _iter_distributed(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Slice | None]]:
-    """Yield (parameter, this rank's FP32 slice of it, where it begins) of all parameters.
-
-    Megatron's `model_param_group_index_map` is not used: where FP32 and 16-bit parameters are mixed, it points to others."""
+    # not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others
     fp32_pairs = _iter_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
     slices = {id(parameter): tensor for parameter, tensor in (*iter_fp32_masters(optimizer), *fp32_pairs)}
     for parameter in (parameter for buffer in optimizer.buffers for parameter in buffer.params):

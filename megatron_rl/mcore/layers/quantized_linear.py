@@ -26,7 +26,9 @@ from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend, Operand
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
+from parallel.digest import digest
 from parallel.formats import TensorFormat
+from parallel.shards import Rect
 
 
 class WeightLayer(Protocol):
@@ -127,28 +129,34 @@ class QuantizedLinear:
     """False within `disable_quantization`: the forward pass multiplies with the master."""
     adopted: bool = False
     """`blocks` come from a checkpoint rather than from `quantize`."""
+    adopted_master: str = ""
+    """Digest of the master that adopted blocks belong to."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)  # type: ignore[call-arg]
         self.format = config.linear_format
 
-    def adopt(self, blocks: QuantizedWeight) -> None:
-        """Use a checkpoint's blocks, rows in quantized order, byte for byte, and set the master to their values."""
+    def adopt(self, blocks: QuantizedWeight, masters: torch.Tensor | None = None) -> None:
+        """Use a checkpoint's blocks, byte for byte, and set the master to their values, or to `masters` float32 [N, K]. Rows are in
+        quantized order."""
         self.blocks, self.adopted = blocks, True
         with torch.no_grad():
             rows = slice(None) if self.row_order is None else self.row_order
-            self.weight[rows] = dequantize(blocks, self.format)
+            self.weight[rows] = dequantize(blocks, self.format) if masters is None else masters
+        self.adopted_master = self._hash_master()
+
+    def _hash_master(self) -> str:
+        return digest(self.weight.detach(), Rect(0, 0, *self.weight.shape))
 
     def quantize(self, name: str) -> None:
         """Make `blocks` from the master; call once per optimizer step. Raise RunError naming the weight where it holds inf or NaN.
 
-        Adopted blocks stay while the master equals their values, which the first optimizer step ends.
+        Adopted blocks stay while the master is as it was then, which the first optimizer step ends.
         """
-        ordered = reorder_rows(self.weight.detach(), self.row_order)
-        self.adopted = self.adopted and torch.equal(ordered, dequantize(self.blocks, self.format))
+        self.adopted = self.adopted and self._hash_master() == self.adopted_master
         try:
             if not self.adopted:
-                self.blocks = quantize(ordered, self.format)
+                self.blocks = quantize(reorder_rows(self.weight.detach(), self.row_order), self.format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
         self.cached_operand = None

@@ -15,4 +15,4 @@ from parallel.shards import HFTensor, stack_regions, take_all
 def test_a_parameter_that_the_family_has_otherwise_is_named_with_both_shapes(name, line):
     shard = stack_regions(f"{name}.weight", [take_all(HFTensor("t", 2, 2, "mlp_in"))])
     with pytest.raises(AssertionError, match=line):
-        _load(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False)}), None, [shard])
+        _load(torch.nn.ModuleDict({"a": torch.nn.Linear(2, 3, bias=False)}), None, [shard], None)

@@ -1,0 +1,97 @@
+"""Where FP32 masters begin: anywhere among the values that the checkpoint's number stands for, not at the number itself.
+
+A copy Q(m) in fewer bits follows its master m, from the first step, where masters lie evenly within Q's cells, the intervals that Q rounds
+to one value:
+
+    E[Q(m + d) - Q(m)] = d        for m uniform over whole cells and any d
+
+for a small d leaves a cell of width L with probability |d| / L, and leaving it moves Q by L. A checkpoint's numbers do not lie evenly. One
+BF16 number in 16 is a tie of E4M3, and the smallest step moves its copy by a whole cell; an FP8 checkpoint's values are all in the middle
+of their cell, and no step moves a copy before it has gone half a cell. So masters are drawn from their numbers' cells, by a hash of
+seed, tensor, row and column: the same in any layout and at any start.
+
+Offsets are added to the bits of a float32. That is exact, and stays in the cell: numbers of p bits leave 24 - p low bits free.
+docs/reference/precision.md has the mathematics and what was measured.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+
+from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
+from megatron_rl.precision.quantizers import QUANTIZERS, quantize
+from parallel.formats import TensorFormat
+from parallel.shards import Rect
+
+_FREE_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float8_e4m3fn: 20, torch.float32: 16}
+"""Low bits of a float32 that a number of this dtype leaves 0. A float32 that leaves as many as a BF16 number counts as one: files of
+BF16 models in float32 are common, and of other values one in 65,536 does."""
+_MANTISSA = 0x7FFFFF
+
+
+def hash_places(seed: int, tensor: str, rect: Rect, device: torch.device | str = "cpu") -> torch.Tensor:
+    """Return int32 [rows, cols], evenly distributed: a hash of the seed and of every element's place in the tensor of the checkpoint."""
+    digest = hashlib.blake2b(f"{seed} {tensor}".encode(), digest_size=8).digest()
+    row_key, col_key = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
+    rows = torch.arange(rect.row, rect.row + rect.rows, dtype=torch.int32, device=device)
+    cols = torch.arange(rect.col, rect.col + rect.cols, dtype=torch.int32, device=device)
+    return _mix(_mix(rows + row_key)[:, None] ^ _mix(cols + col_key))
+
+
+def spread(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return float32 masters for numbers of the checkpoint: each uniform over the reals that round to its number, strictly inside.
+
+    `values` bfloat16, float16, float8_e4m3fn or float32 (which counts as BF16 where it is one, and is its own master elsewhere), `places`
+    int32 of that shape, `hash_places`. Zeros stay: they are padding, or weights that were pruned. Subnormals of float16 and E4M3 spread
+    over a part of their cell.
+    """
+    free = _FREE_BITS[values.dtype]
+    bits, half = values.float().view(torch.int32), 1 << (free - 1)
+    offset = places >> (32 - free)  # uniform in [-half, half)
+    below_one = (offset + half) * 3 // 4 - half // 2  # under a power of two, the cell and float32's own spacing are half as wide
+    offset = torch.where((bits & _MANTISSA) == 0, torch.where(below_one < 0, below_one * 2, below_one), offset).clamp_(min=1 - half)
+    stays = ((bits & ((1 << free) - 1)) != 0) | (values == 0)
+    return (bits + offset.masked_fill_(stays, 0)).view(torch.float32)
+
+
+def spread_within_blocks(values: torch.Tensor, places: torch.Tensor, format: TensorFormat) -> torch.Tensor:
+    """Return `spread` masters [N, K] whose blocks in a quantized format are those of the values themselves, bit for bit.
+
+    `values` [N, K] must hold whole blocks. A block's maximum stays. A master beyond an edge of its value's quantized cell is reflected at
+    that edge, so a tie spreads to the side that it rounds to; where two roundings leave no room for that, it stays its value.
+    """
+    exact = values.float()
+    masters = torch.where(_is_block_maximum(exact, format), exact, spread(values, places))
+    wanted, got = quantize(exact, format), quantize(masters, format)
+    crossed = wanted.data.view(torch.uint8) != got.data.view(torch.uint8)
+    scale = expand_scales(QUANTIZERS[format.name].read_scales(wanted.scale), format, *values.shape).expand_as(exact)[crossed]
+    edges_twice = (wanted.data[crossed].float() + got.data[crossed].float()) * scale
+    reflected = edges_twice - masters[crossed]
+    rounded = reflected.to(torch.float16 if values.dtype is torch.float16 else torch.bfloat16).float()
+    masters[crossed] = torch.where(rounded == exact[crossed], reflected, exact[crossed])
+    return torch.where(quantize(masters, format).data.view(torch.uint8) == wanted.data.view(torch.uint8), masters, exact)
+
+
+def spread_blocks(blocks: QuantizedWeight, places: torch.Tensor, format: TensorFormat) -> torch.Tensor:
+    """Return float32 masters [N, K] for the blocks of an FP8 checkpoint: each uniform over its byte's cell; a block's maximum stays."""
+    numbers = blocks.data.float()
+    masters = torch.where(_is_block_maximum(numbers, format), numbers, spread(blocks.data, places))
+    return masters * expand_scales(QUANTIZERS[format.name].read_scales(blocks.scale), format, *masters.shape)
+
+
+def _is_block_maximum(values: torch.Tensor, format: TensorFormat) -> torch.Tensor:
+    """Return whether an element is the largest magnitude of its block: bool [N, K]."""
+    assert format.block is not None
+    block = format.block[0], format.block[1] or values.shape[1]
+    maxima = F.max_pool2d(values.abs()[None], block, ceil_mode=True)[0]
+    return values.abs() == expand_scales(maxima, format, *values.shape)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """Hash int32 as Ellis's `lowbias32` (github.com/skeeto/hash-prospector); multiplications wrap."""
+    for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B - (1 << 32))):
+        x = (x ^ ((x >> shift) & (0xFFFFFFFF >> shift))) * multiplier
+    return x ^ ((x >> 16) & 0xFFFF)
