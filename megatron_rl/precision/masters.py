@@ -60,12 +60,16 @@ def spread(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def spread_within_blocks(values: torch.Tensor, places: torch.Tensor, format: TensorFormat) -> torch.Tensor:
     """Return `spread` masters [N, K] whose blocks in a quantized format are those of the values themselves, bit for bit.
 
-    `values` [N, K] must hold whole blocks. A block's maximum stays. A master beyond an edge of its value's quantized cell is reflected at
-    that edge, so a tie spreads to the side that it rounds to; where two roundings leave no room for that, it stays its value.
+    `values` [N, K] must hold whole blocks. A block's maximum stays where its scale would change, with FP32 scales always. A master beyond
+    an edge of its value's quantized cell is reflected at that edge, so a tie spreads to the side that it rounds to; where two roundings
+    leave no room for that, it stays its value.
     """
-    exact = values.float()
-    masters = torch.where(_is_block_maximum(exact, format), exact, spread(values, places))
+    exact, masters = values.float(), spread(values, places)
     wanted, got = quantize(exact, format), quantize(masters, format)
+    rescaled = expand_scales(wanted.scale != got.scale, format, *values.shape)
+    if rescaled.any():
+        masters = torch.where(rescaled & _is_block_maximum(exact, format), exact, masters)
+        got = quantize(masters, format)
     crossed = wanted.data.view(torch.uint8) != got.data.view(torch.uint8)
     scale = expand_scales(QUANTIZERS[format.name].read_scales(wanted.scale), format, *values.shape).expand_as(exact)[crossed]
     edges_twice = (wanted.data[crossed].float() + got.data[crossed].float()) * scale
