@@ -244,6 +244,8 @@ SECTIONS: dict[str, tuple[Plot, ...]] = {
     "Precision: trainer against engine": (
         Plot("Mismatch of log-probabilities", (Panel("|Δ log p| (nats)", "log"), Panel("KL (nats per token)", "log", legend=True)),
              "All lines should stay flat and low (the axes are logarithmic); a climb means that the engine samples from another policy."),
+        Plot("Mismatch by position in the answer", (Panel("|Δ log p| by position (nats)", "log"),),
+             "Each line has the tokens of an answer from a position to twice that; a fan that opens is a mismatch that grows along it."),
         Plot("Mismatch by cause", (Panel("|Δ log p| by cause (nats)", "log"),),
              "Each line but the total is one change on the way from the engine's log-probs to the trainer's; look into the highest."),
         Plot("Response of the quantized weights",

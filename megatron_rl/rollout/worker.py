@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.config import Config
@@ -20,6 +20,7 @@ from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.types import Completion, Problem, SamplingParams
 
+T = TypeVar("T")
 _REWARD_MEAN = declare("reward/mean", "mean reward of the sampled completions", "number", "reward", progress="reward {:.3f}")
 _REWARD_STD = declare("reward/std", "standard deviation of the rewards")
 _REWARD_PART = declare("reward/part/{}", "mean of the reward function {}, before its weight")
@@ -236,8 +237,6 @@ def _environment_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 def build_sample_rows(step: int, completions: Sequence[Completion], count: int) -> list[dict[str, Any]]:
     """Return the report's rows of `count` completions, spread evenly over the step's."""
-    count = min(count, len(completions))
-    selected = [completions[index * len(completions) // count] for index in range(count)]
     return [
         {
             "step": step,
@@ -253,5 +252,11 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
             "error": completion.reward.error,
             **({"dialogue": completion.dialogue} if completion.dialogue else {}),
         }
-        for completion in selected
+        for completion in select_evenly(completions, count)
     ]
+
+
+def select_evenly(values: Sequence[T], count: int) -> list[T]:
+    """Return `count` of the values, or all, spread evenly."""
+    count = min(count, len(values))
+    return [values[index * len(values) // count] for index in range(count)]

@@ -26,6 +26,15 @@ WITHOUT_REPLAY = (
     declare("mismatch/without_replay/abs_max", f"largest {_DIFFERENCE}, {_UNREPLAYED}", "nats"),
     declare("mismatch/without_replay/k3_kl", f"k3 estimate of KL(rollout || trainer), {_UNREPLAYED}", "nats"),
 )
+SAMPLE_BIN = 32
+"""Tokens of an answer that a row of samples.jsonl takes together."""
+_BOUNDS = torch.tensor([32 << power for power in range(26)])
+"""Answers are cut into bins at these positions, for the metrics."""
+_POSITION = "positions of the answer from {} to twice that; before 32 for 0"
+BY_POSITION = (
+    declare("mismatch/position/{}/abs_mean", f"mean {_DIFFERENCE}, {_POSITION}", "nats", "|Δ log p| by position (nats)", label="from {}"),
+    declare("mismatch/position/{}/tokens", f"sampled tokens, {_POSITION}", "count"),
+)
 _AGE = "age (policy versions)"
 AGES = (
     declare("staleness/mean", "mean age of a sampled token, in policy versions", "number", _AGE),
@@ -46,6 +55,34 @@ def measure_mismatch(samples: list[TrainingSample], names: tuple[str, ...] = MIS
     if not len(current):
         return {}
     return dict(zip(names, (float(current.abs().mean()), float(current.abs().max()), float(k3(current).mean())), strict=True))
+
+
+def measure_by_position(samples: list[TrainingSample]) -> dict[str, float]:
+    """Return the mean |d| over the tokens of the trainer's own version, and their number, for every bin of positions that has any. Bins
+    double in length, so there are few however long the answers."""
+    difference, lags = _flatten(samples)
+    bins = torch.bucketize(torch.cat([_positions(sample) for sample in samples])[lags == 0], _BOUNDS, right=True)
+    counts, sums = bins.bincount(), bins.bincount(difference[lags == 0].abs().double())
+    starts = [0, *_BOUNDS.tolist()]
+    return {
+        name.format(starts[index]): value
+        for index, count in enumerate(counts.tolist())
+        if count
+        for name, value in zip(BY_POSITION, (float(sums[index]) / count, float(count)), strict=True)
+    }
+
+
+def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:
+    """Return (sampled tokens of the trainer's own version, their mean |d|) of every `SAMPLE_BIN` positions of an answer."""
+    difference, lags = _flatten([sample])
+    bins, current = _positions(sample) // SAMPLE_BIN, lags == 0
+    counts, sums = bins[current].bincount(), bins[current].bincount(difference[current].abs().double())
+    return [(count, total / max(count, 1)) for count, total in zip(counts.tolist(), sums.tolist(), strict=True)]
+
+
+def _positions(sample: TrainingSample) -> torch.Tensor:
+    """Return the positions of the sampled tokens in the answer, int64 [A]."""
+    return sample.target_positions - (len(sample.prompt_ids) - 1)
 
 
 def measure_staleness(samples: list[TrainingSample]) -> dict[str, float]:

@@ -15,7 +15,8 @@ from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.run_log import RunLog
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.worker import build_sample_rows
+from megatron_rl.rollout.worker import build_sample_rows, select_evenly
+from megatron_rl.training.mismatch import bin_mismatch
 from megatron_rl.types import Completion
 
 _MIB = 1 << 20
@@ -66,10 +67,13 @@ class Recorder:
         self._log.tell(lambda log: log.write_step(row))
 
     def write_samples(self, step: int, completions_B: Sequence[Completion], samples_B: Sequence[TrainingSample]) -> None:
-        """Write some of a step's completions, with the advantages of the samples made from them."""
+        """Write some of a step's completions, with advantages and mismatch of the samples made from them."""
         for completion, sample in zip(completions_B, samples_B, strict=True):
             completion.advantage = sample.advantage
-        self._log.tell(lambda log: log.write_samples(step, build_sample_rows(step, completions_B, self._samples)))
+        rows = build_sample_rows(step, completions_B, self._samples)
+        for row, sample in zip(rows, select_evenly(samples_B, self._samples), strict=True):
+            row["mismatch"] = bin_mismatch(sample)
+        self._log.tell(lambda log: log.write_samples(step, rows))
 
     def _measure_memory(self, phase: str) -> None:
         """Record the memory held in a phase, in MiB: on a GPU its peak, on a CPU what is held at its end."""

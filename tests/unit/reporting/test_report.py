@@ -36,7 +36,8 @@ STEP = {
     "correction/mean_positive": 1.0, "correction/mean_negative": 0.9, "correction/touched_positive": 0.0, "clip/bound_low": 0.7,
     "sync/bytes": 2e6, "sync/tensors": 4.0, "sync/proved": 4.0, "router/load_mean": 1.2, "router/load_max": 1.4, "router/dropped": 0.0,
     "router/load/layer_0": 1.0, "router/entropy": 1.5, "router/entropy_min": 1.4, "router/differs": 0.01, "staleness/mean": 0.5,
-    "memory/train_mb": 900.0,
+    "memory/train_mb": 900.0, "precision/response": 1.1, "precision/changed_share": 0.01, "update/abs_mean": 1e-3,
+    "mismatch/position/0/abs_mean": 1e-6,
 }  # fmt: skip
 STEP |= {f"mismatch/cause/{cause}/{what}": -0.125 for cause in CAUSE_LABELS for what in ("abs_mean", "abs_max", "mean", "k3")}
 
