@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron_rl.precision.fp8 import dequantize_weight
 from megatron_rl.precision.fp8_products import fprop, value_dtype
@@ -155,8 +156,12 @@ def _refuse_special(encoder_lens: torch.Tensor | None, sliding_window_size: int 
 def _attention(
     query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """Return `batch_invariant.attention` [b, h, s, e] of query [b, h, s, d] over the cache's `slots` [b, t]."""
+    """Return `batch_invariant.attention` [b, h, s, e] of query [b, h, s, d] over the cache's `slots` [b, t].
+
+    Slot 0, which holds no token, fills up the last product of keys: padding keys and values themselves would copy them.
+    """
     heads = k_cache.shape[1]
+    slots = F.pad(slots, (0, -slots.shape[1] % batch_invariant.KEYS_PER_PRODUCT))
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # of the cache as [slots * heads, d]
     keys, values = (cache.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, -1) for cache in (k_cache, v_cache))
     return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale)

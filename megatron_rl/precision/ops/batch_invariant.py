@@ -34,6 +34,8 @@ MAX_ROWS = 32
 SPLIT_SUM = 481
 MIN_AMX_COLUMNS = 32
 """Of an FP32 product of BF16 numbers on a CPU with AMX: with up to 16 the bits depend on the number of rows."""
+_MIN_ATTENDING_ROWS = 2
+"""Of attention's products: those of values sum 32 numbers, and those of few queries are computed with keys as the left matrix."""
 KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES_PER_STEP = 64
@@ -144,7 +146,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: t
     """
     rows = query.shape[2]
     length = (int(last.max()) // KEYS_PER_PRODUCT + 1) * KEYS_PER_PRODUCT
-    scores = append_zeros(query, -2, MIN_ROWS - rows) @ key[:, :, :length].transpose(-1, -2)
+    scores = _score(append_zeros(query, -2, _MIN_ATTENDING_ROWS - rows), key[:, :, :length])
     masked = torch.arange(length) > last[:, None, None, :, None]
     scores[:, :, :rows].unflatten(2, (-1, last.shape[1])).masked_fill_(masked, -torch.inf)
     weights = scores.softmax(-1)
@@ -153,6 +155,13 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, last: t
     for other in others:
         total += other
     return total[:, :, :rows]
+
+
+def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return q k^T [b, g, rows, t]; fewer than `MIN_ROWS` rows as (k q^T)^T, whose bits are those of more rows."""
+    if query.shape[2] >= MIN_ROWS:
+        return query @ key.transpose(-1, -2)
+    return (key @ query.transpose(-1, -2)).transpose(-1, -2).contiguous()
 
 
 def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
