@@ -25,9 +25,18 @@ class Problem:
     history: tuple[tuple[str, str], ...] = ()  # (role, content) of messages before a bare question; empty once the template is applied
 
 
+@dataclass(frozen=True)
+class KeptTokens:
+    """Of A sampled tokens, the tokens that each was drawn from; see `batch.kept_tokens`."""
+
+    counts: np.ndarray  # int32 [A]: how many
+    ids: np.ndarray  # int32 [sum of counts]: which, one token's after the other's
+
+
 @dataclass
 class Generation:
-    """An engine's output for one prompt. `logprobs_T` are natural logs *after* temperature, one per output token."""
+    """An engine's output for one prompt. `logprobs_T` are natural logs *after* temperature, one per output token; where `kept_tokens` is
+    recorded, of the distribution over those."""
 
     output_ids_T: list[int]
     logprobs_T: list[float]
@@ -35,6 +44,7 @@ class Generation:
     policy_version: int  # of the last token
     versions_T: list[int] = field(default_factory=list)  # per token; empty where policy_version sampled all
     routed_experts_T: np.ndarray | None = None  # experts of all tokens, prompt included (`hf.routing_record`), if recorded
+    kept_tokens: KeptTokens | None = None  # that each token was drawn from, if recorded
 
 
 @dataclass
@@ -69,6 +79,7 @@ class Completion:
     response_mask_T: list[bool] = field(default_factory=list)  # False where the environment wrote a token; empty: all are sampled
     dialogue: list[str] = field(default_factory=list)  # texts of policy and environment in turn; empty without an environment
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
+    kept_tokens: KeptTokens | None = None  # that each sampled token was drawn from, if recorded
     tool_errors: int = 0  # error messages of the environment to the policy
     environment_error: str = ""  # why the environment failed; the sample then scores 0
     versions_T: list[int] = field(default_factory=list)  # per output token; empty where policy_version sampled all
@@ -100,6 +111,7 @@ class SamplingParams:
     top_p: float = 1.0  # draws from the fewest most probable tokens that hold this share of the probability; 1: all
     top_k: int = -1  # draws from this many most probable tokens; -1: all
     min_p: float = 0.0  # draws from tokens that are at least this share as probable as the most probable one
+    record_kept_tokens: bool = False  # the engine tells which tokens these have left to draw from
 
 
 class RewardFunction(Protocol):

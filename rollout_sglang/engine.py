@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import torch
 
+from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.files import read_config
@@ -109,12 +110,15 @@ class SGLangEngine(RankRequests):
                     "sampling_params": [parameters[index] for index in missing],
                     "return_logprob": True,
                     "return_routed_experts": self._routing is not None,
+                    "return_sampling_mask": [samplings[index].record_kept_tokens for index in missing],
                 }
                 answers = self._post("/generate", body)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] == "abort":  # discarded by a sync: sample it again
                     continue
                 generations[index] = generation = parse_generation(answer, self._mixed_versions)
+                if samplings[index].record_kept_tokens:
+                    read_kept_tokens(answer, generation)
                 if self._routing is not None:
                     tokens = len(prompts_B[index]) + len(generation.output_ids_T)
                     generation.routed_experts_T = read_routed_experts(answer, self._routing, tokens)
@@ -281,6 +285,16 @@ def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
         "stop": list(sampling.stop),
         "sampling_seed": sampling.seed,
     }
+
+
+def read_kept_tokens(answer: dict[str, Any], generation: Generation) -> None:
+    """Set the tokens that SGLang kept for each sampled token, and the log-probs over those. Raise RunError if one was not kept itself."""
+    masks = answer["meta_info"].get("output_token_sampling_mask") or []
+    tokens = generation.output_ids_T
+    if len(masks) != len(tokens) or any(token not in kept for token, kept in zip(tokens, masks, strict=True)):
+        raise RunError("the engine does not tell which tokens top_p, top_k and min_p left to draw from, or drew another")
+    generation.kept_tokens = make_kept_tokens(masks)
+    generation.logprobs_T = [float(value) for value in answer["meta_info"]["output_token_sampling_logprobs"]]
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:

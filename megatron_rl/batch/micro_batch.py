@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_rl.batch.kept_tokens import pad_kept_tokens
 from megatron_rl.batch.packing import pack, round_up
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
@@ -48,6 +49,8 @@ class MicroBatch:
     """int64: index of the position among those of all samples together; -1 for padding."""
     routed_experts: torch.Tensor
     """Recorded experts [1, t, layers, k]; empty for none."""
+    kept_tokens: torch.Tensor
+    """Tokens that the log-probs are taken over, int32 [1, t, most], -1 where there are fewer; none for all. Empty for all everywhere."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """Return a copy with every tensor on `device`."""
@@ -109,6 +112,8 @@ def _pack_row(sample_indices: list[int], samples: list[TrainingSample], lengths:
     tail = max(round_up(sum(lengths), multiple), min_length) - sum(lengths)
     lengths = lengths + [tail] * bool(tail)
     shape = (1, sum(lengths))
+    kept = [sample.kept_tokens for index in sample_indices if (sample := samples[index]).kept_tokens is not None]
+    most_kept = max((int(tokens.counts.max(initial=0)) for tokens in kept), default=0)
     row = MicroBatch(
         sample_indices=sample_indices,
         lengths=lengths,
@@ -118,6 +123,7 @@ def _pack_row(sample_indices: list[int], samples: list[TrainingSample], lengths:
         positions=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
         token_indices=torch.full(shape, -1),
         routed_experts=_padding_experts(shape, samples),
+        kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
         **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
     )
     first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
@@ -135,6 +141,8 @@ def _pack_row(sample_indices: list[int], samples: list[TrainingSample], lengths:
         row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
         if len(sample.routed_experts):
             row.routed_experts[0, start:end] = sample.routed_experts
+        if sample.kept_tokens is not None and most_kept:
+            row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
         if len(sample.old_logprobs):
             row.old_logprobs[sampled] = sample.old_logprobs
         if len(sample.reference_logprobs):

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron_rl.types import KeptTokens
+
 _EMPTY = torch.empty(0)
 
 
@@ -38,6 +40,8 @@ class TrainingSample:
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Experts that the forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k]; empty for none. Either all
     samples of a batch have it or none."""
+    kept_tokens: KeptTokens | None = None
+    """The tokens that each was drawn from, which log-probs are taken over; None for all."""
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Policy versions between the sampling policy and the trainer's, int64 [A]; empty for 0."""
 

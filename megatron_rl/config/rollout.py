@@ -18,6 +18,8 @@ def _check_top_k(value: int) -> int:
     return value
 
 
+MOST_KEPT = 4096
+"""Tokens that an engine tells of a sampled token, at most: SGLang's --sampling-mask-max-tokens."""
 TopP = Annotated[float, Field(gt=0, le=1)]
 TopK = Annotated[int, AfterValidator(_check_top_k)]
 MinP = Annotated[float, Field(ge=0, lt=1)]
@@ -41,7 +43,7 @@ class RolloutConfig(ConfigSection):
     top_p: TopP = 1.0
     """Draw from the fewest most probable tokens that hold this share of the probability; 1: from all."""
     top_k: TopK = -1
-    """Draw from this many most probable tokens; -1: from all."""
+    """Draw from this many most probable tokens; -1: from all. Training with `top_p` or `min_p` needs it: the trainer is told the tokens."""
     min_p: MinP = 0.0
     """Draw from tokens that are at least this share as probable as the most probable one."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=32)
@@ -70,7 +72,7 @@ class RolloutConfig(ConfigSection):
     def to_sampling(self) -> SamplingParams:
         """Return how completions to train on are sampled."""
         names = ("temperature", "max_new_tokens", "stop", "top_p", "top_k", "min_p")
-        return SamplingParams(**{name: getattr(self, name) for name in names})
+        return SamplingParams(**{name: getattr(self, name) for name in names}, record_kept_tokens=self.top_k != -1)
 
     def to_layout(self) -> EngineLayout:
         return EngineLayout(self.tp, self.ep, self.engines)

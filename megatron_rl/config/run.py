@@ -46,4 +46,4 @@ class Config(ConfigSection):
 
     def to_eval_sampling(self) -> SamplingParams:
         """Return how completions of held-out problems are sampled."""
-        return replace(self.rollout.to_sampling(), **self.eval.model_dump(exclude={"samples"}, exclude_none=True))
+        return replace(self.rollout.to_sampling(), record_kept_tokens=False, **self.eval.model_dump(exclude={"samples"}, exclude_none=True))

@@ -96,7 +96,8 @@ class Policy:
 
     def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
         """Return log-probs [1, t] of a micro-batch's targets, with gradient; the same on all context-parallel ranks."""
-        return shard.gather_row(token_logprobs(logits, shard.select(batch.targets), self.temperature))
+        kept = shard.select(batch.kept_tokens) if len(batch.kept_tokens) else None
+        return shard.gather_row(token_logprobs(logits, shard.select(batch.targets), self.temperature, kept))
 
     def _run(
         self, samples: list[TrainingSample], loss: Callable[[torch.Tensor, MicroBatch, ContextShard], torch.Tensor], forward_only: bool

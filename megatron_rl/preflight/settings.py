@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.rollout import MOST_KEPT
 from megatron_rl.errors import UserError
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from parallel.formats import SERVED_METHODS
@@ -14,13 +15,17 @@ def updates_share_the_prompts(facts: Facts) -> None:
         raise UserError("algorithm.updates_per_step", updates, f"must divide rollout.prompts_per_step ({prompts})", "change one of them")
 
 
-@rule(Needs.TRAINER)
-def training_draws_from_all_tokens(facts: Facts) -> None:
-    for name, all_tokens in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-        value = getattr(facts.config.rollout, name)
-        if value != all_tokens:
-            rule = "draws from a part of the distribution that the trainer's log-probs are of"
-            raise UserError(f"rollout.{name}", value, rule, f"leave it out; eval.{name} is for evaluation alone")
+@rule(Needs.TRAINER, {"rollout.top_k": 512})
+def kept_tokens_are_bounded(facts: Facts) -> None:
+    """The engine tells the trainer which tokens each token was drawn from."""
+    rollout = facts.config.rollout
+    if rollout.top_k == -1 and (rollout.top_p < 1 or rollout.min_p > 0):
+        name, value = ("top_p", rollout.top_p) if rollout.top_p < 1 else ("min_p", rollout.min_p)
+        rule = "leaves an unbounded number of tokens to draw from, and the trainer is told them all"
+        raise UserError(f"rollout.{name}", value, rule, "set rollout.top_k, to 512 for example")
+    if rollout.top_k == 1 or rollout.top_k > MOST_KEPT:
+        rule = f"must be from 2, or nothing is left to learn, to {MOST_KEPT}, which the trainer is told, or -1"
+        raise UserError("rollout.top_k", rollout.top_k, rule, "eval.top_k is for evaluation")
 
 
 @rule(Needs.TRAINER)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.observability import hang_watchdog
@@ -74,6 +75,7 @@ class MultiTurnSampler:
             completion = dialogue.completion
             self._append_tokens(completion, generation.output_ids_T, generation.logprobs_T, True)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
+            completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
             completion.versions_T += generation.versions_T or [generation.policy_version] * len(generation.output_ids_T)
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
 

@@ -29,6 +29,7 @@ def to_training_samples(rollout: RolloutBatch, version: int = 0, routing: Routin
             rollout_logprobs=_sampled(completion.logprobs_T, completion.response_mask_T),
             response_mask=completion.response_mask_T,
             routed_experts=torch.empty(0) if routing is None else torch.from_numpy(completion.routed_experts_T),
+            kept_tokens=completion.kept_tokens,
             version_lags=_sampled([version - sampled_by for sampled_by in completion.versions_T], completion.response_mask_T),
         )
         for completion in rollout.completions_B

@@ -90,7 +90,10 @@ def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, 
         seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
-    return original(self, output, sampling, return_logprob, *args, **named)
+    tokens = original(self, output, sampling, return_logprob, *args, **named)
+    if output.sampling_mask_output is not None:  # SGLang takes these, too, from probabilities
+        output.sampling_mask_output.selected_logprobs = output.next_token_logprobs[sampling.sampling_mask_batch_indices]
+    return tokens
 
 
 def run_extend_attention(

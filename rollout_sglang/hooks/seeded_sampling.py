@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl.config.rollout import MOST_KEPT
+
 
 def attach_seeds(original: Callable[..., Any], cls: type, batch: Any, *args: Any, **named: Any) -> Any:
     """Wrap `SamplingBatchInfo.from_schedule_batch`: add int64 seeds [requests], which SGLang keeps in step with its batches."""
@@ -51,10 +53,28 @@ def find_kept_tokens(probs_V: torch.Tensor, top_p: float, top_k: int, min_p: flo
     return candidates[order][:top_k][(before < top_p * total)[:top_k]] if top_p < 1 else candidates[order][:top_k]
 
 
-def sample_truncated(probs: torch.Tensor, *truncation: Any, **named: Any) -> torch.Tensor:
-    """Replace SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`: `truncate` has left the probability of what may not be drawn at 0."""
-    *_, sampling_seed, positions = truncation
-    return sample_tokens(probs, sampling_seed, positions)
+def sample_truncated(
+    probs: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    need_min_p_sampling: bool,
+    sampling_seed: torch.Tensor,
+    positions: torch.Tensor,
+    *,
+    return_filtered_probs: bool = False,
+    max_top_k: int | None = None,
+) -> Any:
+    """Replace SGLang's `top_k_top_p_min_p_sampling_from_probs_torch`, same arguments; `truncate` has done what these say.
+
+    `return_filtered_probs`: return also the probabilities of what may be drawn, largest first, their tokens, and the drawn one's.
+    """
+    tokens = sample_tokens(probs, sampling_seed, positions)
+    if not return_filtered_probs:
+        return tokens
+    most = min(int((probs > 0).sum(-1).max()), MOST_KEPT)  # more in rows alone that nobody asks for
+    weights, ids = probs.topk(most)
+    return tokens, weights, ids.int(), probs.gather(1, tokens.long()[:, None]).view(-1)
 
 
 def sample_tokens(probs: torch.Tensor, sampling_seed: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import torch
 from support import trainer_engine
 from support.models import random_sequences
 
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.types import Generation, SamplingParams
 
@@ -37,6 +40,18 @@ def test_bounds_hold_for_their_request_alone_and_one_token_is_the_greedy_one(uni
     assert tokens(alone) == tokens(beside) != tokens(free)
     assert [answer.logprobs_T for answer in alone] == [answer.logprobs_T for answer in beside]
     assert tokens(sample(unified, plain)[0]) == tokens(free)
+
+
+def test_log_probs_are_those_of_the_distribution_sampled_from_on_both_sides(unified):
+    bounds = {"top_k": 200, "top_p": 0.5, "min_p": 0.001, "record_kept_tokens": True}
+    cut = unified.call(trainer_engine.generate, PROMPTS, TOKENS, bounds)[0]
+    counts = np.concatenate([kept.counts for kept in cut["kept"]])
+    assert len(counts) == len(cut["engine"]) >= 50 and counts.max() <= 200 and len(set(counts.tolist())) > 3
+    assert torch.equal(cut["engine"], cut["trainer"])
+    samples = [TrainingSample(prompt, answer) for prompt, answer in cut["samples"]]
+    whole = unified.call(trainer_engine.compute_logprobs, samples)[0]
+    mass = (whole - cut["engine"]).exp()  # that the kept tokens hold of the whole distribution
+    assert mass.min() > 0.4999 and mass.max() < 0.6
 
 
 def test_an_answer_ends_with_the_token_that_completes_a_stop_string_and_keeps_it(unified, checkpoint):

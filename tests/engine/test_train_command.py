@@ -46,6 +46,10 @@ def mixture(folder: Path) -> dict[str, object]:
         "checkpoint.every": 1,
         "checkpoint.keep": 2,
         "checkpoint.resume": "auto",
+        "rollout.top_k": 100,
+        "rollout.top_p": 0.9,
+        "eval.samples": 2,
+        "eval.top_p": 1.0,
         "rollout.max_total_tokens": 1 << 16,  # a cache of which one can see whether it is there
     }
 
@@ -96,7 +100,7 @@ def test_the_run_leaves_everything_behind(runs):
     for row in rows[1:]:
         assert {"reward/mean", "loss/policy", "grad_norm", "update/abs_mean", "entropy", "time/step", "memory/train_mb"} <= row.keys()
         assert row["tokens/generated"] > 0 and row["mismatch/abs_mean"] < 1e-3 and "mismatch/k3_kl" in row
-    assert "eval/accuracy" in rows[0] and "eval/accuracy" in rows[-1]
+    assert {"eval/accuracy", "eval/pass@2", "eval/maj@2"} <= rows[0].keys() & rows[-1].keys()
     assert {sample["step"] for sample in read_rows(run, "samples.jsonl")} == set(range(1, last + 1))
     assert list((run / "tensorboard").glob("events.out.tfevents.*"))
     assert "<html" in (run / "report.html").read_text()

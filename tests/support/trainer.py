@@ -379,3 +379,16 @@ def _addresses(optimizer: Any) -> list[int]:
         addresses += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
         addresses += [master.data_ptr() for _, master in iter_fp32_masters(part)]
     return addresses
+
+
+def vocabulary_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, gradient of the logits of this rank's tokens) of logits whose vocabulary all ranks share."""
+    start()
+    rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    part = logits.chunk(ranks, -1)[rank].clone().requires_grad_()
+    logprobs = token_logprobs(part, targets, temperature, kept)
+    logprobs.sum().backward()
+    assert part.grad is not None
+    return logprobs.detach(), part.grad

@@ -105,9 +105,10 @@ class TrainerAndEngines:
         with self.weight_sync(bucket_bytes, settings) as sync:
             yield RecoveringWeightSync(sync, self.rank0_engines, self.messages.append)
 
-    def sample(self, prompts: list[list[int]], tokens: int) -> list[Generation]:
+    def sample(self, prompts: list[list[int]], tokens: int, **sampling: Any) -> list[Generation]:
         """Completions of every prompt, on all ranks."""
-        return self.rank0_engines.run(lambda engines: engines.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=tokens)))
+        params = SamplingParams(1.0, tokens, **sampling)
+        return self.rank0_engines.run(lambda engines: engines.generate(prompts, params))
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> torch.Tensor:
         """The trainer's log-probs of all sampled tokens, one sample after the other."""
@@ -184,20 +185,29 @@ def sync(version: int, bucket_bytes: int = MIB, settings: dict[str, Any] | None 
         return {**asdict(weight_sync.run(version)), "chunks": len(weight_sync.plan.chunks)}
 
 
-def generate(prompts: list[list[int]], tokens: int = 24) -> dict[str, Any]:
+def generate(prompts: list[list[int]], tokens: int = 24, sampling: dict[str, Any] | None = None) -> dict[str, Any]:
     """Sample answers: policy versions, (prompt, answer) of each, the engine's and the trainer's log-probs of all sampled tokens."""
-    generations = current().sample(prompts, tokens)
+    generations = current().sample(prompts, tokens, **(sampling or {}))
     samples = make_samples(prompts, generations)
     return {
         "versions": {generation.policy_version for generation in generations},
         "samples": [(sample.prompt_ids, sample.response_ids) for sample in samples],
         "engine": torch.tensor([value for generation in generations for value in generation.logprobs_T]),
         "trainer": current().compute_logprobs(samples),
+        "kept": [sample.kept_tokens for sample in samples],
     }
 
 
 def make_samples(prompts: list[list[int]], generations: list[Generation]) -> list[TrainingSample]:
-    return [TrainingSample(prompt, generation.output_ids_T) for prompt, generation in zip(prompts, generations, strict=True)]
+    return [
+        TrainingSample(prompt, generation.output_ids_T, kept_tokens=generation.kept_tokens)
+        for prompt, generation in zip(prompts, generations, strict=True)
+    ]
+
+
+def compute_logprobs(samples: list[TrainingSample]) -> torch.Tensor:
+    """The trainer's."""
+    return current().compute_logprobs(samples)
 
 
 def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = None) -> list[tuple[list[int], list[float], int]]:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.micro_batches import iter_target_positions
 
+from megatron_rl.batch.kept_tokens import extend_kept_tokens, make_kept_tokens
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.packing import context_parallel_positions, pack
 from megatron_rl.batch.training_sample import TrainingSample
@@ -136,3 +137,16 @@ def test_one_micro_batch_by_hand_and_none():
     for name, value in vars(batch).items():
         if isinstance(value, torch.Tensor):
             assert (getattr(copy, name).device.type, getattr(copy, name).shape) == ("meta", value.shape), name
+
+
+def test_kept_tokens_lie_where_their_token_is_the_target():
+    """Also beside a sample that has none, and beside tokens of an environment."""
+    kept = extend_kept_tokens(make_kept_tokens([[4, 9], [5]]), make_kept_tokens([[7, 8, 6]]))
+    samples = [TrainingSample([1, 2], [4, 5, 0, 6], response_mask=[True, True, False, True], kept_tokens=kept), TrainingSample([1], [3])]
+    [batch] = make_micro_batches(samples, 100)
+    width = batch.tokens.shape[1]
+    assert batch.kept_tokens.shape == (1, width, 3) and batch.kept_tokens.dtype == torch.int32
+    expected = {4: [4, 9, -1], 5: [5, -1, -1], 6: [7, 8, 6]}  # by target
+    for target, mask, row in zip(batch.targets[0].tolist(), batch.mask[0].tolist(), batch.kept_tokens[0].tolist(), strict=True):
+        assert row == (expected.get(target, [-1] * 3) if mask else [-1] * 3)
+    assert not len(make_micro_batches(samples[1:], 100)[0].kept_tokens)

@@ -94,10 +94,16 @@ MISTAKES = [
         ("--algorithm.updates_per_step=3",),
     ),
     Mistake(
-        settings.training_draws_from_all_tokens,
+        settings.kept_tokens_are_bounded,
         "train plan",
-        "rollout.top_p = 0.9: draws from a part of the distribution that the trainer's log-probs are of; leave it out; eval.top_p is for",
-        ("--rollout.top_p=0.9",),
+        "rollout.min_p = 0.1: leaves an unbounded number of tokens to draw from, and the trainer is told them all; set rollout.top_k",
+        ("--rollout.min_p=0.1",),
+    ),
+    Mistake(
+        settings.kept_tokens_are_bounded,
+        "train plan",
+        "rollout.top_k = 1: must be from 2, or nothing is left to learn, to 4096, which the trainer is told, or -1; eval.top_k is for",
+        ("--rollout.top_k=1",),
     ),
     Mistake(
         settings.calibration_has_quantized_ratios,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.batch.kept_tokens import make_kept_tokens
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.errors import RunError
 from megatron_rl.rollout.environment_pool import EnvironmentPool
@@ -54,7 +55,9 @@ class ScriptedEngine:
             ids = script[: sampling.max_new_tokens]
             routing = np.full((len(prompt) + len(ids) - 1, 1, 1), turn, np.uint8)  # every token goes to the turn's number
             finish, logprobs = "stop" if ids == script else "length", [-float(token) for token in ids]
-            result.append(Generation(ids, logprobs, finish, self.versions[turn], routed_experts_T=routing))
+            result.append(
+                Generation(ids, logprobs, finish, self.versions[turn], [], routing, make_kept_tokens([[token, 0] for token in ids]))
+            )
         return result
 
 
@@ -95,6 +98,8 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     assert completion.logprobs_T == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
     assert completion.routed_experts_T is not None
     assert completion.routed_experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
+    assert completion.kept_tokens is not None and completion.kept_tokens.counts.tolist() == [2] * 6, "of the policy's tokens alone"
+    assert completion.kept_tokens.ids.reshape(6, 2)[:, 0].tolist() == [a, a, stop, b, stop, ord("c")]
     assert completion.dialogue == ["aa>", "bb", "b>", "d", "c"] and completion.text == "aa>bbb>dc"
     assert (completion.num_turns, completion.sampled_count, completion.finish_reason) == (3, 6, "stop")
     assert scripted.calls == [[("0", "aa>", b"")], [("0", "b>", b"1")], [("0", "c", b"")]]

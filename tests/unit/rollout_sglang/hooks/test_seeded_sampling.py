@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.rollout.worker import derive_seed
-from rollout_sglang.hooks.seeded_sampling import find_kept_tokens, hash_to_uniform, sample_tokens, truncate
+from rollout_sglang.hooks.seeded_sampling import find_kept_tokens, hash_to_uniform, sample_tokens, sample_truncated, truncate
 
 
 def probabilities(rows: int, columns: int) -> torch.Tensor:
@@ -102,6 +102,15 @@ def test_they_are_sglangs():
     for row in range(200):
         expected = set(ids[row, weights[row] > 0].tolist())
         assert len(expected ^ set(find_kept_tokens(probs[row], 0.9, 40, 0.0).tolist())) <= 1
+
+
+def test_sglang_gets_what_was_kept_most_probable_first():
+    probs = torch.tensor([[0.0, 0.25, 0.0, 0.75], [0.5, 0.0, 0.3, 0.2]])
+    arguments = (None, None, None, False, torch.tensor([1, 2]), torch.tensor([0, 0]))
+    tokens, weights, ids, drawn = sample_truncated(probs, *arguments, return_filtered_probs=True, max_top_k=3)
+    assert torch.equal(tokens, sample_truncated(probs, *arguments)) and torch.equal(tokens, sample_tokens(probs, *arguments[-2:]))
+    assert [row[mass > 0].tolist() for row, mass in zip(ids, weights, strict=True)] == [[3, 1], [0, 2, 3]]
+    assert drawn.tolist() == [probs[row, token] for row, token in enumerate(tokens.tolist())] and ids.dtype == torch.int32
 
 
 def test_every_request_of_a_batch_is_cut_by_its_own_bounds():

@@ -1,0 +1,34 @@
+"""The tokens that each sampled token was drawn from, where top_p, top_k or min_p leave some out.
+
+The trainer takes its log-probs over the same tokens, so that both sides speak of the distribution that was sampled from, in every
+precision mode and at every age of a token ("keep sampling mask": DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+
+from megatron_rl.types import KeptTokens
+
+
+def make_kept_tokens(ids_by_token: Sequence[Sequence[int]]) -> KeptTokens:
+    counts = np.array([len(ids) for ids in ids_by_token], np.int32)
+    return KeptTokens(counts, np.fromiter(chain.from_iterable(ids_by_token), np.int32, int(counts.sum())))
+
+
+def extend_kept_tokens(known: KeptTokens | None, more: KeptTokens | None) -> KeptTokens | None:
+    """Return those of all turns after another turn."""
+    if known is None or more is None:
+        return more
+    return KeptTokens(np.concatenate([known.counts, more.counts]), np.concatenate([known.ids, more.ids]))
+
+
+def pad_kept_tokens(kept: KeptTokens, width: int) -> torch.Tensor:
+    """Return int32 [A, width], -1 where there are fewer."""
+    padded = np.full((len(kept.counts), width), -1, np.int32)
+    padded[np.arange(width) < kept.counts[:, None]] = kept.ids
+    return torch.from_numpy(padded)
