@@ -125,7 +125,7 @@ def weights(
     print("|---|---|" + "---|" * (1 + len(STEPS)))
     for (copy, kind), total in sums.items():
         response = [f"{float(moved / stepped):.3g}" for moved, stepped, _ in total]
-        print(f"| {copy} | {kind} | {100 * float(total[0, 2]) / nonzero:.2g} % | {' | '.join(response)} |")
+        print(f"| {copy} | {kind} | {100 * float(total[0, 2]) / nonzero:.3g} % | {' | '.join(response)} |")
 
 
 def make_tables(finished: dict[str, list[Rows]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:

@@ -107,3 +107,24 @@ def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(tmp_path):
         "| 2 | 2.75 | 1.25 | 2.00 | 1.45 | 1.00 | 0.500 | 18.2 % | 4.5 % |",
     ]
     assert lines[3].split(" | ")[3:5] == ["4.00", "2.91"]
+
+
+def test_the_first_steps_of_weights_show_where_masters_lie():
+    done = study("studies/first_steps", "weights", "--tensors", 1)
+    assert done.returncode == 0, done.stderr
+    cells = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if " % | " in line]
+    response = {(copy, masters): float(first) for copy, masters, _, first, *_ in cells}
+    assert all(0.9 < value < 1.3 for (_, masters), value in response.items() if masters == "spread") and len(response) == 12
+    assert response["FP8, power-of-two scales", "stored"] > 20 and response["FP8, from an FP8 checkpoint", "stored"] < 0.05
+
+
+def test_the_first_steps_of_runs_are_shown_side_by_side(tmp_path):
+    model = f"--model.path={tmp_path / 'model'}"
+    for masters, response in (("stored", 200.0), ("spread", 1.25)):
+        overrides = ("--precision.mode=bf16", f"--precision.masters={masters}", "--train.seed=0", "--train.steps=2", model)
+        run_folder(tmp_path / "bf16" / masters / "seed0", [0.0, 0.5, 0.75], *overrides, **{"precision/response": response})
+    done = study("studies/first_steps", "runs", "--config", QUICKSTART, "--modes=bf16", "--steps=2", "--out", tmp_path, model)
+    assert done.returncode == 0, done.stderr
+    assert "| bf16, stored | 0 | 0.5 | 0.75 |" in done.stdout and "| bf16, spread | 1.25 | 1.25 | 1.25 |" in done.stdout
+    page = (tmp_path / "study.html").read_text()
+    assert "<td>bf16, stored</td><td>200</td>" in page and page.count("<svg ") == 2
