@@ -27,7 +27,7 @@ class HubModel(NamedTuple):
             return None
         match = _MODEL.fullmatch(str(path))
         if match is None:
-            raise ValueError("is not of the form hf:OWNER/NAME or hf:OWNER/NAME@REVISION")
+            raise ValueError("is not of the form hf:OWNER/NAME[@REVISION], such as hf:Qwen/Qwen3-8B")
         return cls(match[1], match[2])
 
     @property

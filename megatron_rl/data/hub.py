@@ -31,8 +31,10 @@ def read_hub_rows(source: str, field: str, columns: Container[str] | None) -> It
 
 def _load(source: str, name: str, config: str | None, split: str, field: str) -> Any:
     import datasets  # seconds to import, and most runs need none of it
+    from huggingface_hub.utils import logging
 
     datasets.disable_progress_bars()
+    logging.set_verbosity_error()  # a line of each retry
     try:
         repository, _, revision = (name, "", "") if Path(name).is_dir() else name.partition("@")
         return datasets.load_dataset(repository, config, split=split, revision=revision or None)

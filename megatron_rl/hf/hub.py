@@ -66,7 +66,7 @@ def _parse(path: Path, field: str) -> HubModel | None:
     try:
         return HubModel.parse(path)
     except ValueError as error:
-        raise UserError(field, str(path), str(error), "write it so, e.g. hf:Qwen/Qwen3-8B") from None
+        raise UserError(field, str(path), str(error)) from None
 
 
 def _find_missing(folder: Path, files: Sequence[str]) -> list[str]:
@@ -76,7 +76,9 @@ def _find_missing(folder: Path, files: Sequence[str]) -> list[str]:
 def _download(model: HubModel, files: list[str], path: Path, field: str) -> Path:
     """Return the cache's folder of the commit, with those of `files` that the model has."""
     from huggingface_hub import snapshot_download  # most runs need none of it
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils import logging, tqdm
+
+    logging.set_verbosity_error()  # a line of each retry
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **settings: Any) -> None:

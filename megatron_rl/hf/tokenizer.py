@@ -8,6 +8,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_rl.errors import UserError
 
+_FIX = "add tokenizer.json and tokenizer_config.json of the model that it was made from"
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in the checkpoint folder `folder`, from local files only.
@@ -20,7 +22,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError or a bare Exception, depending on what is wrong
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError("model.path", str(folder), f"holds no usable tokenizer ({reason[:200]})", "add tokenizer.json") from error
+        raise UserError("model.path", str(folder), f"holds no usable tokenizer ({reason[:200]})", _FIX) from error
+    if not set(tokenizer.encode("1 + 1 = 2", add_special_tokens=False)) - {tokenizer.unk_token_id}:
+        # transformers makes an empty tokenizer of a known model's config.json alone
+        raise UserError("model.path", str(folder), "holds no usable tokenizer (it has no tokens for a text)", _FIX)
     if tokenizer.eos_token_id is None:
         raise UserError("model.path", str(folder), "its tokenizer has no end token", "set eos_token in tokenizer_config.json")
     return tokenizer

@@ -55,6 +55,8 @@ def _make_handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             hub.requests.append(f"{self.command} {path}")
             is_api = path.startswith("/api/models/")
             parts = path.removeprefix("/api/models").strip("/").split("/")
+            if len(parts) < 4:
+                return self.refuse(404, "")
             name, kind, revision, file = "/".join(parts[:2]), parts[2], parts[3], "/".join(parts[4:])
             if name not in hub.models:
                 self.refuse(401, "RepoNotFound")

@@ -22,6 +22,9 @@ def test_an_unusable_tokenizer_is_refused(tmp_path):
         if content is not None:
             (tmp_path / "tokenizer.json").write_text(content)
         assert "no usable tokenizer" in refusal(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # of which transformers makes a tokenizer without a vocabulary
+    assert "no usable tokenizer" in refusal(tmp_path)
     make_byte_tokenizer(tmp_path)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     del settings["eos_token"]

@@ -100,7 +100,7 @@ def test_what_is_not_there_is_one_line(hub, model, tmp_path):
         "hf:someone/empty": "holds no config.json; name a model with config.json, tokenizer and safetensors weights",
         "hf:someone/bare": "holds no model.safetensors; name a model with safetensors weights",
         "hf:some--one/unknown": "is no name on the hub (",
-        "hf:unknown": "is not of the form hf:OWNER/NAME or hf:OWNER/NAME@REVISION; write it so, e.g. hf:Qwen/Qwen3-8B",
+        "hf:unknown": "is not of the form hf:OWNER/NAME[@REVISION], such as hf:Qwen/Qwen3-8B",
         "hf:a/b/c": "is not of the form",
         "hf:someone/unknown@": "is not of the form",
     }.items():
