@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import unwrap_model
 
 from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
@@ -21,10 +22,11 @@ from megatron_rl.mcore import nan_finder, reduce
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.quantized_linear import quantize_model
 from megatron_rl.mcore.layers.router import ModelRouters
-from megatron_rl.mcore.logprobs import token_entropy, token_logprobs
+from megatron_rl.mcore.logprobs import score_tokens, token_logprobs
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
+from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
 
@@ -58,11 +60,13 @@ class Policy:
         logprobs_by_sample = logprobs.split(lengths)
         entropy = 0.0
 
-        def collect(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
+        def collect(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             nonlocal entropy
-            for index, answer_logprobs in batch.split_by_sample(self._token_logprobs(logits, batch, shard), samples):
+            scores = score_tokens(logits, *scored.select_targets(batch, shard), self.temperature)
+            row, entropies = (shard.gather_row(scored.restore(values)) for values in scores)
+            for index, answer_logprobs in batch.split_by_sample(row, samples):
                 logprobs_by_sample[index].copy_(answer_logprobs)
-            entropy += float((shard.gather_row(token_entropy(logits, self.temperature)) * batch.mask).sum())
+            entropy += float((entropies * batch.mask).sum())
             return logits.new_zeros(())
 
         with torch.no_grad():
@@ -94,16 +98,14 @@ class Policy:
         with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts):
             return chunk(shard.select(batch.tokens), shard.select(batch.positions), None, packed_seq_params=packed_params)
 
-    def _token_logprobs(self, logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
-        """Return log-probs [1, t] of a micro-batch's targets, with gradient; the same on all context-parallel ranks."""
-        kept = shard.select(batch.kept_tokens) if len(batch.kept_tokens) else None
-        return shard.gather_row(token_logprobs(logits, shard.select(batch.targets), self.temperature, kept))
-
     def _run(
-        self, samples: list[TrainingSample], loss: Callable[[torch.Tensor, MicroBatch, ContextShard], torch.Tensor], forward_only: bool
+        self,
+        samples: list[TrainingSample],
+        loss: Callable[[torch.Tensor, MicroBatch, ContextShard, ScoredPositions], torch.Tensor],
+        forward_only: bool,
     ) -> None:
-        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps logits [1, t / cp, vocab / tp], the micro-batch
-        and this rank's shard of it to a sum over its tokens.
+        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps logits [1, n, vocab / tp], the micro-batch, this
+        rank's shard of it, and the n positions of the shard that have logits, to a sum over its tokens.
 
         `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
@@ -112,8 +114,11 @@ class Policy:
         def forward_step(iterator: Any, chunk: Any) -> Any:
             batch = next(iterator).to(self._device)
             shard = ContextShard.for_this_rank(batch.lengths, self._device)
-            tokens = shard.select(batch.mask).sum().int()  # Megatron sums them over all ranks
-            return self._forward(chunk, batch, shard), lambda output: (loss(output, batch, shard), tokens, {})
+            mask, model = shard.select(batch.mask), unwrap_model(chunk)
+            scored = ScoredPositions.of(mask, model)
+            with scored.restrict_logits(model):
+                output = self._forward(chunk, batch, shard)
+            return output, lambda logits: (loss(logits, batch, shard, scored), mask.sum().int(), {})  # Megatron sums tokens over all ranks
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -202,8 +207,9 @@ class Actor(Policy):
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
         sums: dict[str, float] = {}
 
-        def compute_loss(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
-            total, metrics = loss(self._token_logprobs(logits, batch, shard), batch)
+        def compute_loss(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
+            logprobs = token_logprobs(logits, *scored.select_targets(batch, shard), self.temperature)
+            total, metrics = loss(shard.gather_row(scored.restore(logprobs)), batch)  # the same on all context-parallel ranks
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():
                 sums[name] = sums.get(name, 0.0) + float(value)
@@ -223,7 +229,7 @@ class Actor(Policy):
     def _check_gradients_finite(self) -> None:
         """Raise RunError on every rank where any gradient holds inf or NaN, naming it on the rank that holds it."""
         parameters = ((chunk, name, parameter) for chunk in self.chunks for name, parameter in chunk.named_parameters())
-        bad = next((global_name(chunk, name) for chunk, name, parameter in parameters if not torch.isfinite(parameter.main_grad).all()), "")
+        bad = next((global_name(chunk, name) for chunk, name, parameter in parameters if not _is_finite(parameter.main_grad)), "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_on_all_ranks(error)
 
@@ -233,3 +239,8 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Return whether no value is inf or NaN. Their sum shows it in one pass; it may overflow by itself."""
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())

@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+_VALUES_IN_CACHE = 1 << 17
+"""Weights that are updated at a time: their gradients, moments and temporaries fit into a core's cache."""
+
 
 class FusedAdam(torch.optim.Optimizer):
     """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) where `adam_w_mode` is set."""
@@ -43,18 +46,25 @@ class FusedAdam(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
+        for part in zip(*(tensor.view(-1).split(_VALUES_IN_CACHE) for tensor in tensors), strict=True):
+            self._update_part(*part, group)
+
+    def _update_part(
+        self, param: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, group: dict[str, Any]
+    ) -> None:
         beta1, beta2 = group["betas"]
         decay = group["weight_decay"]
-        grad = param.grad.float()  # type: ignore[union-attr]
+        grad = grad.float()
         if decay and not self.adam_w_mode:
             grad = grad.add(param.float(), alpha=decay)
-        mean = state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-        square = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        mean.mul_(beta1).add_(grad, alpha=1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
         correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
-        update = (mean / correction1) / ((square / correction2).sqrt() + group["eps"])
+        update = (mean / correction1).div_((square / correction2).sqrt_().add_(group["eps"]))
         if decay and self.adam_w_mode:
-            update = update.add(param.float(), alpha=decay)
+            update.add_(param.float(), alpha=decay)
         param.add_(update, alpha=-group["lr"])
 
 
