@@ -62,7 +62,8 @@ class Policy:
 
         def collect(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             nonlocal entropy
-            scores = score_tokens(logits, *scored.select_targets(batch, shard), self.temperature)
+            targets, kept = scored.select_targets(batch, shard)
+            scores = score_tokens(logits, targets, self.temperature, kept)
             row, entropies = (shard.gather_row(scored.restore(values)) for values in scores)
             for index, answer_logprobs in batch.split_by_sample(row, samples):
                 logprobs_by_sample[index].copy_(answer_logprobs)
@@ -208,7 +209,8 @@ class Actor(Policy):
         sums: dict[str, float] = {}
 
         def compute_loss(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
-            logprobs = token_logprobs(logits, *scored.select_targets(batch, shard), self.temperature)
+            targets, kept = scored.select_targets(batch, shard)
+            logprobs = token_logprobs(logits, targets, self.temperature, kept)
             total, metrics = loss(shard.gather_row(scored.restore(logprobs)), batch)  # the same on all context-parallel ranks
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():

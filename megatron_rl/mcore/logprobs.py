@@ -60,7 +60,7 @@ def _is_local(logits: torch.Tensor) -> bool:
     return parallel_state.get_tensor_model_parallel_world_size() == 1 and not logits.is_cuda
 
 
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | None, temperature: float) -> torch.Tensor:
+def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None = None) -> torch.Tensor:
     """Return log softmax(logits / temperature) at `targets`, over the tokens `kept` (`MicroBatch.kept_tokens`) where these are given.
 
     logits [b, s, vocab / tp], targets int64 [b, s], kept int32 [b, s, most]; float32 [b, s].
@@ -73,14 +73,14 @@ def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tens
 
 @torch.no_grad()
 def score_tokens(
-    logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | None, temperature: float
+    logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `token_logprobs`, without gradient, and the entropy in nats of softmax(logits / temperature), over all tokens.
 
     Shapes as there; both float32 [b, s].
     """
     if not _is_local(logits):
-        return token_logprobs(logits, targets, kept, temperature), _entropy(logits, temperature)
+        return token_logprobs(logits, targets, temperature, kept), _entropy(logits, temperature)
     at_targets, entropies = torch.empty(targets.shape), torch.empty(targets.shape)
     step = max(1, _LOGITS_IN_CACHE // (len(logits) * logits.shape[-1]))
     for start in range(0, targets.shape[1], step):
@@ -95,7 +95,6 @@ def score_tokens(
 
 
 def _entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
->>>>>>> cd165ec (Trainer: logits of sampled tokens only, softmax over the vocabulary and Adam in parts that stay in the cache)
     group = parallel_state.get_tensor_model_parallel_group()
     scaled = logits.float() / temperature
     maxima = scaled.amax(-1)

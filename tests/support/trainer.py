@@ -327,7 +327,7 @@ def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
         tokens = F.pad(ids, (0, 64 - ids.shape[1]))
         with torch.no_grad():
             logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
-        logprobs.append(token_logprobs(logits[:, : ids.shape[1] - 1], ids[:, 1:], None, 1.0)[0, len(sequence.prompt_ids) - 1 :])
+        logprobs.append(token_logprobs(logits[:, : ids.shape[1] - 1], ids[:, 1:], 1.0)[0, len(sequence.prompt_ids) - 1 :])
     return torch.cat(logprobs)
 
 

@@ -27,10 +27,10 @@ def test_logprobs_are_the_softmaxs_and_so_are_gradient_and_entropy(temperature, 
     targets, weights = torch.randint(70_000, (1, 50), generator=generator), torch.randn(1, 50, generator=generator)
     wanted = F.log_softmax(logits.float() / temperature, -1)
     at_targets = wanted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    logprobs, entropies = score_tokens(logits, targets, None, temperature)
-    assert torch.equal(logprobs, at_targets) and torch.equal(token_logprobs(logits, targets, None, temperature), at_targets)
+    logprobs, entropies = score_tokens(logits, targets, temperature)
+    assert torch.equal(logprobs, at_targets) and torch.equal(token_logprobs(logits, targets, temperature), at_targets)
     torch.testing.assert_close(entropies, -(wanted.exp() * wanted).sum(-1).detach())
-    (gradient,) = torch.autograd.grad((token_logprobs(logits, targets, None, temperature) * weights).sum(), logits)
+    (gradient,) = torch.autograd.grad((token_logprobs(logits, targets, temperature) * weights).sum(), logits)
     torch.testing.assert_close(gradient, torch.autograd.grad((at_targets * weights).sum(), logits)[0])
 
 
