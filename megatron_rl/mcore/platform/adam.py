@@ -46,9 +46,11 @@ class FusedAdam(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(param, dtype=torch.float32)
             state["exp_avg_sq"] = torch.zeros_like(param, dtype=torch.float32)
+        assert param.grad is not None
         tensors = (param, param.grad, state["exp_avg"], state["exp_avg_sq"])
-        for part in zip(*(tensor.view(-1).split(_VALUES_IN_CACHE) for tensor in tensors), strict=True):
-            self._update_part(*part, group)
+        parts = (tensor.view(-1).split(_VALUES_IN_CACHE) for tensor in tensors)
+        for part, grad, mean, square in zip(*parts, strict=True):
+            self._update_part(part, grad, mean, square, group)
 
     def _update_part(
         self, param: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, group: dict[str, Any]
