@@ -22,7 +22,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import TensorFormat
 from parallel.shards import Rect, Region, Shard
 
-_STRIP = 1 << 24
+_STRIP = 1 << 22
 """Elements to draw at once."""
 
 
