@@ -138,12 +138,20 @@ def export(
     checkpoint: Annotated[Path, typer.Option(help=_CHECKPOINT, show_default=False)],
     output: Annotated[Path, typer.Option(help="The new folder for the Hugging Face checkpoint.", show_default=False)],
     precision: Annotated[str, typer.Option(help=f"bf16, or {_QUANTIZED}: the very bytes that the engine served.")] = "bf16",
+    align: Annotated[int | None, typer.Option(min=1, help="Widen matrices with zeros to multiples of this: 128 for FP8.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="With --align: ranks that shall cut them at such multiples.")] = 1,
+    expert_tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Also of each expert; default: the same.")] = None,
 ) -> None:
-    """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint."""
+    """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint. With --align its matrices are
+    wider, and compute the same."""
     with expected_errors():
+        if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
+            raise UserError("--tensor-parallel", tensor_parallel, "says for how many ranks --align widens", "add --align 128")
+        from megatron_rl.hf.align import Alignment
         from megatron_rl.mcore.export import export_checkpoint
 
-        export_checkpoint(checkpoint, output, precision)
+        alignment = Alignment(align, tensor_parallel, expert_tensor_parallel or 0) if align else None
+        export_checkpoint(checkpoint, output, precision, alignment)
         print(f"checkpoint: {output}")
 
 

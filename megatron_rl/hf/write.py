@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.hf.files import list_tokenizer_files
+from megatron_rl.hf.files import INDEX, SINGLE, list_tokenizer_files
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +31,49 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], tokenizer_from: Path | None) -> None:
-    """Write config.json and model.safetensors into an existing folder, and copy the tokenizer's files from another checkpoint."""
-    from safetensors.torch import save_file
+def write_checkpoint(
+    folder: Path,
+    config: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    tokenizer_from: Path | None,
+    file_bytes: int = 5 << 30,
+) -> None:
+    """Write config.json and the weights into an existing folder, and copy the tokenizer's files from another checkpoint.
 
+    `tensors` by name, or pairs that are made one by one: of those no more than `file_bytes` and one tensor are in memory. More than that are
+    written as several files with an index.
+    """
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_tensors(folder, tensors.items() if isinstance(tensors, Mapping) else tensors, file_bytes)
     if tokenizer_from is not None:
         for file in list_tokenizer_files(tokenizer_from):
             shutil.copy(file, folder / file.name)
+
+
+def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> None:
+    files: list[list[str]] = []
+    part: dict[str, torch.Tensor] = {}
+    size = total = 0
+
+    def write_part() -> None:
+        from safetensors.torch import save_file
+
+        save_file(part, folder / f"{len(files)}.part", metadata={"format": "pt"})
+        files.append(list(part))
+        part.clear()
+
+    for name, tensor in tensors:
+        if part and size + tensor.nbytes > file_bytes:
+            write_part()
+            size = 0
+        part[name] = tensor.contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    write_part()
+    file_of = {}
+    for number, names in enumerate(files):
+        file = SINGLE if len(files) == 1 else f"model-{number + 1:05}-of-{len(files):05}.safetensors"
+        (folder / f"{number}.part").rename(folder / file)
+        file_of.update(dict.fromkeys(names, file))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

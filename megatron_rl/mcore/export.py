@@ -1,11 +1,12 @@
 """Hugging Face checkpoints from a Megatron model: BF16 or FP32 masters, or the very quantised bytes that the engine gets. Also from
-another Hugging Face checkpoint, in another precision.
+another Hugging Face checkpoint, in another precision. Either with the wider matrices of `hf.align`.
 
 The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model
 from megatron_rl.hf.read import HFCheckpoint
@@ -26,7 +28,8 @@ from parallel.layout import Layout
 from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import Transfer, add_scale_transfers, reshard
-from parallel.shards import take_all
+
+NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
 
 def gather_tensors(
@@ -63,19 +66,26 @@ def save_hf(
     layout: Layout,
     contract: PrecisionContract,
     tokenizer: Path,
+    wide_config: dict[str, Any] | None = None,
 ) -> None:
     """Write a whole Hugging Face checkpoint folder from all ranks' tensors; collective, rank 0 writes.
 
-    Quantised where the engine is (with `quantization_config`), else every tensor in `contract.high`.
+    Quantised where the engine is (with `quantization_config`), else every tensor in `contract.high`. `wide_config`: of the wider model that
+    is written, of tensors that are not quantised.
     """
     model = ModelGeometry.from_hf_config(hf_config)
     tensors = gather_tensors(named_tensors, model, layout, contract.format_of)
-    if tensors:
+    if tensors and wide_config is None:
         _write(folder, hf_config, tensors, contract, tokenizer)
+    elif tensors and wide_config is not None:
+        wide = widen(
+            lambda region: view_rect(tensors[region.tensor.name], region.tensor_rect), model, ModelGeometry.from_hf_config(wide_config)
+        )
+        _write(folder, wide_config, ((tensor.name, value) for tensor, value in wide), contract, tokenizer)
     dist.barrier()
 
 
-def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Tensor], contract: PrecisionContract, tokenizer: Path) -> None:
+def _write(folder: Path, hf_config: dict[str, Any], tensors: NamedTensors, contract: PrecisionContract, tokenizer: Path) -> None:
     config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
     config["torch_dtype"] = contract.high_format.dtype
     quantization = contract.engine_format.quantization_config()
@@ -85,11 +95,12 @@ def _write(folder: Path, hf_config: dict[str, Any], tensors: dict[str, torch.Ten
         write_checkpoint(temporary, config, tensors, tokenizer)
 
 
-def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
+def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment: Alignment | None = None) -> None:
     """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder in `precision`: "bf16", "fp8", "int8".
 
-    A run's weights are quantised as its sync does; everything else keeps the run's high-precision dtype.
-    For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output` exists.
+    A run's weights are quantised as its sync does; everything else keeps the run's high-precision dtype. With `alignment` the model gets
+    wider matrices first (`hf.align`). For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output`
+    exists, and where blocks that a run made would be cut anew.
     """
     if output.exists():
         raise UserError("--output", str(output), "exists already", "name a new folder")
@@ -99,22 +110,26 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str) -> None:
     precision_fields: dict[str, Any] = modes[precision]
     checkpoint = fetch_model(checkpoint, "--checkpoint")
     if (checkpoint / "config.json").is_file():
-        return convert(checkpoint, output, precision_fields)
+        return convert(checkpoint, output, precision_fields, alignment)
+    if alignment and precision != "bf16":
+        raise UserError("--align", alignment.block, "widens no blocks that a run made", "use --precision bf16, and export the result again")
     from megatron_rl.mcore.checkpoint.load import load_in_one_process
 
     model, shards, saved, hf_config = load_in_one_process(checkpoint)
     from megatron_rl.mcore.load_weights import collect_named_tensors
 
     contract = PrecisionContract.from_config(saved.model_copy(update=precision_fields))
-    save_hf(output, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf")
+    with as_user_error():
+        wide_config = align_config(hf_config, alignment) if alignment else None
+    save_hf(output, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf", wide_config)
 
 
-def convert(folder: Path, output: Path, precision_fields: dict[str, Any]) -> None:
+def convert(folder: Path, output: Path, precision_fields: dict[str, Any], alignment: Alignment | None = None) -> None:
     """Convert a Hugging Face checkpoint to another precision: its quantised weights to BF16, or its BF16 ones to a quantised format, FP8
-    with the default scale format.
+    with the default scale format; with `alignment` to wider matrices as well. One tensor after the other.
 
     `precision_fields` are those of a `PrecisionConfig`. What a quantised result does not quantise keeps the checkpoint's dtype, BF16 or
-    FP32. Raises UserError for what `HFCheckpoint` refuses, and where it would be quantised again.
+    FP32. Raises UserError for what `HFCheckpoint` and `align_config` refuse, and where it would be quantised again.
     """
     hf_config = read_config(folder)
     source = HFCheckpoint(folder, hf_config, "--checkpoint")
@@ -123,16 +138,23 @@ def convert(folder: Path, output: Path, precision_fields: dict[str, Any]) -> Non
         raise UserError("--precision", None, rule, "use --precision bf16")
     with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)
+        wide_config = align_config(hf_config, alignment) if alignment else hf_config
     source.check(model)
     source.check_scales(model.tensors().values(), None)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.tensors().items():
-        value = source.read_values(take_all(tensor))
+    _write(output, wide_config, _convert_tensors(source, model, ModelGeometry.from_hf_config(wide_config), contract), contract, folder)
+
+
+def _convert_tensors(
+    source: HFCheckpoint, model: ModelGeometry, wide: ModelGeometry, contract: PrecisionContract
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for tensor, value in widen(source.read_values, model, wide):
         format = contract.format_of(tensor.role)
         if format.quantized:
-            tensors[name], tensors[format.scale_name(name)] = quantize(value, format)
+            data, scale = quantize(value, format)
+            yield from ((tensor.name, data), (format.scale_name(tensor.name), scale))
+        elif is_scaled(model.tensors()[tensor.name], wide):
+            yield tensor.name, value
         else:
-            tensors[name] = value.to(getattr(torch, format.dtype))
-    _write(output, hf_config, tensors, contract, folder)
+            yield tensor.name, value.to(getattr(torch, format.dtype))

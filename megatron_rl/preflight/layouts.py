@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
+from parallel.shards import GeometryError
 
 
 @rule(Needs.LAYOUT | Needs.LAUNCH)
@@ -72,15 +76,29 @@ def megatron_builds_the_model(facts: Facts) -> None:
 @rule(Needs.MODEL | Needs.LAYOUT)
 def trainer_divides_the_model(facts: Facts) -> None:
     """By heads, layers and experts, and no block of a quantized weight is cut."""
-    check_layout(facts.model, facts.layout)
     if error := find_trainer_problem(facts.model, facts.layout, facts.contract.format_of):
-        raise error
+        raise _name_export(error, facts)
+    check_layout(facts.model, facts.layout)  # pipeline stages too
 
 
 @rule(Needs.MODEL | Needs.ENGINE)
 def engine_divides_the_model(facts: Facts) -> None:
     if error := find_engine_problem(facts.model, facts.engine.tp, facts.engine.ep, facts.contract.format_of):
-        raise error
+        raise _name_export(error, facts)
+
+
+def _name_export(error: GeometryError, facts: Facts) -> GeometryError:
+    """Return the same error with the command that makes the model fit, where wider matrices are what it needs."""
+    block = facts.contract.engine_format.block
+    if block is None or error.field.split(".")[-1] in ("pp", "vpp", "ep"):
+        return error
+    trainer, engine = facts.layout, facts.engine
+    sizes = {"--tensor-parallel": math.lcm(trainer.tp, engine.tp)}
+    if facts.model.experts is not None:
+        sizes["--expert-tensor-parallel"] = math.lcm(trainer.etp, engine.tp // engine.ep)
+    folder = facts.config.model.path if facts.folder == Path() else facts.folder
+    words = [f"export --checkpoint {folder} --output DIR --align {max(block)}", *(f"{name} {size}" for name, size in sizes.items())]
+    return GeometryError(error.field, error.value, error.rule, f"{error.fix}, or wider matrices: megatron-rl {' '.join(words)}")
 
 
 @rule(Needs.MODEL)

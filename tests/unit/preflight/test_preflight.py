@@ -151,7 +151,9 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
     monkeypatch.setenv("WORLD_SIZE", ranks)
     line = refused(*overrides)
     assert line.startswith("model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block")
-    assert line.endswith("; use a smaller tensor-parallel size, or precision.mode = bf16")
+    assert "; use a smaller tensor-parallel size, or precision.mode = bf16, or wider matrices: megatron-rl export " in line
+    assert CliRunner().invoke(app, line.partition("megatron-rl ")[2].replace("DIR", "wide").split()).exit_code == 0
+    check_run(load_config(workplace / "run.toml", [*overrides, "--model.path=wide"]))
     for mode in ("bf16", "int8_rollout"):
         check_run(load_config(workplace / "run.toml", [*overrides, f"--precision.mode={mode}"]))
 
