@@ -40,8 +40,8 @@ def write_checkpoint(
 ) -> None:
     """Write config.json and the weights into an existing folder, and copy the tokenizer's files from another checkpoint.
 
-    `tensors` by name, or pairs that are made one by one: of those no more than `file_bytes` and one tensor are in memory. More than that are
-    written as several files with an index.
+    `tensors` by name, or pairs that are made one by one: of those no more than `file_bytes` and one tensor are in memory. More bytes than
+    that are written as several files with an index.
     """
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _write_tensors(folder, tensors.items() if isinstance(tensors, Mapping) else tensors, file_bytes)

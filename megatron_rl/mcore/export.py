@@ -100,7 +100,7 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
 
     A run's weights are quantised as its sync does; everything else keeps the run's high-precision dtype. With `alignment` the model gets
     wider matrices first (`hf.align`). For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output`
-    exists, and where blocks that a run made would be cut anew.
+    exists, and where blocks that a run made would be widened.
     """
     if output.exists():
         raise UserError("--output", str(output), "exists already", "name a new folder")
@@ -143,18 +143,16 @@ def convert(folder: Path, output: Path, precision_fields: dict[str, Any], alignm
     source.check_scales(model.tensors().values(), None)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
-    _write(output, wide_config, _convert_tensors(source, model, ModelGeometry.from_hf_config(wide_config), contract), contract, folder)
+    wide = ModelGeometry.from_hf_config(wide_config)
 
+    def convert_tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for tensor, value in widen(source.read_values, model, wide):
+            format = contract.format_of(tensor.role)
+            scaled = is_scaled(model.tensors()[tensor.name], wide) or (tensor.role == "norm" and high == "bf16")  # or was, before
+            if format.quantized:
+                data, scale = quantize(value, format)
+                yield from ((tensor.name, data), (format.scale_name(tensor.name), scale))
+            else:
+                yield tensor.name, value if scaled and value.dtype == torch.float32 else value.to(getattr(torch, format.dtype))
 
-def _convert_tensors(
-    source: HFCheckpoint, model: ModelGeometry, wide: ModelGeometry, contract: PrecisionContract
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for tensor, value in widen(source.read_values, model, wide):
-        format = contract.format_of(tensor.role)
-        if format.quantized:
-            data, scale = quantize(value, format)
-            yield from ((tensor.name, data), (format.scale_name(tensor.name), scale))
-        elif is_scaled(model.tensors()[tensor.name], wide):
-            yield tensor.name, value
-        else:
-            yield tensor.name, value.to(getattr(torch, format.dtype))
+    _write(output, wide_config, convert_tensors(), contract, folder)
