@@ -96,8 +96,8 @@ def _name_export(error: GeometryError, facts: Facts) -> GeometryError:
     sizes = {"--tensor-parallel": math.lcm(trainer.tp, engine.tp)}
     if facts.model.experts is not None:
         sizes["--expert-tensor-parallel"] = math.lcm(trainer.etp, engine.tp // engine.ep)
-    folder = facts.config.model.path if facts.folder == Path() else facts.folder
-    words = [f"export --checkpoint {folder} --output DIR --align {max(block)}", *(f"{name} {size}" for name, size in sizes.items())]
+    path = facts.config.model.path if facts.path == Path() else facts.path
+    words = [f"export --checkpoint {path} --output DIR --align {max(block)}", *(f"{name} {size}" for name, size in sizes.items())]
     return GeometryError(error.field, error.value, error.rule, f"{error.fix}, or wider matrices: megatron-rl {' '.join(words)}")
 
 
