@@ -98,9 +98,10 @@ def _environment(tp: int, contract: PrecisionContract, placement: EnginePlacemen
         "OMP_NUM_THREADS": "1",  # by far the fastest for small models
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((placement.index * tp + rank) % core_count) for rank in range(tp)),
         "GLOO_SOCKET_IFNAME": "lo",
-        # glibc would give every large tensor's pages back, and each step fault them in again
-        "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+        # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
+        # `memory_release` gives them back
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
         "TORCHDYNAMO_DISABLE": "1",  # there is nothing to compile for, and its guards fail on the stub of Triton
     }
 

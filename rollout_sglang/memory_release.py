@@ -6,6 +6,7 @@ resized: the tensor objects stay, and their memory goes back to the system. Weig
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def release(pool: Any) -> None:
         if storage.nbytes():  # not yet released: keys and values may share one storage
             _released[storage] = storage.nbytes()
             storage.resize_(0)
+    ctypes.CDLL(None).malloc_trim(0)  # the engine's glibc keeps freed pages otherwise (`launch_args`)
 
 
 def restore() -> None:
