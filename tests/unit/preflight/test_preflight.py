@@ -30,6 +30,7 @@ def workplace(tmp_path, monkeypatch):
         monkeypatch.delenv(variable, raising=False)
     model = tmp_path / "model"
     model.mkdir()
+    make_byte_tokenizer(model)
     write_config(tmp_path)
     data = '[data]\ntrain = "examples.arithmetic.task:Arithmetic"\nmax_prompt_tokens = 512\n'
     (tmp_path / "run.toml").write_text(f'[model]\npath = "model"\n{data}[rollout]\nmax_new_tokens = 512\n')
