@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_fp32_masters
+from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
 from megatron_rl.mcore.layers.quantized_linear import WeightLayer
 from megatron_rl.mcore.load_weights import find_weight_layers
 from megatron_rl.mcore.names import ModelChunks
@@ -34,8 +33,10 @@ from megatron_rl.precision.quantizers import dequantize
 
 _ROWS, _ELEMENTS, _LEAST = 128, 1 << 22, 8
 """Rows of a strip, a multiple of every format's block; values of a sample; strips of a sample, however large."""
-_BELOW = "masters in the middle of their cells, as after a quantized checkpoint, and a learning rate that leaves them there"
-_ABOVE = "masters on the bounds of their cells, as after a BF16 checkpoint if they were not spread"
+_BELOW = (
+    'masters in the middle of their cells (a quantized checkpoint with precision.masters = "stored") that the learning rate leaves there'
+)
+_ABOVE = 'masters on the bounds of their cells (a BF16 checkpoint with precision.masters = "stored", or one computed from rounded numbers)'
 RESPONSE = declare(
     "precision/response",
     "how far the step moved the engine's weights, over how far it moved their masters",
@@ -67,8 +68,9 @@ class StepResponse:
         self._strips = [_Strip(layer, first) for layer in measured for first in range(0, len(layer.weight), _ROWS)]
         largest = max((layer.weight[:_ROWS].numel() for layer in measured), default=1)
         self._size = min(max(_ELEMENTS // largest, _LEAST), len(self._strips))
-        self._masters = _find_masters(optimizer)
-        self._sliced = any(isinstance(part, DistributedOptimizer) for part in flatten_chained(optimizer))
+        stepped = [entry for part in flatten_chained(optimizer) for entry in iter_stepped(part)]
+        self._masters = {id(weight): (values, owned[1] if owned else 0) for weight, values, owned in stepped}
+        self._sliced = any(owned is not None for _, _, owned in stepped)
         self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, step: int) -> None:
@@ -82,8 +84,7 @@ class StepResponse:
         for strip, engine, master in self._sample:
             moved, stepped = (_read_engine(strip) - engine).abs_(), (self._read_master(strip) - master).abs_()
             of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_tensor(moved.numel()), stepped.sum()]).double()
-            partial = self._sliced and strip.layer.weight.dtype is not torch.float32  # replicas hold other masters
-            of_strip[: 3 if partial else 4] /= _count_copies(strip.layer.weight)
+            of_strip[: 3 if self._sliced else 4] /= _count_copies(strip.layer.weight)  # replicas hold the same, but for slices of masters
             sums += of_strip * (len(self._strips) / len(self._sample))
         self._sample = []
         dist.all_reduce(sums)
@@ -91,11 +92,9 @@ class StepResponse:
         return {RESPONSE: moved_sum / stepped_sum, CHANGED: changed / values} if stepped_sum else {}
 
     def _read_master(self, strip: _Strip) -> torch.Tensor:
-        """Return a copy of this rank's masters of a strip, flat, float32: of a BF16 weight its slice, where replicas share the masters."""
+        """Return a copy of a strip's masters, flat, float32: those in this rank's slice where replicas share the optimizer's state."""
         weight, rows = strip.layer.weight, _select_rows(strip)
-        if weight.dtype is torch.float32:
-            return weight.detach()[rows].flatten()
-        values, start = self._masters.get(id(weight), (weight.new_empty(0, dtype=torch.float32), 0))
+        values, start = self._masters[id(weight)]
         places = (rows[:, None] * weight.shape[1] + torch.arange(weight.shape[1])).flatten() - start
         return values.detach().view(-1)[places[(places >= 0) & (places < values.numel())].to(values.device)]
 
@@ -125,16 +124,6 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
         return dequantize(quantize_rows(rows, format, layer.tp_group if layer.is_cut_by_columns else None), format)
     except ValueError:
         return torch.full_like(rows, torch.nan, dtype=torch.float32)
-
-
-def _find_masters(optimizer: Any) -> dict[int, tuple[torch.Tensor, int]]:
-    """Return id of a BF16 weight -> (this rank's masters of it, where they begin in the flat weight)."""
-    masters = {}
-    for part in flatten_chained(optimizer):
-        for weight, values in iter_fp32_masters(part):
-            start = part._get_model_param_range_map(weight)["param"].start if isinstance(part, DistributedOptimizer) else 0
-            masters[id(weight)] = values, start
-    return masters
 
 
 def _count_copies(weight: Any) -> int:

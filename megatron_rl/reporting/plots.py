@@ -88,8 +88,8 @@ def finite_values(rows: Rows, key: str) -> list[float]:
     return [value for row in rows if (value := row.get(key)) is not None]
 
 
-def render_svg(plot: Plot, rows: Rows) -> str:
-    """Return the plot as an inline `<svg>` element; "" without any series. `rows` hold values of every series."""
+def render_svg(plot: Plot, rows: Rows, xlabel: str = "step") -> str:
+    """Return the plot as an inline `<svg>` element; "" without any series. `rows` hold values of every series, over their "step"."""
     panels = [panel for panel in plot.panels if panel.series]
     if not panels:
         return ""
@@ -102,7 +102,7 @@ def render_svg(plot: Plot, rows: Rows) -> str:
             else:
                 _draw_lines(ax, rows, panel)
             _finish_axes(ax, panel)
-        _finish_steps(axes[-1], rows)
+        _finish_steps(axes[-1], rows, xlabel)
 
     return _render(draw, plot.title)
 
@@ -193,8 +193,8 @@ def _finish_axes(ax: Axes, panel: Panel) -> None:
         ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
 
 
-def _finish_steps(ax: Axes, rows: Rows) -> None:
-    ax.set_xlabel("step")
+def _finish_steps(ax: Axes, rows: Rows, xlabel: str) -> None:
+    ax.set_xlabel(xlabel)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=10, min_n_ticks=1))
     steps = [float(row["step"] or 0) for row in rows]
     margin = max(0.5, 0.02 * (max(steps) - min(steps)))

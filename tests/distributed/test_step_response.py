@@ -38,7 +38,7 @@ def test_it_is_that_of_the_whole_model_and_about_1_for_random_weights(worlds, ch
     folder = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0]) if layout.ep > 1 else checkpoint
     for sampled, whole in responses(worlds(layout.world_size), folder, precision, layout):
         assert sampled == pytest.approx(whole, rel=1e-4)
-        assert 0.8 < sampled[RESPONSE] < 1.25
+        assert 0.8 < sampled[RESPONSE] < 1.5
         # in INT8 a whole row follows its largest weight, through its scale
         assert sampled[CHANGED] > 0.9 if precision["mode"] == "int8_rollout" else 0 < sampled[CHANGED] < 0.1
 

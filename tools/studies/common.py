@@ -1,4 +1,5 @@
-"""What the studies share: runs made one after the other, in processes of their own, and one self-contained page of their curves.
+"""What the studies share: runs made one after the other or several at a time, in processes of their own, and one self-contained page of
+their curves.
 
 Each run has a folder of its own. A finished run with the same configuration is read instead of made anew, so a study that was stopped
 goes on where it was.
@@ -6,12 +7,15 @@ goes on where it was.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import typer
@@ -24,6 +28,7 @@ from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg
 ROOT = Path(__file__).parents[2]
 BROKEN = 3
 """Exit code of a run that broke; its folder keeps what it had."""
+_MAKING_MODEL = Lock()
 FigureSpec = Mapping[str, tuple[str, str, str]]
 """Metric -> title of its figure, label of the axis, `Panel.kind`."""
 _PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>
@@ -60,35 +65,48 @@ def run_cli(*commands: Callable[..., None]) -> None:
         sys.exit(error.exit_code)
 
 
-def ensure_run(config: Path, folder: Path, overrides: Sequence[str]) -> int:
+def ensure_run(config: Path, folder: Path, overrides: Sequence[str], **process: Any) -> int:
     """Make the run unless it is there; return the exit code. Raise UserError for a bad configuration."""
     overrides = [f"--log.dir={folder}", *overrides]
     if _is_finished(folder, load_config(ROOT / config, overrides)):
         return 0
-    return train(config, overrides)
+    return train(config, overrides, **process)
 
 
 def train(config: Path, overrides: Sequence[str], launcher: Sequence[str] = (), **process: Any) -> int:
     """Make the model, unless it is there, and the run; return the exit code. `process`: more arguments of subprocess.run."""
-    for words in (["examples.arithmetic.warm_start"], ["megatron_rl", "train"]):
+
+    def run(*words: str) -> int:
         command = [sys.executable, *launcher, "-m", *words, str(config), *overrides]
-        if code := subprocess.run(command, cwd=ROOT, check=False, **process).returncode:
-            return code
-    return 0
+        return subprocess.run(command, cwd=ROOT, check=False, **process).returncode
+
+    with _MAKING_MODEL:  # runs at the same time may share it
+        code = run("examples.arithmetic.warm_start")
+    return code or run("megatron_rl", "train")
 
 
-def run_study(target: Path, title: str, intro: str, runs: Iterable[StudyRun], config: Path, broken: Container[int] = ()) -> None:
-    """Make every run, and write the page anew after each.
+def run_study(
+    target: Path, title: str, intro: str, runs: Sequence[StudyRun], config: Path, broken: Container[int] = (), jobs: int = 1
+) -> None:
+    """Make every run, `jobs` at a time with an equal share of the cores each, and write the page anew after each.
 
     Raises typer.Exit with a run's exit code, unless it is one of `broken`.
     """
-    for run in runs:
-        code = ensure_run(config, run.folder, run.overrides)
-        if code and code not in broken:
-            raise typer.Exit(code)
-        body = run.draw(read_metrics(run.folder / "latest"), code)
-        target.write_text(_PAGE.format(title=escape(title), intro=escape(intro), body=body), encoding="utf-8")
-        print(f"{run.label}: {run.folder / 'latest'}; the page is {target}", flush=True)
+    process: dict[str, Any] = {}
+    if jobs > 1:
+        threads = str(max((os.cpu_count() or 1) // jobs, 1))
+        process = {"env": os.environ | {"OMP_NUM_THREADS": threads}, "stdout": subprocess.DEVNULL}
+    with ThreadPoolExecutor(jobs) as pool:
+        codes = pool.map(lambda run: ensure_run(config, run.folder, run.overrides, **process), runs)
+        try:
+            for run, code in zip(runs, codes, strict=True):
+                if code and code not in broken:
+                    raise typer.Exit(code)
+                body = run.draw(read_metrics(run.folder / "latest"), code)
+                target.write_text(_PAGE.format(title=escape(title), intro=escape(intro), body=body), encoding="utf-8")
+                print(f"{run.label}: {run.folder / 'latest'}; the page is {target}", flush=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _is_finished(folder: Path, config: Config) -> bool:
@@ -100,15 +118,15 @@ def _is_finished(folder: Path, config: Config) -> bool:
     return run["status"] == "finished" and run["config"] == config.model_dump(mode="json")
 
 
-def draw_figures(runs: Mapping[str, Rows], shown: FigureSpec) -> str:
-    """Draw one figure for each metric that some run has, with a line for each run."""
+def draw_figures(runs: Mapping[str, Rows], shown: FigureSpec, xlabel: str = "step") -> str:
+    """Draw one figure for each metric that some run has, with a line for each run, over the rows' "step"."""
     figures = []
     for metric, (title, ylabel, kind) in shown.items():
         points = {name: {int(row["step"] or 0): row[metric] for row in rows if metric in row} for name, rows in runs.items()}
         steps = sorted({step for of_run in points.values() for step in of_run})
         merged: Rows = [{"step": step, **{name: of_run[step] for name, of_run in points.items() if step in of_run}} for step in steps]
         series = tuple((name, name) for name in runs if points[name])
-        svg = render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=series),)), merged)
+        svg = render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=series),)), merged, xlabel)
         figures += [f"<figure><h3>{escape(title)}</h3>{svg}</figure>"] if svg else []
     return f"<main>{''.join(figures)}</main>"
 
@@ -120,6 +138,11 @@ def make_table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str
         return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     return f"<table>{line(head, 'th')}{''.join(line(cells, 'td') for cells in lines)}</table>"
+
+
+def format_markdown(head: Sequence[object], lines: Iterable[Iterable[object]]) -> str:
+    """Return the same table in Markdown."""
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in (head, ["---"] * len(head), *lines))
 
 
 def parse_names(text: str, known: Iterable[str], option: str) -> list[str]:

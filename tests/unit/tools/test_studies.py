@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from megatron_rl.config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
+
+
+@pytest.fixture
+def studies(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools" / "studies")
 
 
 def study(tool: str, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -58,6 +66,7 @@ def test_what_is_not_known_is_refused(tmp_path):
     for tool, option, value in (
         ("algorithms", "--algorithms", "gppo"),
         ("precision", "--modes", "fp4"),
+        ("precision", "--modes", "bf16+gspo"),
         ("precision", "--settings", "grpo"),
     ):
         done = study(f"studies/{tool}", option, value, "--out", tmp_path)
@@ -67,25 +76,48 @@ def test_what_is_not_known_is_refused(tmp_path):
 
 
 def test_the_precision_study_shows_modes_side_by_side(tmp_path):
-    """Two seeds each: means of accuracies, their spread, the deepest fall, and the falls of the reward."""
+    """Two seeds each: means of accuracies, their spread, the deepest fall, the falls of the reward, and the mismatch along the answer."""
     scores = {"bf16": ([0.25, 0.5, 0.75], [0.25, 0.75, 0.5]), "fp8_rollout+tis": ([0.25, 0.5, 0.5], [0.25, 0.25, 0.25])}
-    causes = {"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125}
-    fixed = ("--train.steps=2", "--log.attribute_every=10", "--algorithm.updates_per_step=8", f"--model.path={tmp_path / 'model'}")
-    for mode, name in (("bf16", "bf16"), ("fp8_rollout", "fp8_rollout+tis")):
-        for correction, suffix in (("none", ""), ("tis", "+tis")):
-            for seed, values in enumerate(scores[name]):
-                folder = tmp_path / "many_updates" / f"{mode}{suffix}" / f"seed{seed}"
-                overrides = (f"--precision.mode={mode}", f"--algorithm.correction={correction}", f"--train.seed={seed}", *fixed)
-                run_folder(folder, values, *overrides, **causes)
-    arguments = ("--modes", "bf16,fp8_rollout", "--settings", "many_updates", "--seeds", 2, "--steps", 2, "--tis", "--out", tmp_path)
+    answers = {"bf16": [[[32, 0.0], [16, 0.0]]], "fp8_rollout+tis": [[[32, 0.01], [32, 0.03]], [[32, 0.02], [32, 0.05]], [[8, 0.5]]]}
+    measured = {"mismatch/abs_mean": 0.5, "mismatch/cause/weights/abs_mean": 0.125, "entropy": 2.0}
+    fixed = ("--train.steps=2", "--log.attribute_every=10", "--log.samples=64", "--algorithm.updates_per_step=8")
+    for name, correction in (("bf16", "none"), ("fp8_rollout+tis", "tis")):
+        for seed, values in enumerate(scores[name]):
+            folder = tmp_path / "many_updates" / name / f"seed{seed}"
+            mode = (f"--precision.mode={name.removesuffix('+tis')}", f"--algorithm.correction={correction}", f"--train.seed={seed}")
+            run_folder(folder, values, *mode, *fixed, f"--model.path={tmp_path / 'model'}", **measured)
+            rows = [{"step": 1, "mismatch": answer} for answer in answers[name] if seed == 0]
+            (folder / "latest" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("--modes", ",".join(scores), "--settings", "many_updates", "--seeds", 2, "--steps", 2, "--jobs", 2, "--out", tmp_path)
     done = study("studies/precision", *arguments)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "study.html").read_text()
-    line = "<td>{}</td><td>2</td><td>25.0 %</td><td>{}</td><td>{}</td><td>25.0 %</td><td>{}</td><td>{}</td><td>0.5</td><td>–</td>"
-    assert line.format("bf16", "75.0 %", "62.5 %", "25.0 %", "0.5") in page
-    assert line.format("fp8_rollout+tis", "37.5 %", "37.5 %", "0.0 %", "0") in page
-    assert "<td>bf16+tis</td><td>–</td><td>–</td><td>0.125</td>" in page
-    assert page.count("<svg ") == 3  # accuracy, reward, mismatch
+    ends = "<td>0.25</td><td>{}</td><td>{}</td><td>2</td><td>2</td>"
+    line = "<td>{}</td><td>2</td><td>25.0 %</td><td>{}</td><td>{}</td><td>25.0 %</td><td>{}</td>" + ends + "<td>0.5</td><td>–</td>"
+    assert line.format("bf16", "75.0 %", "62.5 %", "25.0 %", "0.625", "0.5") in page
+    assert line.format("fp8_rollout+tis", "37.5 %", "37.5 %", "0.0 %", "0.375", "0") in page
+    assert "<td>bf16</td><td>–</td><td>–</td><td>0.125</td>" in page
+    assert page.count("<svg ") == 5  # by position; accuracy, reward, mismatch, entropy
+    # within answers the mismatch grows by 0.02 and 0.03 over 32 positions, and the short answer says nothing of growth
+    assert "| bf16 | 1 | 0 (32) | 0 (16) | 0 |" in done.stdout
+    assert "| fp8_rollout+tis | 3 | 6.89e-02 ± 7e-02 (72) | 4.00e-02 ± 1e-02 (64) | 7.81e-02 ± 2e-02 |" in done.stdout
+
+
+def test_growth_along_the_answer_is_told_from_longer_answers_being_worse(studies):
+    from by_position import average_by_bin, estimate_slope
+
+    level = [[(32, 0.01)]] * 20 + [[(32, 0.05)] * 8] * 20
+    assert estimate_slope(level).value == pytest.approx(0, abs=1e-12)
+    assert average_by_bin(level)[0].mean.value < 0.04 < average_by_bin(level)[-1].mean.value, "the bins alone would show growth"
+    source = random.Random(0)
+    noisy = [[(32, 0.01 + 2e-4 * (32 * place + 16) + source.gauss(0, 0.005)) for place in range(source.randint(4, 16))] for _ in range(50)]
+    slope = estimate_slope(noisy)
+    assert abs(slope.value - 0.02) < 3 * slope.error < 2e-3
+    bins = average_by_bin(noisy)
+    assert [(part.start, part.end) for part in bins] == [(64 * place, 64 * place + 64) for place in range(8)]
+    assert [part.tokens for part in bins] == sorted((part.tokens for part in bins), reverse=True)
+    assert sum(part.tokens for part in bins) == 32 * sum(map(len, noisy))
+    assert estimate_slope([[(20, 0.1)]]) is None and average_by_bin([]) == []
 
 
 def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(tmp_path):
