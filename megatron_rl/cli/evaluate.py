@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config
-from megatron_rl.data import load_problems
+from megatron_rl.data import load_held_out
 from megatron_rl.errors import UserError
 from megatron_rl.evaluation.checkpoint import EvalCheckpoint, check_checkpoint
 from megatron_rl.evaluation.sampling import append_completions, sample
@@ -80,7 +80,7 @@ def evaluate(config: Config, request: EvalRequest) -> Path:
     checkpoints = {"checkpoint": check_checkpoint(request.checkpoint, "--checkpoint", config)}
     if request.baseline is not None:
         checkpoints["baseline"] = check_checkpoint(request.baseline, "--baseline", config)
-    problems = load_problems(config, load_tokenizer(checkpoints["checkpoint"].tokenizer))[1]
+    problems = load_held_out(config, load_tokenizer(checkpoints["checkpoint"].tokenizer))
     if not problems:
         raise UserError("data.eval", config.data.eval, "holds no problems", "name another file")
     folder = choose_output_folder(config, request, checkpoints["checkpoint"])

@@ -39,14 +39,14 @@ def load_problems(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Prob
     repetitions within themselves and of earlier sets; prompts of more than `data.max_prompt_tokens` tokens are left out everywhere.
     All counts are logged as warnings. Raise UserError for bad files, sources or templates, and when a set has nothing left.
     """
-    data = cfg.data
-    builder = _PromptBuilder(make_prompt_formatter(data, tokenizer), tokenizer, data.max_prompt_tokens)
-    scored, reserved = [], set()
-    for source in data.eval:
-        candidates = _candidates(source, data)
-        reserved |= {_find_key(problem) for problem in candidates}
-        scored += _sample(builder.build(candidates, f"data.eval ({source.label})"), source, data)
-    return _train_stream(data, builder, reserved), scored
+    builder = _PromptBuilder.of(cfg.data, tokenizer)
+    scored, reserved = _read_held_out(cfg.data, builder)
+    return _train_stream(cfg.data, builder, reserved), scored
+
+
+def load_held_out(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+    """Return the held-out problems of `load_problems`, without a look at `data.train`."""
+    return _read_held_out(cfg.data, _PromptBuilder.of(cfg.data, tokenizer))[0]
 
 
 def check_data(data: DataConfig, model: Path) -> None:
@@ -90,6 +90,10 @@ class _PromptBuilder:
     tokenizer: PreTrainedTokenizerBase
     max_tokens: int
 
+    @classmethod
+    def of(cls, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> _PromptBuilder:
+        return cls(make_prompt_formatter(data, tokenizer), tokenizer, data.max_prompt_tokens)
+
     def apply_template(self, problem: Problem) -> Problem:
         return dataclasses.replace(problem, prompt=self.format_prompt(problem.prompt, problem.history), history=())
 
@@ -109,6 +113,17 @@ class _PromptBuilder:
         if dropped:
             _log.warning("%s: left out %d of %d problems with prompts over %d tokens", source, dropped, len(templated), self.max_tokens)
         return kept
+
+
+def _read_held_out(data: DataConfig, builder: _PromptBuilder) -> tuple[list[Problem], set[str]]:
+    """Return the held-out problems to score, and the keys of all that are held out."""
+    scored: list[Problem] = []
+    reserved: set[str] = set()
+    for source in data.eval:
+        candidates = _candidates(source, data)
+        reserved |= {_find_key(problem) for problem in candidates}
+        scored += _sample(builder.build(candidates, f"data.eval ({source.label})"), source, data)
+    return scored, reserved
 
 
 def _candidates(source: DataSourceConfig, data: DataConfig) -> list[Problem]:

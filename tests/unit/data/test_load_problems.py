@@ -15,7 +15,7 @@ from support.processes import call_in_fresh_process
 
 from megatron_rl.config import Config, ModelConfig
 from megatron_rl.config.data import DataConfig
-from megatron_rl.data import load_problems, normalize_question
+from megatron_rl.data import load_held_out, load_problems, normalize_question
 from megatron_rl.errors import UserError
 
 SUMS = "examples.arithmetic.task:Arithmetic"
@@ -50,6 +50,15 @@ def jsonl(tmp_path):
         return str(path)
 
     return write
+
+
+def test_an_evaluation_alone_reads_no_data_to_train_on(load, tmp_path):
+    from examples.arithmetic.byte_tokenizer import make_byte_tokenizer
+    from megatron_rl.hf.tokenizer import load_tokenizer
+
+    make_byte_tokenizer(tmp_path)
+    config = Config(model=ModelConfig(path=tmp_path), data=DataConfig(train="gone.jsonl", eval=SUMS, eval_size=7))
+    assert load_held_out(config, load_tokenizer(tmp_path)) == load(eval_size=7)[1]
 
 
 def test_generated_problems_carry_the_template_and_stay_apart(load):
