@@ -29,6 +29,7 @@ import typer
 from megatron_rl.config import Config, load_config
 from megatron_rl.hf.files import list_tokenizer_files, read_config
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.preflight import pin_model
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
@@ -101,8 +102,8 @@ def main(
     """Start the engines, measure, stop them."""
     with TemporaryDirectory(prefix="megatron-rl-decoding-") as name, ExitStack() as stack:
         folder = Path(name)
-        config: Config = load_config(file, context.args)
-        write_empty_checkpoint(config.model.path, folder, PrecisionContract.from_config(config.precision))
+        config: Config = pin_model(load_config(file, context.args))
+        write_empty_checkpoint(config.model.folder, folder, PrecisionContract.from_config(config.precision))
         engines = []
         for number in range(config.rollout.engines):
             engines.append(SGLangEngine(EngineLaunchSpec(config, folder, folder, number, ("--load-format", "dummy"))))
@@ -111,7 +112,7 @@ def main(
         for engine in engines:
             engine.wait_until_ready()
         print(f"ready after {time.perf_counter() - start:.1f} s")
-        vocabulary, generator = read_config(config.model.path)["vocab_size"], torch.Generator().manual_seed(0)
+        vocabulary, generator = read_config(config.model.folder)["vocab_size"], torch.Generator().manual_seed(0)
         rows = []
         for count in sequences:
             prompts = torch.randint(vocabulary, (count, prompt), generator=generator).tolist()

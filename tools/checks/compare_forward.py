@@ -38,7 +38,7 @@ from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.preflight import GRAPH, check_run
+from megatron_rl.preflight import GRAPH, check_run, pin_model
 from megatron_rl.types import SamplingParams
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
@@ -135,6 +135,7 @@ def compare(trainer: list[OperatorRows], engine: list[OperatorRows], prompt_leng
 
 def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, Any]:
     """Start both sides, sample, compare, and stop everything; return the report, ready for JSON."""
+    config = pin_model(config)
     layout = check_run(config, GRAPH)
     if layout.world_size > 1 or config.rollout.tp > 1:
         raise UserError("train.layout", None, "must be one process, and rollout.tp 1: parts of tensors are not compared", "set them to 1")
