@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.precision.contract import AMAX_EPSILON, E4M3_MAX
-from megatron_rl.precision.ops.batch_invariant import append_zeros
+from megatron_rl.precision.ops.batch_invariant import all_threads, append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight, expand_scales
 from parallel.formats import BLOCK, FP8
 
@@ -97,7 +97,8 @@ def _round_trip(groups: torch.Tensor, dim: int, scale_format: str) -> torch.Tens
     """Return the float32 values of 3-dimensional `groups` along `dim`; on a CPU in parts that stay in a core's cache."""
     values = torch.empty_like(groups, dtype=torch.float32)
     rows = len(groups) if groups.is_cuda else max(1, _VALUES_IN_CACHE // max(groups[:1].numel(), 1))
-    for part, into in zip(groups.split(rows), values.split(rows), strict=True):
-        scale, inverse = compute_scales(part.abs().amax(dim, keepdim=True).float(), scale_format)
-        round_to_e4m3_(torch.mul(part, inverse, out=into)).mul_(scale)
+    with all_threads():  # every operation is exact or rounds once
+        for part, into in zip(groups.split(rows), values.split(rows), strict=True):
+            scale, inverse = compute_scales(part.abs().amax(dim, keepdim=True).float(), scale_format)
+            round_to_e4m3_(torch.mul(part, inverse, out=into)).mul_(scale)
     return values

@@ -11,7 +11,7 @@ on the number of rows, and one result in about 10,000 is another BF16 number. Th
 then takes 2 to 4 times as long as in one product, a decoded token as long as before.
 
 FP32 products of BF16 numbers (`bf16_operands`), which AMX computes too, are no exception from `MIN_AMX_COLUMNS` columns on: measured for
-sums of 128 to 4,096 numbers and 16 to 600 rows.
+sums of 128 to 4,096 numbers, 16 to 600 rows, one thread and two.
 
 Norms, SwiGLU, rotary positions and log-softmax work row by row and need no care. Sigmoids, which route GLM-4.5's and DeepSeek-V3's tokens,
 differ in their last bit at the end of a tensor unless their number is a multiple of 32: so must be the number of experts.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ KEYS_PER_PRODUCT = 32
 _QUERIES_PER_STEP = 64
 MAX_SCORES = 1 << 24
 """Attention scores in memory at a time."""
+_backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+_given_threads: list[int] = []
+"""What open contexts restore, outermost first."""
 
 
 @functools.cache
@@ -52,31 +55,49 @@ def has_amx() -> bool:
 @contextmanager
 def bf16_operands(columns: int) -> Iterator[None]:
     """Tell torch that the operands of FP32 products are BF16 numbers; `columns` of a result. Matrix units then multiply them, 2 to 5 times
-    faster on a CPU with AMX; sums and results stay FP32. Does nothing on other CPUs.
+    faster on a CPU with AMX, and in all threads; sums and results stay FP32. Does nothing on other CPUs.
 
     The setting is the whole process's: no other thread may multiply meanwhile.
     """
-    backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = backend.fp32_precision
-    if has_amx() and columns >= MIN_AMX_COLUMNS:
-        backend.fp32_precision = "bf16"
-    try:
+    if not has_amx() or columns < MIN_AMX_COLUMNS:
         yield
+        return
+    before = _backend.fp32_precision
+    _backend.fp32_precision = "bf16"
+    try:
+        with all_threads():
+            yield
     finally:
-        backend.fp32_precision = before
+        _backend.fp32_precision = before
 
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
     """Run torch's CPU operators in the calling thread alone."""
+    with _threads(1):
+        yield
+
+
+@contextmanager
+def all_threads() -> Iterator[None]:
+    """Undo `single_threaded` for operators whose bits do not depend on the number of threads: exact ones, and `bf16_operands`."""
+    with _threads(_given_threads[0] if _given_threads else torch.get_num_threads()):
+        yield
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    if before > 1:
-        torch.set_num_threads(1)
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    _given_threads.append(before)
     try:
         yield
     finally:
-        if before > 1:
-            torch.set_num_threads(before)
+        _given_threads.pop()
+        torch.set_num_threads(before)
 
 
 def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
@@ -86,11 +107,11 @@ def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 def apply_with_min_rows(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Return function(x) for a function from [T, K] to [T, N] and x [..., K]. On a CPU the function gets a matrix of at least `MIN_ROWS`
-    rows and runs in one thread."""
+    rows and runs in one thread, or with `bf16_operands` in all."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda:
         return function(rows).unflatten(0, x.shape[:-1])
-    with single_threaded():
+    with nullcontext() if _backend.fp32_precision == "bf16" else single_threaded():
         return function(append_zeros(rows, -2, MIN_ROWS - len(rows)))[: len(rows)].unflatten(0, x.shape[:-1])
 
 

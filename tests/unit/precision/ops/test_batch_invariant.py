@@ -62,6 +62,10 @@ def test_a_row_of_an_fp32_product_of_bf16_numbers_is_the_same_in_any_batch_and_o
             assert torch.equal(batch_invariant.invariant_matmul(x[-count:], weight), whole[-count:])
         other = torch.randperm(rows, generator=torch.Generator().manual_seed(2))
         assert torch.equal(batch_invariant.invariant_matmul(x[:40], weight[other]), whole[:40, other])
+        with batch_invariant.single_threaded():
+            assert torch.equal(batch_invariant.invariant_matmul(x, weight), whole)
+            with batch_invariant.all_threads():
+                assert torch.get_num_threads() == threads
         half = rows // 2
         if half >= batch_invariant.MIN_AMX_COLUMNS:  # of two tensor-parallel ranks
             assert torch.equal(batch_invariant.invariant_matmul(x, weight[half:]), whole[:, half:])
