@@ -3,9 +3,15 @@
 Importing this package costs nothing: no torch, no Megatron, no SGLang.
 """
 
+import os
+
 import parallel
 
 __version__ = "0.1.0"
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "PASSIVE"
+)  # read when torch is loaded: its threads, which else spin, would starve what runs beside
 
 if getattr(parallel, "PROJECT", None) != "megatron-rl":
     raise ImportError(
