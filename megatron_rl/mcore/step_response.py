@@ -84,7 +84,10 @@ class StepResponse:
         for strip, engine, master in self._sample:
             moved, stepped = (_read_engine(strip) - engine).abs_(), (self._read_master(strip) - master).abs_()
             of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_tensor(moved.numel()), stepped.sum()]).double()
-            of_strip[: 3 if self._sliced else 4] /= _count_copies(strip.layer.weight)  # replicas hold the same, but for slices of masters
+            replicas, copies = _count_holders(strip.layer.weight)
+            of_strip /= replicas * copies
+            if self._sliced:  # of the masters replicas hold other parts
+                of_strip[3] *= replicas
             sums += of_strip * (len(self._strips) / len(self._sample))
         self._sample = []
         dist.all_reduce(sums)
@@ -93,10 +96,11 @@ class StepResponse:
 
     def _read_master(self, strip: _Strip) -> torch.Tensor:
         """Return a copy of a strip's masters, flat, float32: those in this rank's slice where replicas share the optimizer's state."""
-        weight, rows = strip.layer.weight, _select_rows(strip)
+        weight = strip.layer.weight
         values, start = self._masters[id(weight)]
-        places = (rows[:, None] * weight.shape[1] + torch.arange(weight.shape[1])).flatten() - start
-        return values.detach().view(-1)[places[(places >= 0) & (places < values.numel())].to(values.device)]
+        rows = _select_rows(strip).to(values.device)
+        places = (rows[:, None] * weight.shape[1] + torch.arange(weight.shape[1], device=values.device)).flatten() - start
+        return values.detach().view(-1)[places[(places >= 0) & (places < values.numel())]]
 
 
 def _select_rows(strip: _Strip) -> torch.Tensor:
@@ -126,10 +130,10 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
         return torch.full_like(rows, torch.nan, dtype=torch.float32)
 
 
-def _count_copies(weight: Any) -> int:
-    """Return how many ranks hold the same part of a weight."""
+def _count_holders(weight: Any) -> tuple[int, int]:
+    """Return (replicas of a weight, tensor-parallel ranks that hold all of it)."""
     if not getattr(weight, "allreduce", True):
-        return parallel_state.get_expert_data_parallel_world_size()
-    whole = not getattr(weight, "tensor_model_parallel", False)
+        return parallel_state.get_expert_data_parallel_world_size(), 1
+    is_cut = getattr(weight, "tensor_model_parallel", False)
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    return replicas * (parallel_state.get_tensor_model_parallel_world_size() if whole else 1)
+    return replicas, 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()

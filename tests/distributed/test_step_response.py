@@ -29,13 +29,18 @@ def responses(world, folder, precision, layout=None, train=STEP, *options) -> li
         (FP8, Layout(pp=2)),
         (FP8, Layout(dp=2)),
         (FP8, Layout(dp=2, ep=2)),
+        (FP8, Layout(tp=2, dp=2)),
         (ROLLOUT["fp8_rollout"], Layout(tp=2)),
         (ROLLOUT["int8_rollout"], Layout(tp=2)),
     ],
     ids=lambda case: str(case.world_size) if isinstance(case, Layout) else case["mode"],
 )
 def test_it_is_that_of_the_whole_model_and_about_1_for_random_weights(worlds, checkpoint, model_folder, precision, layout):
-    folder = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0]) if layout.ep > 1 else checkpoint
+    folder = checkpoint
+    if layout.ep > 1:
+        folder = model_folder("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
+    elif layout.tp == layout.dp == 2:  # some of its weights are whole on every rank
+        folder = model_folder("deepseek_v3", num_hidden_layers=2)
     for sampled, whole in responses(worlds(layout.world_size), folder, precision, layout):
         assert sampled == pytest.approx(whole, rel=1e-4)
         assert 0.8 < sampled[RESPONSE] < 1.5
