@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from support import trainer, transformers_reference
@@ -24,6 +26,19 @@ def test_logits_equal_transformers(folder, worlds, transformers_process):
         parts = worlds(size).call(trainer.logits, folder, FP32, ids)
         difference = (torch.cat(parts, dim=-1) - expected).abs().max()
         assert difference < 1e-5 * expected.abs().max(), f"{size} ranks: {difference}"
+
+
+def test_logprobs_of_a_text_equal_transformers(folder, worlds, transformers_process):
+    """In FP32 up to the order of sums. In BF16 no farther from FP32 than transformers in BF16 is, up to a half."""
+    text = (Path(trainer.__file__).parent / "held_out.txt").read_bytes()
+    documents = [list(text[start : start + 90]) for start in range(0, len(text), 90)]  # the byte tokenizer's ids
+    reference, rounded = (
+        transformers_process.call(transformers_reference.text_logprobs, folder, documents, high)[0] for high in ("fp32", "bf16")
+    )
+    ours, ours_rounded = (worlds(1).call(trainer.text_logprobs, folder, {**FP32, "high": high}, documents)[0] for high in ("fp32", "bf16"))
+    assert len(reference) == len(text) - len(documents) > 500 and reference.std() > 0.3
+    assert (ours - reference).abs().max() < 2e-5
+    assert (ours_rounded - reference).abs().mean() < 1.5 * (rounded - reference).abs().mean()
 
 
 def test_training_in_bf16_with_fp8_layers_lowers_the_loss_and_keeps_fp32_masters(folder, worlds):

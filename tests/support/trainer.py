@@ -148,6 +148,12 @@ def logits(folder: Path, precision: dict[str, Any], ids: list[list[int]]) -> tor
         return model(tokens, torch.arange(tokens.shape[1]).expand(tokens.shape).contiguous(), None).float()
 
 
+def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[int]]) -> torch.Tensor:
+    """Log-probs of every token but a document's first, as a step computes them: packed into micro-batches."""
+    samples = [TrainingSample(ids[:1], ids[1:]) for ids in documents]
+    return torch.cat(Trainer(folder, precision).actor.compute_logprobs(samples)[0])
+
+
 def train_grpo(
     folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
 ) -> dict[str, Any]:

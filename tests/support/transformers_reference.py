@@ -26,6 +26,13 @@ def logits(folder: Path, ids: list[list[int]]) -> torch.Tensor:
         return _load(folder)(torch.tensor(ids)).logits
 
 
+def text_logprobs(folder: Path, documents: list[list[int]], high: str) -> torch.Tensor:
+    """float32 of every token but a document's first, computed in "fp32" or "bf16"."""
+    model = _load(folder, torch.bfloat16 if high == "bf16" else torch.float32)
+    with torch.no_grad():
+        return torch.cat([_answer(model, ids[:1], ids[1:]) for ids in documents])
+
+
 def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[str, Any]:
     """PPO's clipped loss with a k3 term, mean over sampled tokens, one token after the other: the metrics of a step of `train_grpo`.
 
@@ -96,9 +103,9 @@ def fp8_logprobs(
         functional.linear = linear
 
 
-def _load(folder: Path) -> PreTrainedModel:
+def _load(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", experts_implementation="eager", local_files_only=True
+        folder, dtype=dtype, attn_implementation="sdpa", experts_implementation="eager", local_files_only=True
     )
 
 
@@ -112,5 +119,5 @@ def _weight_addresses(model: PreTrainedModel) -> set[int]:
 
 
 def _answer(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    logprobs = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+    logprobs = model(torch.tensor([prompt + answer])).logits[0].float().log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(1, torch.tensor(answer)[:, None])[:, 0]
