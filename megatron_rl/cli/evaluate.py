@@ -154,10 +154,12 @@ def _sample(
             done += len(scored)
             display.set_step(done)
 
+        # a lost engine's successor would serve after a sync, and there is none
+        without_restarts = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_restarts": 0})})
         for name, checkpoint in checkpoints.items():
             display.set_phase(f"{name}: engine")
             (folder / name).mkdir()
-            engine = start_engines(config, models[name], folder / name, display.print_line)
+            engine = start_engines(without_restarts, models[name], folder / name, display.print_line)
             try:
                 check_live_engine(checkpoint.plan, engine)
                 display.set_phase(name)

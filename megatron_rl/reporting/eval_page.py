@@ -8,7 +8,15 @@ from typing import Any
 
 from megatron_rl.observability.files import replace_file
 from megatron_rl.observability.run_log import read_jsonl
-from megatron_rl.reporting.eval_text import format_difference, format_estimates, format_row, list_columns, list_widest_columns, summarize
+from megatron_rl.reporting.eval_text import (
+    format_difference,
+    format_estimates,
+    format_row,
+    format_sampling,
+    list_columns,
+    list_widest_columns,
+    summarize,
+)
 from megatron_rl.reporting.formatting import format_duration, format_toml, format_value
 from megatron_rl.reporting.plots import render_curves
 from megatron_rl.reporting.report import SummaryTile, render_page
@@ -27,6 +35,7 @@ def write_page(folder: Path) -> Path:
         results=results,
         headline=summarize(results),
         tiles=_make_tiles(results),
+        sampled=format_sampling(results["sampling"]),
         titles=[title for title, _, _ in columns],
         sides=[(name, side["path"], [format_row(row, columns) for row in side["table"]]) for name, side in results["sides"].items()],
         comparison=[format_difference(row, columns) for row in results["comparison"]],

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from megatron_rl.reporting.eval_text import format_difference, format_row, list_widest_columns, summarize
+from megatron_rl.reporting.eval_text import format_difference, format_row, format_sampling, list_widest_columns, summarize
 
 
 def print_results(results: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ def print_results(results: dict[str, Any]) -> None:
         for line in (format_difference(row, columns) for row in results["comparison"]):
             table.add_row(line["name"], *_break_lines(line["estimates"]), line["p"], line["better"], line["worse"])
         console.print(table)
-    console.print(summarize(results), soft_wrap=True)
+    console.print(f"{summarize(results)} {format_sampling(results['sampling'])}.", soft_wrap=True)
 
 
 def _make_table(title: str, numbers: list[str]) -> Table:

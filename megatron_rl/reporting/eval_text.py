@@ -33,6 +33,15 @@ def format_p_value(p: float) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.2g}" if p < 0.1 else f"{p:.2f}"
 
 
+def format_sampling(sampling: dict[str, Any]) -> str:
+    """Return how completions were sampled: "4 completions per problem at temperature 0.6, top_p 0.95"."""
+    count = f"{sampling['samples']} completion{'s' * (sampling['samples'] > 1)} per problem"
+    if not sampling["temperature"]:
+        return f"{count}, always the most probable token"
+    bounds = [f", {name} {sampling[name]}" for name, off in (("top_p", 1), ("top_k", -1), ("min_p", 0)) if sampling[name] != off]
+    return f"{count} at temperature {sampling['temperature']}{''.join(bounds)}"
+
+
 def format_group(row: dict[str, Any]) -> str:
     """Return which problems a table row is about."""
     if row["source"] is None:

@@ -12,7 +12,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.evaluation.sampling import append_completions, sample
 from megatron_rl.evaluation.tallies import Outcome, Tally, build_table, compare_tallies, group_tallies
 from megatron_rl.reporting.eval_page import write_page
-from megatron_rl.reporting.eval_text import format_points, list_columns, summarize, summarize_evaluations
+from megatron_rl.reporting.eval_text import format_points, format_sampling, list_columns, summarize, summarize_evaluations
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.types import Generation, Problem, Reward, SamplingParams
 
@@ -143,7 +143,8 @@ def results(folder, step: int | None = 7, with_baseline: bool = True) -> dict:
         sides["baseline"] = [tally(number, number % 3, level=number % 2) for number in range(6)]
     page = {
         "schema": 1, "started": "a", "ended": "b", "argv": ["x", HOSTILE[:20]], "versions": {"torch": "2"}, "config": {"data": {"seed": 1}},
-        "sampling": {"samples": 4, "temperature": 0.0, "max_new_tokens": 8, "seed": 0}, "ks": [1, 2, 4], "confidence": 0.95,
+        "sampling": {"samples": 4, "temperature": 0.6, "max_new_tokens": 8, "top_p": 0.95, "top_k": -1, "min_p": 0.0, "seed": 0},
+        "ks": [1, 2, 4], "confidence": 0.95,
         "sides": {name: {"path": HOSTILE[:30], "step": step, "seconds": 2.5, "problems": [], "table": build_table(result, [1, 2, 4])}
                   for name, result in sides.items()},
         "comparison": compare_tallies(sides["checkpoint"], sides["baseline"], [1, 2, 4]) if with_baseline else [],
@@ -159,6 +160,9 @@ def test_the_page_shows_the_figures_and_obeys_nothing(tmp_path):
     results(tmp_path / "e")
     page = write_page(tmp_path / "e").read_text()
     assert "mean@4 is 75.0 % on 6 problems, 50.0 points above the baseline" in page
+    assert "4 completions per problem at temperature 0.6, top_p 0.95." in page
+    greedy = {"samples": 1, "temperature": 0.0, "top_p": 0.95, "top_k": 5, "min_p": 0.1}
+    assert format_sampling(greedy) == "1 completion per problem, always the most probable token"
     assert page.count("<svg") == 1 and page.count("<article") == 12
     assert "pass@4" in page and "maj@4" in page and "maj@2" not in page and "arithmetic, level 1" in page
     assert "<script" not in page and "&lt;script&gt;" in page and "src=" not in page and "default-src 'none'" in page

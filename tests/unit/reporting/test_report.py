@@ -25,6 +25,7 @@ from megatron_rl.precision.graph.svg import draw_svg
 from megatron_rl.reporting.formatting import format_bytes, format_duration, format_toml, visible
 from megatron_rl.reporting.plots import SECTIONS, Plot, fill_sections, render_svg
 from megatron_rl.reporting.report import CAUSE_LABELS, headline, write_report
+from megatron_rl.training import loop  # noqa: F401 (it declares what the rows of a run hold)
 from megatron_rl.training.mismatch_attribution import CAUSES
 
 HOSTILE = "</pre><script>alert(1)</script><img src=http://evil/x.png onerror=alert(2)> {{ 7*7 }} \x1b[2J \ud800 &amp;"
