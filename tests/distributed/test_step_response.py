@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import save_file
 from support import trainer
-from support.models import FP8, FP32, random_sequences
+from support.models import FP8, FP32, make_checkpoint, random_sequences, read_weights
 
+from megatron_rl.mcore.export import export_checkpoint
 from megatron_rl.mcore.step_response import CHANGED, RESPONSE
 from parallel.layout import Layout
 
-STEP, WHOLE = {"learning_rate": 1e-4}, 1 << 30
+STEP = {"learning_rate": 1e-4}
 ROLLOUT = {mode: {"mode": mode, "high": "fp32"} for mode in ("fp8_rollout", "int8_rollout")}
+
+
+@pytest.fixture(scope="module")
+def bf16_checkpoint(tmp_path_factory):
+    folder = make_checkpoint(tmp_path_factory.mktemp("bf16"))
+    save_file({name: tensor.bfloat16() for name, tensor in read_weights(folder).items()}, folder / "model.safetensors")
+    return folder
 
 
 def responses(world, folder, precision, layout=None, train=STEP, *options) -> list[tuple[dict, dict]]:
@@ -48,13 +57,30 @@ def test_it_is_that_of_the_whole_model_and_about_1_for_random_weights(worlds, ch
         assert sampled[CHANGED] > 0.9 if precision["mode"] == "int8_rollout" else 0 < sampled[CHANGED] < 0.1
 
 
-def test_masters_on_ties_show_in_the_first_step_and_spread_ones_do_not(worlds, checkpoint):
+def first_responses(world, folder, precision) -> list[dict]:
+    """Of masters that are the checkpoint's numbers, and of those that are spread over what these stand for."""
+    return [
+        responses(world, folder, {**precision, "masters": masters}, Layout(), {"learning_rate": 1e-6})[0][0]
+        for masters in ("stored", "spread")
+    ]
+
+
+@pytest.mark.parametrize("precision", [FP8, ROLLOUT["fp8_rollout"]], ids=lambda precision: precision["mode"])
+def test_masters_on_ties_show_in_the_first_step_and_spread_ones_do_not(worlds, bf16_checkpoint, precision):
     """A BF16 weight in 16 lies on a tie of E4M3, and a step of 1e-6 takes half of these a whole cell away."""
-    naive, spread = (
-        responses(worlds(1), checkpoint, FP8, Layout(), {"learning_rate": 1e-6}, WHOLE, spread)[0][0] for spread in (False, True)
-    )
-    assert naive[RESPONSE] > 10 and naive[CHANGED] > 0.02
+    stored, spread = first_responses(worlds(1), bf16_checkpoint, precision)
+    assert stored[RESPONSE] > 10 and stored[CHANGED] > 0.02
     assert 0.5 < spread[RESPONSE] < 2 and spread[CHANGED] < 0.002
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp8_rollout", "fp8_unified"])
+def test_masters_in_the_middle_of_their_cells_stand_still_and_spread_ones_do_not(worlds, bf16_checkpoint, tmp_path, mode):
+    """Of BF16 parameters, and of an FP8 checkpoint's blocks."""
+    folder = bf16_checkpoint
+    if mode == "fp8_unified":
+        export_checkpoint(folder, folder := tmp_path / "fp8", "fp8")
+    stored, spread = first_responses(worlds(1), folder, {"mode": mode, "high": "bf16"})
+    assert stored[RESPONSE] < 0.2 and 0.5 < spread[RESPONSE] < 2
 
 
 def test_a_sample_of_the_weights_is_near_the_whole(worlds, checkpoint):

@@ -179,17 +179,11 @@ def measure_response(
     batches: list[list[TrainingSample]],
     layout: Layout | None = None,
     elements: int = 1 << 30,
-    spread: bool | None = None,
 ) -> list[tuple[dict[str, float], dict[str, float]]]:
     """For each step, (its response from a sample of `elements` values, that of the whole model's tensors); the latter on rank 0 only, and
-    only where masters are FP32 parameters. `spread`: whether masters are BF16 values, or spread over what these stand for."""
+    only where masters are FP32 parameters."""
     with mock.patch.object(step_response, "_ELEMENTS", elements), mock.patch.object(step_response, "_LEAST", 1):
         trainer = Trainer(folder, precision, train, layout=layout)
-    for layer in find_quantized_layers(trainer.model).values() if spread is not None else ():
-        values = layer.weight.data.bfloat16().float()
-        half_step = torch.ldexp(torch.full_like(values, 2.0**-9), torch.frexp(values).exponent)
-        layer.weight.data.copy_(values + spread * half_step * (2 * torch.rand(values.shape) - 1))
-    quantize_model(trainer.model)
     names, results = (step_response.RESPONSE, step_response.CHANGED), []
 
     def read() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
