@@ -120,6 +120,11 @@ def test_growth_along_the_answer_is_told_from_longer_answers_being_worse(studies
     assert estimate_slope([[(20, 0.1)]]) is None and average_by_bin([]) == []
 
 
+def test_the_config_for_pre_trained_weights_asks_for_answers_of_256_tokens():
+    config = load_config(ROOT / "tools/studies/real_weights.toml", ["--model.path=model", "--data.train=train.jsonl"])
+    assert config.rollout.max_new_tokens >= 256 and config.data.chat and list(config.reward.parts) == ["math", "format"]
+
+
 def test_scaling_tables_relate_speed_and_sync_to_the_fewest_ranks(tmp_path):
     def row(step: int, trainer: float) -> dict[str, float]:
         parts = {"time/logprobs": trainer / 4, "time/train": 3 * trainer / 4, "time/generate": 1.0, "time/sync": 0.375, "time/proof": 0.125}
