@@ -113,14 +113,15 @@ def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment:
         return convert(checkpoint, output, precision_fields, alignment)
     if alignment and precision != "bf16":
         raise UserError("--align", alignment.block, "widens no blocks that a run made", "use --precision bf16, and export the result again")
-    from megatron_rl.mcore.checkpoint.load import load_in_one_process
+    from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
 
+    read_state(checkpoint)  # refuses what is no checkpoint
+    with as_user_error():
+        wide_config = align_config(read_config(checkpoint / "hf"), alignment) if alignment else None
     model, shards, saved, hf_config = load_in_one_process(checkpoint)
     from megatron_rl.mcore.load_weights import collect_named_tensors
 
     contract = PrecisionContract.from_config(saved.model_copy(update=precision_fields))
-    with as_user_error():
-        wide_config = align_config(hf_config, alignment) if alignment else None
     save_hf(output, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf", wide_config)
 
 

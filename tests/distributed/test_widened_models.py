@@ -8,6 +8,7 @@ from support import trainer, transformers_reference
 from support.families import ARCHITECTURES, CLASSES
 from support.models import FP8, FP32, make_model, random_sequences, read_weights
 
+from megatron_rl.errors import UserError
 from megatron_rl.hf.align import Alignment, widen
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.export import convert
@@ -51,3 +52,16 @@ def test_what_was_added_stays_zero_in_training(pair, worlds):
         assert not trained[tensor.name][added].any(), tensor.name
         if tensor.role not in ("router_bias", "mlp_in", "mlp_out"):  # an expert may get no token
             assert not torch.equal(trained[tensor.name], start[tensor.name]), tensor.name
+
+
+def test_a_runs_checkpoint_is_widened_as_its_plain_export_is(worlds, tmp_path):
+    narrow = make_model(tmp_path / "narrow", ARCHITECTURES["qwen3"] | NARROW)
+    worlds(1).call(trainer.save_checkpoint, narrow, FP32, random_sequences(4, seed=1), tmp_path / "step_00001")
+    for name, alignment in (("plain", None), ("wide", Alignment(128, tp=2))):
+        worlds(1).call(trainer.export, tmp_path / "step_00001", tmp_path / name, "bf16", alignment)
+    convert(tmp_path / "plain", tmp_path / "widened", {"mode": "bf16"}, Alignment(128, tp=2))
+    expected, result = read_weights(tmp_path / "widened"), read_weights(tmp_path / "wide")
+    assert result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
+    assert read_config(tmp_path / "wide") == read_config(tmp_path / "widened")
+    with pytest.raises(UserError, match="--align = 128: widens no blocks that a run made; use --precision bf16"):
+        worlds(1).call(trainer.export, tmp_path / "step_00001", tmp_path / "fp8", "fp8", Alignment(128))

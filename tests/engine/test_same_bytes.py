@@ -7,7 +7,7 @@ from string import ascii_lowercase
 
 import pytest
 import torch
-from support import trainer_engine, transformers_reference
+from support import trainer, trainer_engine, transformers_reference
 from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
@@ -103,9 +103,9 @@ def test_an_exported_fp8_checkpoint_gives_a_fresh_engine_the_same_bytes(unified,
     other = new_world()
     saved = unified.call(trainer_engine.save_run_checkpoint, tmp_path / "step_00001")[0]
     masters = unified.call(trainer_engine.read_masters)[0]
-    fp8 = other.call(trainer_engine.export, saved, tmp_path / "fp8", "fp8")[0]
+    fp8 = other.call(trainer.export, saved, tmp_path / "fp8", "fp8")[0]
     unified.send(trainer_engine.restart_engines, fp8)
-    bf16 = other.call(trainer_engine.export, saved, tmp_path / "bf16", "bf16")[0]
+    bf16 = other.call(trainer.export, saved, tmp_path / "bf16", "bf16")[0]
     exported = read_weights(bf16)
     assert exported.keys() == masters.keys()
     assert all(torch.equal(exported[name], masters[name].bfloat16()) for name in masters)

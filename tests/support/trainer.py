@@ -21,13 +21,14 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
+from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import step_response
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
-from megatron_rl.mcore.export import gather_tensors
+from megatron_rl.mcore.export import export_checkpoint, gather_tensors
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.logprobs import token_logprobs
@@ -293,6 +294,14 @@ def save_checkpoint(
     state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
     CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
     return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
+
+
+def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | None = None) -> Path:
+    """The command `export`, in a process that is in no world yet."""
+    stop_megatron()
+    export_checkpoint(checkpoint, to, precision, alignment)
+    stop_megatron()
+    return to
 
 
 def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:

@@ -23,10 +23,9 @@ from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.export import export_checkpoint, save_hf
+from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import load_checkpoint
-from megatron_rl.mcore.model import stop_megatron
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
@@ -285,14 +284,6 @@ def save_run_checkpoint(to: Path) -> Path:
 def read_masters() -> dict[str, torch.Tensor]:
     """FP32 masters under Hugging Face names."""
     return current().trainer.collect_tensors(fp8=False)
-
-
-def export(checkpoint: Path, to: Path, precision: str) -> Path:
-    """The command `export`, in a process that is in no world yet."""
-    stop_megatron()
-    export_checkpoint(checkpoint, to, precision)
-    stop_megatron()
-    return to
 
 
 def restart_engines(model: Path) -> None:
