@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from megatron_rl.config.base import ConfigSection
 from megatron_rl.config.hosts import Host
@@ -16,6 +16,10 @@ def _check_top_k(value: int) -> int:
     if value < 1 and value != -1:
         raise ValueError("must be 1 or more, or -1 for all tokens")
     return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 MOST_KEPT = 4096
@@ -46,8 +50,8 @@ class RolloutConfig(ConfigSection):
     """Draw from this many most probable tokens; -1: from all. Training with `top_p` or `min_p` needs it: the trainer is told the tokens."""
     min_p: MinP = 0.0
     """Draw from tokens that are at least this share as probable as the most probable one."""
-    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field((), max_length=32)
-    """Texts that end an answer, as its end token does. The tokens that spell them stay in the answer, and are trained."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)] = Field((), max_length=32)
+    """A text, or several, that end an answer, as its end token does. The tokens that spell them stay in the answer, and are trained."""
     max_new_tokens: int = Field(512, ge=1)
     max_running_requests: int = Field(256, ge=1)
     """Sequences that an engine decodes at once."""
