@@ -23,7 +23,7 @@ def run(worlds, checkpoint, noise: float = 0.02, **algorithm: object) -> dict:
 def test_an_algorithm_makes_rewarded_answers_likelier(worlds, checkpoint, name):
     """Steps of 1e-3 by Adam move a random model by far more than 0.1 nats; a wrong sign would move it the other way."""
     result = run(worlds, checkpoint, name=name, kl_coef=0.001)
-    assert result["rows"][-1]["eval/lead"] > result["rows"][0]["eval/lead"] + 0.1
+    assert result["leads"][-1] > result["leads"][0] + 0.1
     assert all((advantage > 0) == bool(number % 2) for number, advantage in enumerate(result["advantages"]))
     assert ("loss/kl" in result["rows"][-1]) == (name != "rloo") and ("reward/kl" in result["rows"][-1]) == (name == "rloo")
 

@@ -34,7 +34,7 @@ from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
-from megatron_rl.metrics import UndeclaredMetricWarning, declare, warn_undeclared
+from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
@@ -53,7 +53,6 @@ from support.models import random_sequences
 from support.trainer import Trainer, negative_log_likelihood, start
 
 T = TypeVar("T")
-LEAD = declare("eval/lead", "how much likelier a good token is than a bad one", "nats")
 
 GROUPS, SIZE = 4, 4
 GOOD, BAD = 11, 12
@@ -70,6 +69,7 @@ class ScriptedWorker:
 
     def __init__(self, actor: Actor, noise: float, environment_logprob: float | None) -> None:
         self.actor, self._noise, self._environment_logprob, self._source = actor, noise, environment_logprob, random.Random(0)
+        self.leads: list[float] = []
 
     def sequences(self) -> list[TrainingSample]:
         samples = [
@@ -100,11 +100,12 @@ class ScriptedWorker:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        """How much likelier a good token is than a bad one, in nats."""
+    def evaluate(self, version: int) -> RolloutBatch:
+        """Note how much likelier a good token is than a bad one, in nats; no held-out problems."""
         logprobs = self.actor.compute_logprobs(self.sequences())[0]
         good, bad = (torch.cat([part for number, part in enumerate(logprobs) if number % 2 == which]).mean() for which in (1, 0))
-        return {LEAD: float(good - bad)}
+        self.leads.append(float(good - bad))
+        return RolloutBatch([])
 
 
 class NullSync:
@@ -180,7 +181,7 @@ def run_loop(
     environment_logprob: float | None = None,
     worker_class: type[ScriptedWorker] = ScriptedWorker,
 ) -> dict[str, Any]:
-    """The rows of the log and the advantages of the last step's samples."""
+    """The rows of the log, the advantages of the last step's samples, and what `ScriptedWorker.evaluate` noted."""
     trainer = Trainer(folder, precision, {"learning_rate": 1e-3, "steps": steps})
     config = Config.model_validate(
         {
@@ -197,7 +198,7 @@ def run_loop(
     log = RecordingLog()
     worker = worker_class(trainer.actor, noise, environment_logprob)
     loop_of(config, trainer, reference, NullSync(), worker, log, NullCheckpointManager()).run()
-    return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]]}
+    return {"rows": log.rows, "advantages": [row["advantage"] for row in log.samples_seen[-GROUPS * SIZE :]], "leads": worker.leads}
 
 
 GROUPS, SIZE = 4, 4
@@ -222,8 +223,8 @@ class StreamedWorker:
                 completions.append(Completion(problem, [5, 20 + int(problem.id), 7], answer, logprobs, "stop", version, "", reward))
         return RolloutBatch(completions, {"time/generate": 1.0})
 
-    def evaluate(self, version: int) -> dict[str, float]:
-        return {}
+    def evaluate(self, version: int) -> RolloutBatch:
+        return RolloutBatch([])
 
 
 def config_of(folder: Path, steps: int, precision: dict[str, Any], every: int = 1) -> Config:
