@@ -116,7 +116,7 @@ def _compare(mode: str, high: str, logprobs: torch.Tensor, reference: torch.Tens
         "high": high,
         "tokens": len(logprobs),
         "perplexity": math.exp(-float(logprobs.mean())),
-        "nats_more": -float(difference.mean()),
+        "nats_more": 0.0 - float(difference.mean()),
         "standard_error": float(difference.std()) / math.sqrt(len(difference)),
         "abs_mean": float(difference.abs().mean()),
         "abs_max": float(difference.abs().max()),
