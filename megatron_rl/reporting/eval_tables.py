@@ -9,6 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.reporting.eval_text import format_difference, format_row, format_sampling, list_widest_columns, summarize
+from megatron_rl.reporting.formatting import format_value
+
+_MANY_CUT = 0.1
 
 
 def print_results(results: dict[str, Any]) -> None:
@@ -23,6 +26,8 @@ def print_results(results: dict[str, Any]) -> None:
         console.print(table)
         if errors := side["table"][0]["errors"]:
             console.print(f"{errors} completions had no verdict and count as wrong; see error in completions.jsonl", soft_wrap=True)
+        if (cut := side["table"][0]["truncated"]) > _MANY_CUT:
+            console.print(f"{format_value(cut, 'share')} of the completions were cut: rollout.max_new_tokens is too low", soft_wrap=True)
     if results["comparison"]:
         table = _make_table("checkpoint less baseline, in points", [*titles, "p", "up", "down"])
         for line in (format_difference(row, columns) for row in results["comparison"]):
