@@ -6,7 +6,8 @@
 A text file is cut into documents of `--tokens` tokens; of a JSONL file each row's `question` and `answer` are one. Every token but a
 document's first is scored, by transformers in a process of its own, and by the trainer with the weights and quantized inputs that its
 engine has in that mode (`mcore.engine_emulation`; in `fp8_unified` they are its own). Masters are not spread: a weight is what the
-checkpoint says.
+checkpoint says. With `--reference FOLDER` transformers compute another checkpoint with the same tokenizer, such as the one that
+`export --align` widened.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def score_by_trainer(config: Config, documents: list[list[int]]) -> torch.Tensor
         return torch.cat(policy.compute_logprobs([TrainingSample(ids[:1], ids[1:]) for ids in documents])[0])
 
 
-def measure(model: Path, text: Path, modes: list[str], highs: list[str], count: int, tokens: int) -> list[dict[str, Any]]:
+def measure(
+    model: Path, reference_model: Path, text: Path, modes: list[str], highs: list[str], count: int, tokens: int
+) -> list[dict[str, Any]]:
     """Return a row for each way to compute; the first is what the others are compared with."""
     data = {"max_prompt_tokens": 1}
     rollout = {"max_new_tokens": tokens - 1}
@@ -99,7 +102,7 @@ def measure(model: Path, text: Path, modes: list[str], highs: list[str], count: 
     scores = {}
     for dtype in dict.fromkeys(["fp32", *highs]):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            scores["transformers", dtype] = pool.submit(score_by_transformers, model, dtype, documents).result()
+            scores["transformers", dtype] = pool.submit(score_by_transformers, reference_model, dtype, documents).result()
     with ExitStack() as resources:
         start_megatron(layouts[0], 0)
         resources.callback(stop_megatron)
@@ -140,11 +143,12 @@ def main(
     high: Annotated[str, typer.Option(help="Values of precision.high.")] = "fp32,bf16",
     documents: Annotated[int, typer.Option(min=1, help="Documents to score, at most.")] = 16,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of a document, at most.")] = 256,
+    reference: Annotated[Path | None, typer.Option(help="Another checkpoint for transformers; default: the same.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
     """Measure what precision costs a model on a text."""
     with expected_errors():
-        rows = measure(model, text, modes.split(","), high.split(","), documents, tokens)
+        rows = measure(model, reference or model, text, modes.split(","), high.split(","), documents, tokens)
     show(rows, Console())
     if json_file:
         json_file.write_text(json.dumps(rows, indent=2) + "\n")
