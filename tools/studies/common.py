@@ -122,13 +122,18 @@ def draw_figures(runs: Mapping[str, Rows], shown: FigureSpec, xlabel: str = "ste
     """Draw one figure for each metric that some run has, with a line for each run, over the rows' "step"."""
     figures = []
     for metric, (title, ylabel, kind) in shown.items():
-        points = {name: {int(row["step"] or 0): row[metric] for row in rows if metric in row} for name, rows in runs.items()}
-        steps = sorted({step for of_run in points.values() for step in of_run})
-        merged: Rows = [{"step": step, **{name: of_run[step] for name, of_run in points.items() if step in of_run}} for step in steps]
-        series = tuple((name, name) for name in runs if points[name])
-        svg = render_svg(Plot(title, (Panel(ylabel, kind, legend=True, series=series),)), merged, xlabel)
+        lines = {name: (rows, metric) for name, rows in runs.items() if any(metric in row for row in rows)}
+        panel = Panel(ylabel, kind, legend=True, series=tuple((name, name) for name in lines))
+        svg = render_svg(Plot(title, (panel,)), merge_rows(lines), xlabel)
         figures += [f"<figure><h3>{escape(title)}</h3>{svg}</figure>"] if svg else []
     return f"<main>{''.join(figures)}</main>"
+
+
+def merge_rows(lines: Mapping[str, tuple[Rows, str]]) -> Rows:
+    """Return one row for each step with a value for each line that has one: name -> (a run's rows, the metric)."""
+    points = {name: {int(row["step"] or 0): row[metric] for row in rows if metric in row} for name, (rows, metric) in lines.items()}
+    steps = sorted({step for line in points.values() for step in line})
+    return [{"step": step, **{name: line[step] for name, line in points.items() if step in line}} for step in steps]
 
 
 def make_table(head: Iterable[object], lines: Iterable[Iterable[object]]) -> str:
