@@ -1,0 +1,104 @@
+"""A data source that generates word problems: one addition, subtraction or multiplication of small numbers, told as a story.
+
+    [data]
+    train = "examples.word_problems.task:WordProblems"
+    eval = "examples.word_problems.task:WordProblems"
+
+`Mia has 7 shells and buys 5 more. How many shells does Mia have now?` The answer is a number; the reward `math` finds it in a sentence.
+Levels 1, 2 and 3 (addition, subtraction, multiplication) take turns. Before the question the chat shows one worked example.
+
+What is held out are calculations, not wordings: one in `HELD_OUT_ONE_IN` is in no question to train on, whatever the seed, the story or
+the order of its numbers. So a held-out question cannot be answered by heart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+
+from megatron_rl.errors import UserError
+from megatron_rl.types import Problem
+
+HELD_OUT_ONE_IN = 5
+"""One calculation in this many is held out."""
+MOST_REDRAWS = 1_000
+NAMES = "Anna Ben Ella Emma Ivy Jack Leo Lucy Max Mia Nora Omar Paul Ruth Sam Tom".split()
+THINGS = "apples balloons books buttons cards coins cookies eggs flowers marbles oranges pencils shells stamps stickers toys".split()
+STORIES = {
+    "+": (
+        "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
+        "{name} had {a} {things} and got {b} more from a friend. How many {things} does {name} have now?",
+        "There are {a} {things} in a box. {name} puts in {b} more. How many {things} are in the box?",
+        "{name} finds {a} {things} on Monday and {b} {things} on Tuesday. How many {things} is that in total?",
+    ),
+    "-": (
+        "{name} has {a} {things} and gives away {b}. How many {things} does {name} have left?",
+        "{name} had {a} {things} and lost {b} of them. How many {things} are left?",
+        "There are {a} {things} in a box. {name} takes out {b}. How many {things} are still in the box?",
+        "{name} wants {a} {things} and has {b}. How many more {things} does {name} need?",
+    ),
+    "*": (
+        "{name} buys {a} bags with {b} {things} each. How many {things} is that in total?",
+        "There are {a} boxes. Each box holds {b} {things}. How many {things} are there in total?",
+        "{name} gets {b} {things} every day. How many {things} does {name} get in {a} days?",
+        "{a} friends have {b} {things} each. How many {things} do they have together?",
+    ),
+}
+"""Operation -> stories; `a` comes before `b` in the calculation."""
+LEVELS = tuple(STORIES)
+EXAMPLE = (("user", "Sue has 3 pens and buys 4 more. How many pens does Sue have now?"), ("assistant", "3 + 4 = 7"))
+"""What stands before every question in the chat: a small model takes up the short form."""
+
+
+class WordProblems:
+    """Problems whose terms and factors are 2 to `largest`. Raise UserError where that is too small to hold calculations out."""
+
+    def __init__(self, seed: int, largest: int = 10) -> None:
+        if not isinstance(largest, int) or not 5 <= largest <= 100:
+            raise UserError("data.settings.largest", largest, "must be a whole number from 5 to 100", "use e.g. 10")
+        self.seed, self.largest = seed, largest
+        self.fingerprint = (largest, seed)
+
+    def train_problem(self, position: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
+        """Return the first draw with a calculation to train on that `accept` accepts. Raise UserError when it refuses all of many draws."""
+        draws = self._draw(random.Random(f"{self.seed}/train/{position}"), position, held_out=False)
+        for _ in range(MOST_REDRAWS):
+            if accept(problem := next(draws)):
+                return problem
+        raise UserError("data.max_prompt_tokens", None, f"none of {MOST_REDRAWS} word problems is short enough", "raise it")
+
+    def held_out(self, count: int) -> list[Problem]:
+        """Return distinct questions. Raise UserError where so many are not found."""
+        rng = random.Random(f"{self.seed}/eval")
+        draws = [self._draw(rng, position, held_out=True) for position in range(len(LEVELS))]
+        problems: dict[str, Problem] = {}  # a dict keeps the order of the draws
+        for _ in range(MOST_REDRAWS * count):
+            if len(problems) == count:
+                return list(problems.values())
+            problem = next(draws[len(problems) % len(LEVELS)])
+            problems.setdefault(problem.id, problem)
+        raise UserError("data.eval_size", count, "is more than there are held-out word problems", "lower it or raise data.settings.largest")
+
+    def _draw(self, rng: random.Random, position: int, held_out: bool) -> Iterator[Problem]:
+        """Yield problems of the level whose turn it is, on one side, without end."""
+        level = position % len(LEVELS)
+        while True:
+            a, b = rng.randint(2, self.largest), rng.randint(2, self.largest)
+            if LEVELS[level] == "-":
+                a += b
+            if is_held_out(LEVELS[level], a, b) == held_out:
+                yield _tell(rng, level, a, b)
+
+
+def is_held_out(operation: str, a: int, b: int) -> bool:
+    """Return whether a calculation is held out; for + and * the order of the numbers does not matter."""
+    low, high = (a, b) if operation == "-" else sorted((a, b))
+    return hashlib.sha256(f"{low}{operation}{high}".encode()).digest()[0] % HELD_OUT_ONE_IN == 0
+
+
+def _tell(rng: random.Random, level: int, a: int, b: int) -> Problem:
+    operation = LEVELS[level]
+    question = rng.choice(STORIES[operation]).format(name=rng.choice(NAMES), things=rng.choice(THINGS), a=a, b=b)
+    answer = {"+": a + b, "-": a - b, "*": a * b}[operation]
+    return Problem(f"word_problems:{question}", question, str(answer), level + 1, history=EXAMPLE)
