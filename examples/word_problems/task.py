@@ -23,8 +23,8 @@ from megatron_rl.types import Problem
 HELD_OUT_ONE_IN = 5
 """One calculation in this many is held out."""
 MOST_REDRAWS = 1_000
-NAMES = "Anna Ben Ella Emma Ivy Jack Leo Lucy Max Mia Nora Omar Paul Ruth Sam Tom".split()
-THINGS = "apples balloons books buttons cards coins cookies eggs flowers marbles oranges pencils shells stamps stickers toys".split()
+NAMES = ("Anna", "Ben", "Ella", "Emma", "Jack", "Leo", "Mia", "Nora", "Omar", "Paul", "Ruth", "Tom")
+THINGS = ("apples", "books", "cards", "coins", "cookies", "eggs", "flowers", "marbles", "oranges", "shells", "stamps", "toys")
 STORIES = {
     "+": (
         "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",

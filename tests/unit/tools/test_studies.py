@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -165,3 +166,17 @@ def test_the_first_steps_of_runs_are_shown_side_by_side(tmp_path):
     assert "| bf16, stored | 0 | 0.5 | 0.75 |" in done.stdout and "| bf16, spread | 1.25 | 1.25 | 1.25 |" in done.stdout
     page = (tmp_path / "study.html").read_text()
     assert "<td>bf16, stored</td><td>200</td>" in page and page.count("<svg ") == 2
+
+
+def test_the_accuracy_of_runs_is_one_svg_with_a_line_for_each(tmp_path):
+    for seed in (0, 1):
+        run_folder(tmp_path / str(seed), [0.25, 0.5], f"--train.seed={seed}", **{"accuracy/train": 0.125})
+    target, runs = tmp_path / "plot.svg", [tmp_path / str(seed) / "latest" for seed in (0, 1)]
+    done = study("studies/plot_runs", target, *runs)
+    assert done.returncode == 0, done.stderr
+    svg = ElementTree.fromstring(target.read_text())
+    texts = {element.text for element in svg.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"held out, seed 0", "held out, seed 1", "training, seed 0", "training, seed 1"} <= texts
+    assert "prefers-color-scheme: dark" in target.read_text() and target.stat().st_size < 200_000
+    done = study("studies/plot_runs", target, runs[0], runs[0])
+    assert done.returncode == 2 and "name runs of different seeds" in done.stderr
