@@ -1,0 +1,123 @@
+"""Time the trainer's part of an RL step on this machine, without an engine; print seconds by phase, and with --operators where they go.
+
+    python tools/bench/train_step.py configs/gsm8k.toml --model.path=MODEL --tokens 3300
+    python tools/bench/train_step.py configs/quickstart.toml --tokens 3300 --prompt 16 --answer 12 --operators 20
+
+Of the run's configuration `model`, `precision`, `train` and `algorithm` count. Samples are random tokens with advantages of both signs. A
+phase's processor seconds say more than the clock on a busy machine. The first step, which allocates, is not shown. `digest` is that of the
+log-probs: trees that print the same one compute the same forward pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_rl.config import Config, load_config  # sets how threads wait, so it comes before torch
+
+# isort: split
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron_rl.algorithm.loss_weights import assign_loss_weights
+from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.hf.files import read_config
+from megatron_rl.mcore.actor import Actor, Policy
+from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
+from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
+from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.preflight import pin_model
+from parallel.layout import Layout
+
+
+def make_samples(tokens: int, prompt: int, answer: int, vocabulary: int) -> list[TrainingSample]:
+    """Return samples of at least `tokens` places, with prompts and answers of about the given lengths."""
+    generator, samples = random.Random(0), list[TrainingSample]()
+    while sum(sample.length - 1 for sample in samples) < tokens:
+        lengths = (max(1, round(mean * generator.uniform(0.5, 1.5))) for mean in (prompt, answer))
+        prompt_ids, answer_ids = (generator.choices(range(vocabulary), k=length) for length in lengths)
+        samples.append(TrainingSample(prompt_ids, answer_ids, advantage=(-1.0) ** len(samples)))
+    return samples
+
+
+class Step:
+    """The log-probs and one optimizer step of a run's actor."""
+
+    def __init__(self, config: Config, samples: list[TrainingSample]) -> None:
+        self.config, self.samples = config, samples
+        self.seconds: dict[str, tuple[float, float]] = {}
+        self.actor = Actor(self._load(), config.train, config.rollout.temperature)
+        scored = freeze(self._load()) if config.algorithm.kl_coef else None
+        self.reference = Policy(scored, config.rollout.temperature, config.train.micro_batch_tokens) if scored else None
+
+    def _load(self) -> Any:
+        hf_config, contract = read_config(self.config.model.folder), PrecisionContract.from_config(self.config.precision)
+        model = build_model(hf_config, Layout(), contract, self.config.train)
+        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, Layout()))
+        return model
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start, used = time.perf_counter(), time.process_time()
+        yield
+        self.seconds[name] = time.perf_counter() - start, time.process_time() - used
+
+    def run(self) -> str:
+        """Take the step, set `seconds` (of the clock, of the processor) by phase, and return the digest of the log-probs."""
+        with self._phase("log-probs"):
+            logprobs_B, _ = self.actor.compute_logprobs(self.samples)
+        with self._phase("reference"):
+            reference_B = self.reference.compute_logprobs(self.samples)[0] if self.reference else logprobs_B
+        for sample, old, reference in zip(self.samples, logprobs_B, reference_B, strict=True):
+            sample.old_logprobs, sample.reference_logprobs = old, reference
+        assign_loss_weights(self.samples, self.config.algorithm.aggregate, self.config.rollout.max_new_tokens)
+        with self._phase("update"):
+            self.actor.update(self.samples, PolicyLoss(self.config.algorithm))
+        return hashlib.sha256(torch.cat(logprobs_B).numpy().tobytes()).hexdigest()[:12]
+
+
+def main(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="A run's TOML file; --section.key=value may follow.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Places of all samples.")] = 3300,
+    prompt: Annotated[int, typer.Option(min=1, help="Mean length.")] = 90,
+    answer: Annotated[int, typer.Option(min=1, help="Mean length.")] = 90,
+    threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
+    repeat: Annotated[int, typer.Option(min=1)] = 2,
+    operators: Annotated[int, typer.Option(min=0, help="Rows of torch's profile of the last step.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json")] = None,
+) -> None:
+    """Load the model, take the steps, print."""
+    config = pin_model(load_config(file, context.args))
+    start_megatron(Layout(), config.train.seed)
+    torch.set_num_threads(threads)
+    samples = make_samples(tokens, prompt, answer, read_config(config.model.folder)["vocab_size"])
+    step, rows = Step(config, samples), []
+    step.run()
+    for number in range(1, repeat + 1):
+        profiled = operators and number == repeat
+        with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext() as trace:
+            digest = step.run()
+        rows.append({name: {"clock": clock, "processor": used} for name, (clock, used) in step.seconds.items()})
+        print("  ".join(f"{name} {clock:.2f} s ({used:.2f} CPU s)" for name, (clock, used) in step.seconds.items()), " digest", digest)
+        if trace is not None:
+            print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=operators, max_name_column_width=60))
+    if json_file:
+        json_file.write_text(json.dumps(rows, indent=2) + "\n")
+    stop_megatron()
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
+    app()
