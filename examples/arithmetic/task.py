@@ -7,11 +7,11 @@
 
 A problem of level n starts with a digit and applies n operations, + or - with a digit 1..9, from left to right; every intermediate
 result is a digit again. The question of level 2 `5+3-6      =` has two worked examples: step by step, every intermediate result
-(`8,2#2`), and direct (`#2`). The answer follows the `#`. Questions are padded to one width, and a step takes as many
+(`8,2#2`), and direct (`#2`). The answer follows the `#`. Questions are padded to the width of the highest level, and a step takes as many
 characters in the answer as in the question: so each step stands at a fixed distance from its operation, which a model of two layers
 learns to read within a minute on a CPU.
 
-Train and held-out questions never overlap: a hash of the question's own text decides on which side it is, whatever the seed.
+Train and held-out questions never overlap: a hash of the question's expression decides on which side it is, whatever the seed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,6 @@ ENUMERATED_LEVELS = 3
 """Up to this level all questions are listed (90, 810 and 7,290); above it they are drawn, from more than anyone scores."""
 MOST_DRAWN_PER_LEVEL = 4_000
 """Most held-out questions of a level that is drawn; the sparsest, level 4, has about twice as many."""
-WIDTH = 11
-"""Characters of a question before its `=`, padding included: enough for level 5; longer questions are not padded."""
 MOST_REDRAWS = 1_000
 
 
@@ -46,6 +44,8 @@ class Arithmetic:
         if not levels or not all(isinstance(level, int) for level in levels) or min(levels) < 1:
             raise UserError("data.settings.levels", list(levels), "must name at least one level, each 1 or more", "use e.g. [1, 2, 3, 4]")
         self.seed, self.levels = seed, tuple(levels)
+        self.width = 1 + 2 * max(levels)
+        """Characters of a question before its `=`, padding included."""
         self.fingerprint = (self.levels, seed)
 
     def train_problem(self, position: int, accept: Callable[[Problem], bool] = lambda _: True) -> Problem:
@@ -53,8 +53,8 @@ class Arithmetic:
         level = self.levels[position % len(self.levels)]
         rng = random.Random(f"{self.seed}/train/{position}")
         for _ in range(MOST_REDRAWS):
-            question = _draw_question(rng, level)
-            if not is_held_out(question) and accept(problem := _problem(question, level)):
+            expression = _draw_expression(rng, level)
+            if not is_held_out(expression) and accept(problem := self._problem(expression, level)):
                 return problem
         rule = f"no train problem of level {level} is left once prompts that are too long or held out are removed"
         raise UserError("data.settings.levels", list(self.levels), rule, "raise data.max_prompt_tokens or change the levels")
@@ -64,12 +64,17 @@ class Arithmetic:
         cycle = [self.levels[index % len(self.levels)] for index in range(count)]
         rng = random.Random(f"{self.seed}/eval")
         drawn = {level: iter(_distinct_held_out(level, needed, rng)) for level, needed in sorted(Counter(cycle).items())}
-        return [_problem(next(drawn[level]), level) for level in cycle]
+        return [self._problem(next(drawn[level]), level) for level in cycle]
+
+    def _problem(self, expression: str, level: int) -> Problem:
+        """Return the problem; its id holds the bare expression: unique, equal in every run, and read by `write_demonstration`."""
+        answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
+        return Problem(f"arithmetic:{expression}", expression.ljust(self.width) + "=", str(answer), level)
 
 
-def is_held_out(question: str) -> bool:
-    """Return whether `question` (without template) is held out; depends on its text only."""
-    return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
+def is_held_out(expression: str) -> bool:
+    """Return whether a question is held out; depends on its bare expression only, such as `5+3-6`."""
+    return int.from_bytes(hashlib.sha256(expression.encode()).digest()[:8], "big") % HELD_OUT_ONE_IN == 0
 
 
 def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
@@ -81,42 +86,31 @@ def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share
     return ",".join(map(str, results)) + f"#{problem.answer}"
 
 
-def _problem(question: str, level: int) -> Problem:
-    """Return the problem; its id holds the bare expression: unique, equal in every run, and read by `write_demonstration`."""
-    expression = question.rstrip("= ")
-    answer = sum(int(term) for term in re.findall(r"[+-]?\d+", expression))
-    return Problem(f"arithmetic:{expression}", question, str(answer), level)
-
-
 def _operations(value: int) -> list[int]:
     """Return the signed digits that keep `value` in 0..9."""
     return [change for change in range(-value, 10 - value) if change]
 
 
-def _question(expression: str) -> str:
-    return expression.ljust(WIDTH) + "="
-
-
-def _draw_question(rng: random.Random, level: int) -> str:
+def _draw_expression(rng: random.Random, level: int) -> str:
     value = rng.randrange(10)
     text = str(value)
     for _ in range(level):
         change = rng.choice(_operations(value))
         text, value = f"{text}{change:+d}", value + change
-    return _question(text)
+    return text
 
 
 @functools.cache
 def _listed_held_out(level: int) -> tuple[str, ...]:
-    """Return every held-out question of one level in a fixed order."""
+    """Return every held-out expression of one level in a fixed order."""
     chains = [(str(start), start) for start in range(10)]
     for _ in range(level):
         chains = [(f"{text}{change:+d}", value + change) for text, value in chains for change in _operations(value)]
-    return tuple(question for text, _ in chains if is_held_out(question := _question(text)))
+    return tuple(text for text, _ in chains if is_held_out(text))
 
 
 def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
-    """Return `count` distinct held-out questions of one level in random order."""
+    """Return `count` distinct held-out expressions of one level in random order."""
     listed = _listed_held_out(level) if level <= ENUMERATED_LEVELS else None
     available = MOST_DRAWN_PER_LEVEL if listed is None else len(listed)
     if count > available:
@@ -124,9 +118,9 @@ def _distinct_held_out(level: int, count: int, rng: random.Random) -> list[str]:
         raise UserError("data.eval_size", None, rule, "lower it or add levels")
     if listed is not None:
         return rng.sample(listed, count)
-    questions: dict[str, None] = {}  # a dict keeps the order of the draws
-    while len(questions) < count:
-        question = _draw_question(rng, level)
-        if is_held_out(question):
-            questions[question] = None
-    return list(questions)
+    expressions: dict[str, None] = {}  # a dict keeps the order of the draws
+    while len(expressions) < count:
+        expression = _draw_expression(rng, level)
+        if is_held_out(expression):
+            expressions[expression] = None
+    return list(expressions)

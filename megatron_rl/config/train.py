@@ -51,8 +51,10 @@ class TrainConfig(ConfigSection):
     """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
     a layer (`full`)."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of Adam, reached after `warmup_steps`, then constant."""
+    """Peak learning rate of Adam, reached after `warmup_steps`, then constant unless `decay_steps` is given."""
     warmup_steps: int = Field(0, ge=0)
+    decay_steps: int = Field(0, ge=0)
+    """Optimizer steps over which the learning rate falls linearly to 0, counted from the first; 0: it stays."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
@@ -69,3 +71,9 @@ class TrainConfig(ConfigSection):
     steps: int = Field(30, ge=1)
     """RL steps (policy versions) of the run."""
     seed: int = 0
+
+    def compute_learning_rate(self, done: int) -> float:
+        """Return the learning rate after `done` optimizer steps: a linear warm-up, times a linear decay where one is asked for."""
+        warm_up = min(1.0, (done + 1) / max(self.warmup_steps, 1))
+        decay = max(0.0, 1 - done / self.decay_steps) if self.decay_steps else 1.0
+        return self.learning_rate * warm_up * decay

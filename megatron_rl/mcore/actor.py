@@ -236,8 +236,8 @@ class Actor(Policy):
         raise_on_all_ranks(error)
 
     def _set_learning_rate(self) -> float:
-        """Set and return the learning rate: linear warm-up, then constant."""
-        rate = self._train.learning_rate * min(1.0, (self.steps_done + 1) / max(self._train.warmup_steps, 1))
+        """Set and return the learning rate of the next optimizer step."""
+        rate = self._train.compute_learning_rate(self.steps_done)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate

@@ -50,7 +50,7 @@ def assert_same_state(expected: dict, loaded: dict) -> None:
     assert [name for name in expected["masters"] if not torch.equal(loaded["masters"][name], expected["masters"][name])] == []
     for name, after in expected["after"].items():  # the same moments: fresh ones would move every weight by the learning rate
         moved = (after - expected["masters"][name]).norm()
-        assert (loaded["after"][name] - after).norm() < 0.1 * moved, name
+        assert (loaded["after"][name] - after).norm() < 0.3 * moved, name
 
 
 @pytest.mark.parametrize("precision", [BF16, pytest.param(FP8, marks=pytest.mark.long)], ids=["bf16", "fp32"])
