@@ -9,9 +9,10 @@ import parallel
 
 __version__ = "0.1.0"
 
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "PASSIVE"
-)  # read when torch is loaded: its threads, which else spin, would starve what runs beside
+# Both are read when torch is loaded. Threads that spin while they wait would starve what runs beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Of kernels made for one shape each, oneDNN keeps 1,024, about 1 MB each: micro-batches of ever new lengths filled gigabytes.
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 if getattr(parallel, "PROJECT", None) != "megatron-rl":
     raise ImportError(

