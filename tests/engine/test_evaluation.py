@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(4000)
 PROBLEMS, SAMPLES = 32, 8
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
 TASK = (f"--data.eval_size={PROBLEMS}", "--data.settings.levels=[2, 3]")
-SETTINGS = (*TASK, "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")
+SETTINGS = (*TASK, "--eval.temperature=1", "--rollout.max_new_tokens=16", "--rollout.max_running_requests=32")
 
 
 def evaluate(folder: Path, *arguments: object) -> Done:
