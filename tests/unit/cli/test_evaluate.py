@@ -61,7 +61,10 @@ def no_engine(monkeypatch):
     [
         (["--samples", "0"], "eval.samples = 0: must be greater than or equal to 1"),
         (["--samples", "2000"], "eval.samples = 2000: must be less than or equal to 1024"),
-        (["--at", "1,8", "--samples", "4"], "--at = '1,8': asks for pass@8 of 4 completions; use --samples 8 or more"),
+        (
+            ["--at", "1,8", "--samples", "4", "--eval.temperature=1"],
+            "--at = '1,8': asks for pass@8 of 4 completions; use --samples 8 or more",
+        ),
         (["--at", "0"], "--at = '0': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
         (["--at", "two"], "--at = 'two': must be whole numbers above 0, with commas between them; write e.g. --at 1,8,64"),
         (["--greedy", "--samples", "4"], "eval: asks for 4 samples that temperature 0 makes all the same: set samples to 1"),

@@ -119,7 +119,7 @@ def test_nothing_left_is_refused(load, jsonl):
         load(train=train, eval="", format="gsm8k", max_prompt_tokens=3)
     with pytest.raises(UserError, match=r"data.max_prompt_tokens = 3: all 128 prompts of data.eval \(arithmetic\)"):
         load(max_prompt_tokens=3)
-    with pytest.raises(UserError, match="data.settings.levels = .*level 6"):
+    with pytest.raises(UserError, match="data.settings.levels = .*level 5"):
         load(eval="", settings={"levels": [5, 6]}, max_prompt_tokens=12)
     with pytest.raises(UserError, match="data.train = .*also in data.eval"):
         load(train=train, eval=train, format="gsm8k")
