@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_rl.config import Config
+from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.ops import threads
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, get_base_gpu_id, place_engine
 from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
@@ -51,7 +52,7 @@ class EngineLaunchSpec:
         placement = place_engine(rollout, self.number)
         port, key = _free_port(placement, rollout.engines_per_node), secrets.token_hex(24)
         arguments = [*_server_arguments(self.config, contract, self.model_path, port, placement), *self.arguments]
-        environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout.tp, contract, placement)}
+        environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout, contract, placement)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
         return LaunchedServer(EngineProcess(arguments, environment, log), f"http://{placement.host}:{port}", key)
 
@@ -87,16 +88,17 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
     return [part for name, value in options.items() for part in (f"--{name}", str(value))] + [f"--{flag}" for flag in flags]
 
 
-def _environment(tp: int, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
+def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
-    core_count = os.cpu_count() or 1
+    cores = os.cpu_count() or 1
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,
-        "OMP_NUM_THREADS": "1",  # by far the fastest for small models
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((placement.index * tp + rank) % core_count) for rank in range(tp)),
+        "OMP_NUM_THREADS": "1",
+        threads.VARIABLE: str(threads.count_threads(rollout.engines_per_node * rollout.tp)),  # the trainer sleeps while engines work
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((placement.index * rollout.tp + rank) % cores) for rank in range(rollout.tp)),
         "GLOO_SOCKET_IFNAME": "lo",
         # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
         # `memory_release` gives them back

@@ -29,9 +29,12 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler process. Raise RuntimeError if a hook was not applied."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    from megatron_rl.precision.ops import threads
     from rollout_sglang.hooks import registry
 
     registry.verify()
+    if threads.VARIABLE in os.environ:
+        threads.lend_threads(int(os.environ[threads.VARIABLE]))
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -63,9 +66,12 @@ def main(arguments: list[str]) -> None:
         os.execvp(command[0], command)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
     from parallel.transport.store import listening_store
+    from megatron_rl.precision.ops import threads
     from rollout_sglang.hooks import registry
 
     registry.verify()
+    if threads.VARIABLE in os.environ:
+        threads.lend_threads(int(os.environ[threads.VARIABLE]))
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 

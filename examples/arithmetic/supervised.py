@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.ops.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.types import Problem
 from parallel.layout import Layout
@@ -40,7 +40,7 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         run_on_rank0(lambda: check_on_rank_0(config))
         start = config.model.path
         if not torch.cuda.is_available():
-            torch.set_num_threads(max((os.cpu_count() or 1) // layout.world_size, 1))
+            torch.set_num_threads(count_threads(layout.world_size))
         hf_config = read_config(start)
         shards = build_rank_shards(hf_config, layout)
         model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)

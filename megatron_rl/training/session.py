@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from contextlib import ExitStack
@@ -33,6 +32,7 @@ from megatron_rl.observability.rank_log import rank_log
 from megatron_rl.observability.run_log import RunLog, read_metrics
 from megatron_rl.observability.signals import install_signal_handlers, prefer_stop_error
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.ops.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
 from megatron_rl.reporting.report import headline, write_report
 from megatron_rl.rewards.scorer import Scorer
@@ -80,7 +80,7 @@ class Session:
         start_megatron(self.layout, self.config.train.seed, _COLLECTIVE_TIMEOUT_MINUTES if self.config.log.stuck_after else 30)
         self._resources.callback(stop_megatron)
         if not torch.cuda.is_available():
-            torch.set_num_threads(max((os.cpu_count() or 1) // self.layout.world_size, 1))
+            torch.set_num_threads(count_threads(self.layout.world_size))
 
     def _open_log(self) -> RunLog:
         """Create the run's folder, or reopen that of the resumed run. Rank 0 only."""

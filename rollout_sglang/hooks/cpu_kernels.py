@@ -54,13 +54,15 @@ def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: s
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
     rounded product, as Megatron does."""
-    y = batch_invariant.apply_product(lambda rows: original(self, layer, rows), x)
+    with batch_invariant.InvariantMatmuls():
+        y = batch_invariant.apply_product(lambda rows: original(self, layer, rows), x)
     return y if bias is None else y + bias
 
 
 def compute_lm_head(original: Callable[..., torch.Tensor], self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Wrap `LogitsProcessor._compute_lm_head`."""
-    return batch_invariant.apply_product(lambda rows: original(self, rows, *args, **kwargs), hidden)
+    with batch_invariant.InvariantMatmuls():
+        return batch_invariant.apply_product(lambda rows: original(self, rows, *args, **kwargs), hidden)
 
 
 def apply_rms_norm(

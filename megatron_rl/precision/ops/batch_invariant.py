@@ -28,6 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from megatron_rl.precision.ops import threads
+from megatron_rl.precision.ops.threads import all_threads, single_threaded
+
 MIN_ROWS = 16
 MAX_ROWS = 32
 """Of a BF16 product with sums of at least `SPLIT_SUM` numbers."""
@@ -39,11 +42,11 @@ _MIN_ATTENDING_ROWS = 2
 KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
 _QUERIES_PER_STEP = 64
+_SHARED_PRODUCT = 1 << 20
+"""Numbers of a weight from which threads share an FP32 product: below, starting them takes longer than they save."""
 MAX_SCORES = 1 << 24
 """Attention scores in memory at a time."""
 _backend: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-_given_threads: list[int] = []
-"""What open contexts restore, outermost first."""
 
 
 @functools.cache
@@ -71,35 +74,6 @@ def bf16_operands(columns: int) -> Iterator[None]:
         _backend.fp32_precision = before
 
 
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Run torch's CPU operators in the calling thread alone."""
-    with _threads(1):
-        yield
-
-
-@contextmanager
-def all_threads() -> Iterator[None]:
-    """Undo `single_threaded` for operators whose bits do not depend on the number of threads: exact ones, and `bf16_operands`."""
-    with _threads(_given_threads[0] if _given_threads else torch.get_num_threads()):
-        yield
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    torch.set_num_threads(count)
-    _given_threads.append(before)
-    try:
-        yield
-    finally:
-        _given_threads.pop()
-        torch.set_num_threads(before)
-
-
 def append_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """Append `count` zeros along `dim`, counted from the end (-1, -2); return x itself for count <= 0, where F.pad would copy."""
     return F.pad(x, (0, 0) * (-1 - dim) + (0, count)) if count > 0 else x
@@ -124,15 +98,28 @@ def apply_product(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tens
 
 def invariant_matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x . W^T; x [..., K] and weight [N, K] of one dtype, result [..., N]."""
-    return apply_product(lambda rows: rows @ weight.t(), x)
+    return apply_product(lambda rows: _multiply(rows, weight), x)
+
+
+def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return rows . W^T. Threads share the columns of a large FP32 product, each with the bits of one thread."""
+    shared = rows.dtype == torch.float32 and weight.numel() >= _SHARED_PRODUCT and not rows.is_cuda
+    if not shared or _backend.fp32_precision == "bf16" or (torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)):
+        return rows @ weight.t()
+    result = rows.new_empty(len(rows), len(weight))
+    rows, weight = rows.detach(), weight.detach()  # other threads record gradients
+    threads.run_in_parts(lambda part: torch.mm(rows, weight[part].t(), out=result[:, part]), len(weight), MIN_ROWS)
+    return result
 
 
 class InvariantMatmuls(TorchFunctionMode):
-    """Within the context, `torch.matmul(x, weight.t())` is `invariant_matmul(x, weight)`."""
+    """Within the context, `torch.matmul(x, weight.t())` and `F.linear(x, weight)` are `invariant_matmul(x, weight)`."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.matmul:
             return invariant_matmul(args[0], args[1].t())
+        if function is F.linear and args[2:] in ((), (None,)) and not kwargs:
+            return invariant_matmul(args[0], args[1])
         return function(*args, **(kwargs or {}))
 
 
