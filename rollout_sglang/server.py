@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> None:
         command = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
         os.execvp(command[0], command)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
-    from parallel.transport.store import listening_store
     from megatron_rl.precision.ops import threads
+    from parallel.transport.store import listening_store
     from rollout_sglang.hooks import registry
 
     registry.verify()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -197,6 +197,19 @@ def expected_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print(f"{_prefix()}: interrupted", file=sys.stderr, flush=True)
         raise typer.Exit(130) from None
+
+
+def run_script(*commands: Callable[..., None]) -> None:
+    """Run a tool's function as a command, or several by their names. Options that it does not know are left in `context.args`; an expected
+    error is one line."""
+    script = typer.Typer(add_completion=False)
+    for command in commands:
+        script.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)
+    try:
+        script()
+    except MegatronRLError as error:
+        print(format_error(error), file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def format_error(error: MegatronRLError) -> str:

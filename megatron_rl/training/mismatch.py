@@ -48,21 +48,24 @@ STALE_MISMATCH = (
 )
 
 
-def measure_mismatch(samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH) -> dict[str, float]:
-    """Return |d| and the k3 estimate of KL(engine || trainer) over the tokens of the trainer's own version; {} if there are none."""
+def measure_mismatch(samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False) -> dict[str, float]:
+    """Return |d| and the k3 estimate of KL(engine || trainer) over the tokens of the trainer's own version, and with `by_position` the
+    mean |d| along the answers; {} if there are none."""
     difference, lags = _flatten(samples)
     current = difference[lags == 0]
     if not len(current):
         return {}
-    return dict(zip(names, (float(current.abs().mean()), float(current.abs().max()), float(k3(current).mean())), strict=True))
+    metrics = dict(zip(names, (float(current.abs().mean()), float(current.abs().max()), float(k3(current).mean())), strict=True))
+    if by_position:
+        metrics |= _measure_by_position(current, torch.cat([_positions(sample) for sample in samples])[lags == 0])
+    return metrics
 
 
-def measure_by_position(samples: list[TrainingSample]) -> dict[str, float]:
-    """Return the mean |d| over the tokens of the trainer's own version, and their number, for every bin of positions that has any. Bins
-    double in length, so there are few however long the answers."""
-    difference, lags = _flatten(samples)
-    bins = torch.bucketize(torch.cat([_positions(sample) for sample in samples])[lags == 0], _BOUNDS, right=True)
-    counts, sums = bins.bincount(), bins.bincount(difference[lags == 0].abs().double())
+def _measure_by_position(difference: torch.Tensor, positions: torch.Tensor) -> dict[str, float]:
+    """Return the mean |d| of tokens at these positions of their answers, and their number, for every bin that has any. Bins double in
+    length, so there are few however long the answers."""
+    bins = torch.bucketize(positions, _BOUNDS, right=True)
+    counts, sums = bins.bincount(), bins.bincount(difference.abs().double())
     starts = [0, *_BOUNDS.tolist()]
     return {
         name.format(starts[index]): value

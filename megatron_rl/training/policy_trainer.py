@@ -28,7 +28,7 @@ from megatron_rl.mcore.layers.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.router import DIFFERS
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.training.mismatch import WITHOUT_REPLAY, measure_by_position, measure_mismatch, measure_staleness
+from megatron_rl.training.mismatch import WITHOUT_REPLAY, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 
 _ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
@@ -100,7 +100,7 @@ class PolicyTrainer:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
         staleness = measure_staleness(samples) if self._config.placement.max_staleness else {}
-        return {_ENTROPY: entropy, **measure_mismatch(samples), **measure_by_position(samples), **staleness, **routing.gather_metrics()}
+        return {_ENTROPY: entropy, **measure_mismatch(samples, by_position=True), **staleness, **routing.gather_metrics()}
 
     def measure_without_replay(self, samples: list[TrainingSample]) -> dict[str, float]:
         """Return the mismatch without the replay of the engine's routing, and how many tokens then go to other experts; {} if it is not

@@ -89,7 +89,7 @@ def import_and_export(
     quantize_model(trainer.model)  # once more: no step was made
     save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, folder)
     layers = find_quantized_layers(trainer.model).values()
-    return sum(layer.adopted for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
+    return sum(bool(layer.adopted_master) for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
 
 
 def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:

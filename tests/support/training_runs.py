@@ -372,7 +372,7 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
     saved = choose_checkpoint(run, 99)
     load_run_checkpoint(saved.folder, second.model, second.actor.optimizer, saved.state, True)
-    adopted = [[layer.adopted for layer in find_quantized_layers(trainer.model).values()] for trainer in (first, second)]
+    adopted = [[bool(layer.adopted_master) for layer in find_quantized_layers(trainer.model).values()] for trainer in (first, second)]
     before, after = first.collect_named_tensors(), second.collect_named_tensors()
     raw = {name: (before[name].contiguous().view(torch.uint8), after[name].contiguous().view(torch.uint8)) for name in before}
     return {"adopted": adopted, "different": [name for name, (one, two) in raw.items() if not torch.equal(one, two)]}

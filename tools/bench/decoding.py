@@ -26,6 +26,7 @@ import psutil
 import torch
 import typer
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
 from megatron_rl.hf.files import list_tokenizer_files, read_config
 from megatron_rl.precision.contract import PrecisionContract
@@ -124,6 +125,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
-    app()
+    run_script(main)

@@ -31,6 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.cli.main import run_script
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
@@ -118,6 +119,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
-    app()
+    run_script(main)

@@ -28,7 +28,7 @@ from examples.arithmetic.config import ArchitectureConfig
 from examples.arithmetic.new_model import make_random_checkpoint
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.cli.main import expected_errors
+from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
@@ -226,7 +226,7 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
 ) -> None:
     """Compare trainer and engine, operator by operator."""
-    with expected_errors(), tempfile.TemporaryDirectory(prefix="megatron-rl-compare-", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="megatron-rl-compare-", ignore_cleanup_errors=True) as name:
         folder = Path(name)  # for this user alone
         report = run(make_config(folder, config, model, mode, high, layers, tokens, context.args), folder, prompts, tokens)
     show(report, Console())
@@ -235,6 +235,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(add_completion=False)
-    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(main)
-    app()
+    run_script(main)

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.cli.main import expected_errors
+from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
@@ -147,12 +147,11 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> None:
     """Measure what precision costs a model on a text."""
-    with expected_errors():
-        rows = measure(model, reference or model, text, modes.split(","), high.split(","), documents, tokens)
+    rows = measure(model, reference or model, text, modes.split(","), high.split(","), documents, tokens)
     show(rows, Console())
     if json_file:
         json_file.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_script(main)

@@ -15,6 +15,7 @@ from typing import Annotated
 import common
 import typer
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.config.algorithm import PRESETS
 from megatron_rl.reporting.formatting import format_value
 from megatron_rl.reporting.plots import Rows
@@ -72,4 +73,4 @@ def main(
 
 
 if __name__ == "__main__":
-    common.run_cli(main)
+    run_script(main)

@@ -21,7 +21,7 @@ from typing import Any
 import typer
 
 from megatron_rl.config import Config, load_config
-from megatron_rl.errors import MegatronRLError, UserError
+from megatron_rl.errors import UserError
 from megatron_rl.observability.run_log import read_metrics, read_run
 from megatron_rl.reporting.plots import Panel, Plot, Rows, render_svg
 
@@ -50,19 +50,6 @@ class StudyRun:
     folder: Path
     overrides: Sequence[str]
     draw: Callable[[Rows, int], str]
-
-
-def run_cli(*commands: Callable[..., None]) -> None:
-    """Run a study's function as a command, or several by their names. Options that it does not know are left in `context.args`; an error
-    is one line."""
-    app = typer.Typer(add_completion=False)
-    for command in commands:
-        app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)
-    try:
-        app()
-    except MegatronRLError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
 
 
 def ensure_run(config: Path, folder: Path, overrides: Sequence[str], **process: Any) -> int:

@@ -22,6 +22,7 @@ import common
 import torch
 import typer
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
 from megatron_rl.precision.contract import QUANTIZED_ROLES
@@ -121,11 +122,11 @@ def weights(
             sums[case] = sums.get(case, torch.zeros(len(STEPS), 3, dtype=torch.float64)) + measure_follow(masters, through, rate)
     print(f"{checkpoint or 'Gaussian weights'}: {nonzero:,} weights that are not 0, steps of {rate:g}\n")
     after = [f"after {steps}" if steps > 1 else "response: first step" for steps in STEPS]
-    print(f"| policy's copy | masters | values changed by the first step | {' | '.join(after)} |")
-    print("|---|---|" + "---|" * (1 + len(STEPS)))
-    for (copy, kind), total in sums.items():
-        response = [f"{float(moved / stepped):.3g}" for moved, stepped, _ in total]
-        print(f"| {copy} | {kind} | {100 * float(total[0, 2]) / nonzero:.3g} % | {' | '.join(response)} |")
+    lines = [
+        [copy, kind, f"{100 * float(total[0, 2]) / nonzero:.3g} %", *(f"{float(moved / stepped):.3g}" for moved, stepped, _ in total)]
+        for (copy, kind), total in sums.items()
+    ]
+    print(common.format_markdown(["policy's copy", "masters", "values changed by the first step", *after], lines))
 
 
 def make_tables(finished: dict[str, list[Rows]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -172,9 +173,8 @@ def runs(
     intro = f"{config}, {steps} steps, seeds {list(range(seeds))}" + (f"; with {' '.join(context.args)}" if context.args else "")
     common.run_study(out / "study.html", "The first optimizer steps", intro, arms, config, broken=(common.BROKEN,))
     for title, head, lines in make_tables(finished):
-        print(f"\n{title}\n\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
-        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        print(f"\n{title}\n\n{common.format_markdown(head, lines)}")
 
 
 if __name__ == "__main__":
-    common.run_cli(weights, runs)
+    run_script(weights, runs)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import typer
-from common import merge_rows, run_cli
+from common import merge_rows
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.errors import UserError
 from megatron_rl.observability.run_log import read_metrics, read_run
 from megatron_rl.reporting import plots
@@ -41,4 +42,4 @@ def main(output: Path, runs: list[Path]) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_script(main)

@@ -21,6 +21,7 @@ import by_position
 import common
 import typer
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.metrics import Unit
 from megatron_rl.reporting.formatting import format_value
 from megatron_rl.reporting.plots import Rows
@@ -249,4 +250,4 @@ def main(
 
 
 if __name__ == "__main__":
-    common.run_cli(main)
+    run_script(main)

@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 import common
 import typer
 
+from megatron_rl.cli.main import run_script
 from megatron_rl.errors import RunError
 from megatron_rl.observability.run_log import read_metrics
 
@@ -139,4 +140,4 @@ def format_scaling_table(kind: str, medians: dict[int, Times]) -> str:
 
 
 if __name__ == "__main__":
-    common.run_cli(ahead, scaling)
+    run_script(ahead, scaling)

@@ -127,10 +127,8 @@ class QuantizedLinear:
     quantizes_input: bool = True
     quantization_enabled: bool = True
     """False within `disable_quantization`: the forward pass multiplies with the master."""
-    adopted: bool = False
-    """`blocks` come from a checkpoint rather than from `quantize`."""
     adopted_master: str = ""
-    """Digest of the master that adopted blocks belong to."""
+    """Digest of the master that a checkpoint's `blocks` belong to; "" for blocks that `quantize` made."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)  # type: ignore[call-arg]
@@ -139,7 +137,7 @@ class QuantizedLinear:
     def adopt(self, blocks: QuantizedWeight, masters: torch.Tensor | None = None) -> None:
         """Use a checkpoint's blocks, byte for byte, and set the master to their values, or to `masters` float32 [N, K]. Rows are in
         quantized order."""
-        self.blocks, self.adopted = blocks, True
+        self.blocks = blocks
         with torch.no_grad():
             rows = slice(None) if self.row_order is None else self.row_order
             self.weight[rows] = dequantize(blocks, self.format) if masters is None else masters
@@ -153,9 +151,10 @@ class QuantizedLinear:
 
         Adopted blocks stay while the master is as it was then, which the first optimizer step ends.
         """
-        self.adopted = self.adopted and self._hash_master() == self.adopted_master
+        if self.adopted_master and self._hash_master() != self.adopted_master:
+            self.adopted_master = ""
         try:
-            if not self.adopted:
+            if not self.adopted_master:
                 self.blocks = quantize(reorder_rows(self.weight.detach(), self.row_order), self.format)
         except ValueError as error:
             raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error

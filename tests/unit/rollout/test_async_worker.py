@@ -19,7 +19,7 @@ from megatron_rl.rollout import async_worker
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, compute_rollout_metrics
-from megatron_rl.training.mismatch import bin_mismatch, measure_by_position, measure_mismatch, measure_staleness
+from megatron_rl.training.mismatch import bin_mismatch, measure_mismatch, measure_staleness
 from megatron_rl.training.samples import to_training_samples
 from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 from rollout_sglang.engine import parse_generation
@@ -180,11 +180,11 @@ def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
     long, short = sampled([0] * 70, [0.01] * 32 + [0.02] * 32 + [0.04] * 6), sampled([0] * 3, [-0.03] * 3)
     mixed = sampled([1, 0], [9.0, 0.05])
     mixed.response_ids, mixed.response_mask = [2] * 3, [False, True, True]
-    metrics = measure_by_position([long, short, mixed])
+    metrics = measure_mismatch([long, short, mixed], by_position=True)
     by_bin = {
         start: (metrics[f"mismatch/position/{start}/tokens"], metrics[f"mismatch/position/{start}/abs_mean"]) for start in (0, 32, 64)
     }
-    assert by_bin == {0: (36, close((0.32 + 0.09 + 0.05) / 36)), 32: (32, close(0.02)), 64: (6, close(0.04))} and len(metrics) == 6
+    assert by_bin == {0: (36, close((0.32 + 0.09 + 0.05) / 36)), 32: (32, close(0.02)), 64: (6, close(0.04))} and len(metrics) == 3 + 6
     assert bin_mismatch(long) == [(32, close(0.01)), (32, close(0.02)), (6, close(0.04))]
     assert bin_mismatch(mixed) == [(1, close(0.05))] and bin_mismatch(sampled([], [])) == []
 
