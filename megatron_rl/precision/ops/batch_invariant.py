@@ -41,6 +41,8 @@ _MIN_ATTENDING_ROWS = 2
 """Of attention's products: those of values sum 32 numbers, and those of few queries are computed with keys as the left matrix."""
 KEYS_PER_PRODUCT = 32
 """Keys that are summed in one product; padding with zeros up to a multiple of it changes no bit."""
+_MIN_SHARED_COLUMNS = 64
+"""Of a product for each thread: a single column has other bits."""
 _QUERIES_PER_STEP = 64
 _SHARED_PRODUCT = 1 << 20
 """Numbers of a weight from which threads share an FP32 product: below, starting them takes longer than they save."""
@@ -108,7 +110,7 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rows @ weight.t()
     result = rows.new_empty(len(rows), len(weight))
     rows, weight = rows.detach(), weight.detach()  # other threads record gradients
-    threads.run_in_parts(lambda part: torch.mm(rows, weight[part].t(), out=result[:, part]), len(weight), MIN_ROWS)
+    threads.run_in_parts(lambda part: torch.mm(rows, weight[part].t(), out=result[:, part]), len(weight), _MIN_SHARED_COLUMNS)
     return result
 
 

@@ -43,13 +43,14 @@ def all_threads() -> Iterator[None]:
         yield
 
 
-def run_in_parts(function: Callable[[slice], object], length: int, multiple: int) -> None:
-    """Call function with slices of range(length), one in each of all threads, in each of which operators run alone; the slices but the
-    last are multiples of `multiple`."""
-    count = _count_given()
-    step = -(-length // count // multiple) * multiple
+def run_in_parts(function: Callable[[slice], object], length: int, least: int) -> None:
+    """Call function with slices of range(length), at most one for each of all threads, where operators run alone. The slices begin at
+    multiples of `least` and have at least as many members, unless one has all."""
+    units = length // least
+    parts = max(min(_count_given(), units), 1)
+    starts = [least * (units * part // parts) for part in range(parts)]
     with single_threaded():
-        list(_pool(count).map(function, (slice(start, min(start + step, length)) for start in range(0, length, step))))
+        list(_pool(parts).map(function, map(slice, starts, [*starts[1:], length])))
 
 
 @functools.cache
