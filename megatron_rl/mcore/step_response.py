@@ -31,7 +31,7 @@ from megatron_rl.metrics import declare
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 
-_ROWS, _ELEMENTS, _LEAST = 128, 1 << 22, 8
+_ROWS, _ELEMENTS, _LEAST = 128, 1 << 20, 8
 """Rows of a strip, a multiple of every format's block; values of a sample; strips of a sample, however large."""
 _BELOW = (
     'masters in the middle of their cells (a quantized checkpoint with precision.masters = "stored") that the learning rate leaves there'
@@ -96,11 +96,15 @@ class StepResponse:
 
     def _read_master(self, strip: _Strip) -> torch.Tensor:
         """Return a copy of a strip's masters, flat, float32: those in this rank's slice where replicas share the optimizer's state."""
-        weight = strip.layer.weight
+        weight, width = strip.layer.weight, strip.layer.weight.shape[1]
         values, start = self._masters[id(weight)]
+        values = values.detach().view(-1)
+        if strip.layer.row_order is None:
+            first, last = (max(row * width - start, 0) for row in (strip.first, min(strip.first + _ROWS, len(weight))))
+            return values[first:last].clone()
         rows = _select_rows(strip).to(values.device)
-        places = (rows[:, None] * weight.shape[1] + torch.arange(weight.shape[1], device=values.device)).flatten() - start
-        return values.detach().view(-1)[places[(places >= 0) & (places < values.numel())]]
+        places = (rows[:, None] * width + torch.arange(width, device=values.device)).flatten() - start
+        return values[places[(places >= 0) & (places < values.numel())]]
 
 
 def _select_rows(strip: _Strip) -> torch.Tensor:
