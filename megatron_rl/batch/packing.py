@@ -8,6 +8,10 @@ from __future__ import annotations
 import heapq
 from itertools import accumulate, pairwise
 
+LOGITS_PER_CHUNK = 1 << 25
+"""Logits that a trainer's rank holds at a time (`mcore.logprobs`): 128 MiB in FP32. Of the largest vocabularies, 152K tokens, that is 220
+rows for each reading of the output layer's weight, about as many as keep a GPU's matrix units busy for as long as the reading takes."""
+
 
 def round_up(number: int, multiple: int) -> int:
     """Return the next multiple of `multiple` that is at least `number`."""

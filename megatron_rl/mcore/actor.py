@@ -20,9 +20,9 @@ from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import nan_finder, reduce
 from megatron_rl.mcore.context_parallel import ContextShard
+from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import quantize_model
 from megatron_rl.mcore.layers.router import ModelRouters
-from megatron_rl.mcore.logprobs import score_tokens, token_logprobs
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
@@ -60,15 +60,13 @@ class Policy:
         logprobs_by_sample = logprobs.split(lengths)
         entropy = 0.0
 
-        def collect(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
+        def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             nonlocal entropy
-            targets, kept = scored.select_targets(batch, shard)
-            scores = score_tokens(logits, targets, self.temperature, kept)
-            row, entropies = (shard.gather_row(scored.restore(values)) for values in scores)
+            row, entropies = (shard.gather_row(scored.restore(values)) for values in scores.unbind(-1))
             for index, answer_logprobs in batch.split_by_sample(row, samples):
                 logprobs_by_sample[index].copy_(answer_logprobs)
             entropy += float((entropies * batch.mask).sum())
-            return logits.new_zeros(())
+            return scores.new_zeros(())
 
         with torch.no_grad():
             self._run(samples, collect, forward_only=True)
@@ -93,7 +91,8 @@ class Policy:
         return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths, self._device))
 
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
-        """Return a stage's output for this rank's positions of a micro-batch; logits [1, t / cp, vocab / tp] on the last stage."""
+        """Return a stage's output for this rank's positions of a micro-batch; on the last stage logits [1, t / cp, vocab / tp], or what
+        `score_positions` says."""
         packed_params = make_packed_params(batch.lengths, shard)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
         with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts):
@@ -105,8 +104,9 @@ class Policy:
         loss: Callable[[torch.Tensor, MicroBatch, ContextShard, ScoredPositions], torch.Tensor],
         forward_only: bool,
     ) -> None:
-        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps logits [1, n, vocab / tp], the micro-batch, this
-        rank's shard of it, and the n positions of the shard that have logits, to a sum over its tokens.
+        """Run Megatron's schedule once over this replica's micro-batches; `loss` maps log-probs [1, n], or with `forward_only` those
+        and entropies [1, n, 2], the micro-batch, this rank's shard of it, and the n positions of the shard that are scored, to a sum over
+        its tokens.
 
         `loss` is called on the last pipeline stage only. Gradients are those of the sum over all replicas, divided by all answer tokens.
         """
@@ -116,10 +116,11 @@ class Policy:
             batch = next(iterator).to(self._device)
             shard = ContextShard.for_this_rank(batch.lengths, self._device)
             mask, model = shard.select(batch.mask), unwrap_model(chunk)
-            scored = ScoredPositions.of(mask, model)
-            with scored.restrict_logits(model):
+            scored = ScoredPositions.of(mask)
+            targets = scored.select_targets(batch, shard, self.temperature)
+            with score_positions(model, scored.index, targets, with_entropy=forward_only):
                 output = self._forward(chunk, batch, shard)
-            return output, lambda logits: (loss(logits, batch, shard, scored), mask.sum().int(), {})  # Megatron sums tokens over all ranks
+            return output, lambda scores: (loss(scores, batch, shard, scored), mask.sum().int(), {})  # Megatron sums tokens over all ranks
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -208,9 +209,7 @@ class Actor(Policy):
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
         sums: dict[str, float] = {}
 
-        def compute_loss(logits: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
-            targets, kept = scored.select_targets(batch, shard)
-            logprobs = token_logprobs(logits, targets, self.temperature, kept)
+        def compute_loss(logprobs: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             total, metrics = loss(shard.gather_row(scored.restore(logprobs)), batch)  # the same on all context-parallel ranks
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():
@@ -224,7 +223,7 @@ class Actor(Policy):
         """Return the part of an error message that names the first module whose output holds inf or NaN, "" for none. Collective; one more
         forward pass."""
         with torch.no_grad(), nan_finder.record_nonfinite_modules(self.model) as names:
-            self._run(samples, lambda logits, *_: logits.new_zeros(()), forward_only=True)
+            self._run(samples, lambda scores, *_: scores.new_zeros(()), forward_only=True)
         name = nan_finder.first_across_ranks(names)
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 

@@ -1,106 +1,218 @@
-"""Log-probs and entropy from logits whose vocabulary is split over tensor-parallel ranks.
+"""Log-probs and entropy from the hidden states behind the last norm and the output layer's weight; the logits never exist whole.
 
-On one rank's CPU log-probs are those of the engine's operator, bit for bit, and memory-bound work over the vocabulary is cut into rows
-that stay in a core's cache.
+`LOGITS_PER_CHUNK` logits at a time are multiplied, scored and dropped. The forward pass keeps one number of each token, the logarithm of
+what its exponentials add up to; the backward pass makes a chunk's logits again, turns them into their gradient and multiplies that at
+once into those of hidden states and weight. That costs one product more, and memory does not depend on tokens x vocabulary. Tensor-parallel
+ranks, which share the vocabulary, exchange their maxima and sums of a chunk.
+
+On one rank's CPU log-probs are those of the engine's operator, bit for bit, in chunks of any size (`ops.batch_invariant`), and
+memory-bound work over the vocabulary is cut into rows that stay in a core's cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK
+from megatron_rl.precision.ops.batch_invariant import MIN_ROWS, invariant_matmul
+from megatron_rl.precision.ops.threads import all_threads
 
 _LOGITS_IN_CACHE = 1 << 19
 
 
-class _LogSoftmaxAtTargets(torch.autograd.Function):
-    """log_softmax(logits / temperature) over what is kept, at the targets; the backward pass needs one matrix, softmax - one-hot."""
+@dataclass(frozen=True)
+class Targets:
+    """What is scored: n tokens, under softmax(logits / temperature) over the tokens kept."""
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | None, temperature: float) -> torch.Tensor:
-        logprobs = F.log_softmax(_keep(_scale(logits, temperature), kept), -1)
-        ctx.save_for_backward(logprobs, targets)
-        ctx.temperature, ctx.dtype = temperature, logits.dtype
-        return _gather(logprobs, targets)
+    tokens: torch.Tensor
+    """int64 [n]."""
+    temperature: float
+    kept: torch.Tensor | None = None
+    """int32 [n, most] as `MicroBatch.kept_tokens`, None for all."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        logprobs, targets = ctx.saved_tensors
-        scaled = (gradient / ctx.temperature).unsqueeze(-1)
-        dlogits = logprobs.exp().mul_(-scaled).scatter_add_(-1, targets.unsqueeze(-1), scaled)
-        return dlogits.to(ctx.dtype), None, None, None
+    def __getitem__(self, rows: slice) -> Targets:
+        return Targets(self.tokens[rows], self.temperature, None if self.kept is None else self.kept[rows])
 
+    def scale(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits / temperature in FP32."""
+        return logits.float() if self.temperature == 1.0 else logits.float() / self.temperature
 
-def _scale(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    return logits.float() if temperature == 1.0 else logits.float() / temperature
+    def keep(self, scaled: torch.Tensor) -> torch.Tensor:
+        """Return what the softmax is over: -inf for tokens that are not kept."""
+        return scaled if self.kept is None else scaled.masked_fill(_find_left_out(self.kept, scaled.shape[-1]), -torch.inf)
 
-
-def _keep(scaled: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
-    return scaled if kept is None else scaled.masked_fill(_find_left_out(kept, scaled.shape[-1]), -torch.inf)
-
-
-def _gather(logprobs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    def find(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the columns [n, 1] of the tokens among a rank's `size`, and bool [n, 1], whether they are among them."""
+        columns = self.tokens.unsqueeze(-1) - parallel_state.get_tensor_model_parallel_rank() * size
+        return columns.clamp(0, size - 1), (columns >= 0) & (columns < size)
 
 
 def _find_left_out(kept: torch.Tensor, size: int) -> torch.Tensor:
-    """Return bool [b, s, size], True for those of this rank's tokens that are not kept; nowhere True where none is given."""
+    """Return bool [n, size], True for those of this rank's tokens that are not kept; nowhere True where none is given."""
     local = kept.long() - parallel_state.get_tensor_model_parallel_rank() * size
     elsewhere = (kept < 0) | (local < 0) | (local >= size)
-    left_out = (kept[..., :1] >= 0).expand(*kept.shape[:-1], size + 1).clone()  # the last is for what lies elsewhere
-    return left_out.scatter_(-1, local.masked_fill(elsewhere, size), False)[..., :size]
+    left_out = (kept[:, :1] >= 0).expand(-1, size + 1).clone()  # the last is for what lies elsewhere
+    return left_out.scatter_(-1, local.masked_fill(elsewhere, size), False)[:, :size]
 
 
-def _is_local(logits: torch.Tensor) -> bool:
-    """Return whether the whole vocabulary lies on one CPU."""
-    return parallel_state.get_tensor_model_parallel_world_size() == 1 and not logits.is_cuda
+def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return the log-probs of `targets`, float32 [n], with gradient. hidden [n, h], weight [vocab / tp, h] of one dtype.
 
-
-def token_logprobs(logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """Return log softmax(logits / temperature) at `targets`, over the tokens `kept` (`MicroBatch.kept_tokens`) where these are given.
-
-    logits [b, s, vocab / tp], targets int64 [b, s], kept int32 [b, s, most]; float32 [b, s].
+    The gradient of `hidden` is this rank's part of the sum over tensor-parallel ranks; that of `weight` is added to Megatron's buffer
+    where there is one.
     """
-    if _is_local(logits):
-        return _LogSoftmaxAtTargets.apply(logits, targets, kept, temperature)
-    scaled = _keep(logits.float() / temperature, kept)  # a new tensor: the cross-entropy below works in place
-    return -vocab_parallel_cross_entropy(scaled.contiguous(), targets)
+    return _TokenLogprobs.apply(hidden, weight, targets)
 
 
 @torch.no_grad()
-def score_tokens(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `token_logprobs`, without gradient, and the entropy in nats of softmax(logits / temperature), over all tokens.
-
-    Shapes as there; both float32 [b, s].
-    """
-    if not _is_local(logits):
-        return token_logprobs(logits, targets, temperature, kept), _entropy(logits, temperature)
-    at_targets, entropies = torch.empty(targets.shape), torch.empty(targets.shape)
-    step = max(1, _LOGITS_IN_CACHE // (len(logits) * logits.shape[-1]))
-    for start in range(0, targets.shape[1], step):
-        part = slice(start, start + step)
-        scaled = _scale(logits[:, part], temperature)
-        logprobs = F.log_softmax(scaled, -1)
-        entropies[:, part] = -(logprobs.exp() * logprobs).sum(-1)
-        if kept is not None:
-            logprobs = F.log_softmax(_keep(scaled, kept[:, part]), -1)
-        at_targets[:, part] = _gather(logprobs, targets[:, part])
-    return at_targets, entropies
+def score_tokens(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `token_logprobs`, without gradient, and the entropy in nats of softmax(logits / temperature), over all tokens; both
+    float32 [n]."""
+    return _score(hidden, weight, targets, _score_locally if _is_local(hidden) else _score_together)
 
 
-def _entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    group = parallel_state.get_tensor_model_parallel_group()
-    scaled = logits.float() / temperature
-    maxima = scaled.amax(-1)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-    shifted = scaled - maxima.unsqueeze(-1)
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
+        logprobs, log_sums = _score(hidden, weight, targets, _normalize_locally if _is_local(hidden) else _normalize_together)
+        ctx.save_for_backward(hidden, weight, log_sums)
+        ctx.targets = targets
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        hidden, weight, log_sums = ctx.saved_tensors
+        dhidden, dweight = torch.empty_like(hidden), _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        for chunk in _cut_into_chunks(len(hidden), len(weight)):
+            logits = hidden[chunk] @ weight.t()
+            for rows in _cut_into_parts(logits):
+                part = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                logits[rows] = _differentiate(logits[rows], ctx.targets[part], log_sums[part], gradient[part])
+            dhidden[chunk] = logits @ weight
+            if dweight:
+                dweight.add(logits, hidden[chunk])
+            del logits  # before the next are made
+        return dhidden, dweight.finish() if dweight else None, None
+
+
+def _differentiate(logits: torch.Tensor, targets: Targets, log_sums: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return gradient (one-hot - softmax) / temperature, float32 [rows, vocab / tp]."""
+    scaled = (gradient / targets.temperature).unsqueeze(-1)
+    columns, is_here = targets.find(logits.shape[-1])
+    probabilities = (targets.keep(targets.scale(logits)) - log_sums.unsqueeze(-1)).exp_()
+    return probabilities.mul_(-scaled).scatter_add_(-1, columns, scaled * is_here)
+
+
+class _WeightGradient:
+    """Adds up the gradient of a weight in FP32 over chunks, in Megatron's buffer where there is one (its fused-accumulation protocol)."""
+
+    def __init__(self, weight: Any) -> None:
+        self._weight, self._has_buffer = weight, hasattr(weight, "main_grad")
+        self._sum = weight.main_grad if self._has_buffer else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Add dlogits^T . hidden."""
+        if self._sum.dtype == dlogits.dtype:
+            self._sum.addmm_(dlogits.t(), hidden)
+        else:
+            self._sum += dlogits.t() @ hidden
+
+    def finish(self) -> torch.Tensor:
+        """Return what autograd gets."""
+        if not self._has_buffer:
+            return self._sum.to(self._weight.dtype)
+        self._weight.grad_added_to_main_grad = True
+        # DDP's hook drops it, or adds it where an embedding has the same weight
+        return (torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like)(self._weight)
+
+
+def _cut(count: int, step: int) -> list[slice]:
+    return [slice(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _cut_into_chunks(count: int, vocabulary: int) -> list[slice]:
+    return _cut(count, max(MIN_ROWS, LOGITS_PER_CHUNK // vocabulary))
+
+
+def _cut_into_parts(logits: torch.Tensor) -> list[slice]:
+    """Return the rows of a chunk that are scored at once: few on a CPU, where no collective is needed."""
+    return _cut(len(logits), max(1, _LOGITS_IN_CACHE // logits.shape[-1]) if _is_local(logits) else len(logits))
+
+
+def _is_local(x: torch.Tensor) -> bool:
+    """Return whether the whole vocabulary lies on one CPU."""
+    return parallel_state.get_tensor_model_parallel_world_size() == 1 and not x.is_cuda
+
+
+_ScoreRows = Callable[[torch.Tensor, Targets], tuple[torch.Tensor, torch.Tensor]]
+"""(logits [rows, vocab / tp], targets) -> (log-probs, a second number of each row)."""
+
+
+def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_rows: _ScoreRows) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = torch.empty(2, len(hidden), device=hidden.device)
+    for chunk in _cut_into_chunks(len(hidden), len(weight)):
+        logits = invariant_matmul(hidden[chunk], weight)
+        with all_threads():
+            for rows in _cut_into_parts(logits):
+                part = slice(chunk.start + rows.start, chunk.start + rows.stop)
+                first[part], second[part] = score_rows(logits[rows], targets[part])
+        del logits  # before the next are made
+    return first, second
+
+
+def _normalize_locally(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled = targets.keep(targets.scale(logits))
+    logprobs = F.log_softmax(scaled, -1)
+    return _gather(logprobs, targets), scaled.amax(-1) - logprobs.amax(-1)
+
+
+def _score_locally(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    scaled = targets.scale(logits)
+    logprobs = F.log_softmax(scaled, -1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    return _gather(logprobs if targets.kept is None else F.log_softmax(targets.keep(scaled), -1), targets), entropies
+
+
+def _gather(logprobs: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return logprobs.gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def _normalize_together(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    shifted, maxima = _shift(targets.keep(targets.scale(logits)))
+    columns, is_here = targets.find(logits.shape[-1])
+    at_targets = shifted.gather(-1, columns).masked_fill(~is_here, 0.0).squeeze(-1)
+    at_targets, sums = _sum_over_ranks(torch.stack([at_targets, shifted.exp_().sum(-1)]))
+    return at_targets - sums.log(), maxima + sums.log()
+
+
+def _score_together(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    shifted, _ = _shift(targets.scale(logits))
     weights = shifted.exp()
-    sums = torch.stack([weights.sum(-1), (weights * shifted).sum(-1)])
-    dist.all_reduce(sums, group=group)
-    return sums[0].log() - sums[1] / sums[0]
+    sums, moments = _sum_over_ranks(torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1)]))
+    del shifted, weights
+    return _normalize_together(logits, targets)[0], sums.log() - moments / sums
+
+
+def _shift(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits less their largest in the whole vocabulary, and that [rows]."""
+    maxima = scaled.amax(-1)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    return scaled - maxima.unsqueeze(-1), maxima
+
+
+def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Return the sum over tensor-parallel ranks, in their order: an all-reduce's order, so its bits, depend on a value's place."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    gathered = values.new_empty(group.size() * len(values), *values.shape[1:])
+    dist.all_gather_into_tensor(gathered, values, group=group)
+    total, *others = gathered.split(len(values))
+    for other in others:
+        total = total + other
+    return total

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
+from megatron_rl.mcore.layers.output_layer import install_output_layer
 from megatron_rl.mcore.layers.spec import build_decoder_spec
 from megatron_rl.mcore.load_weights import set_formats
 from megatron_rl.mcore.model_options import attention_options, expert_options, layout_options, recompute_options
@@ -178,6 +179,7 @@ def _build_chunk(
         parallel_output=True,
         vp_stage=vp_stage,
     )
+    install_output_layer(model)
     _tag_shards(model)
     if torch.cuda.is_available():
         return model.cuda(torch.cuda.current_device())  # Megatron moves only its own layers

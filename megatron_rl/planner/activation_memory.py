@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.memory import count_layer_kinds
 from parallel.layout import Layout
@@ -138,10 +139,12 @@ def _experts(inputs: FormulaInputs) -> float:
 
 
 def count_logits(inputs: FormulaInputs, training: bool) -> float:
-    """Return the peak bytes of a micro-batch's logits [T, V / tp] on the last stage, b bytes a value at first: in training they, two FP32
-    copies and the gradient (`mcore.logprobs`); for log-probs and entropy they and four FP32 copies."""
-    values = inputs.tokens * inputs.job.model.vocab / inputs.layout.tp
-    return values * (2 * inputs.job.high_bytes + 8 if training else inputs.job.high_bytes + 16)
+    """Return the peak bytes of what `mcore.logprobs` makes of a chunk of logits on the last stage, b bytes a value: they and two FP32
+    copies; in training at another time they and a BF16 weight's gradient [V / tp, h] before it is added to the buffer."""
+    job, vocabulary = inputs.job, inputs.job.model.vocab / inputs.layout.tp
+    values = min(inputs.tokens * vocabulary, LOGITS_PER_CHUNK)
+    weight_gradient = vocabulary * job.model.hidden * job.high_bytes if training and job.high_bytes < 4 else 0
+    return values * job.high_bytes + max(values * 8, weight_gradient)
 
 
 def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -158,7 +161,7 @@ class ActivationBytes:
 
     kept: float
     working: float
-    """One layer's tensors once more, for what is computed and not kept; and the logits."""
+    """One layer's tensors once more, for what is computed and not kept; and a chunk's logits."""
 
 
 def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
@@ -23,17 +24,20 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
+from megatron_rl.mcore import logprobs as scoring
 from megatron_rl.mcore import step_response
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.export import export_checkpoint, gather_tensors
+from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
-from megatron_rl.mcore.logprobs import token_logprobs
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
@@ -336,7 +340,8 @@ def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
         tokens = F.pad(ids, (0, 64 - ids.shape[1]))
         with torch.no_grad():
             logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
-        logprobs.append(token_logprobs(logits[:, : ids.shape[1] - 1], ids[:, 1:], 1.0)[0, len(sequence.prompt_ids) - 1 :])
+        row = logits[0, len(sequence.prompt_ids) - 1 : ids.shape[1] - 1].float().log_softmax(-1)
+        logprobs.append(row.gather(-1, torch.tensor(sequence.response_ids).unsqueeze(-1)).squeeze(-1))
     return torch.cat(logprobs)
 
 
@@ -390,14 +395,43 @@ def _addresses(optimizer: Any) -> list[int]:
     return addresses
 
 
-def vocabulary_logprobs(
-    logits: torch.Tensor, targets: torch.Tensor, temperature: float, kept: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probs, gradient of the logits of this rank's tokens) of logits whose vocabulary all ranks share."""
+def vocabulary_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: scoring.Targets) -> dict[str, torch.Tensor]:
+    """Log-probs, entropies and gradients of an output layer whose vocabulary all ranks share; `hidden`'s is a part of a sum."""
     start()
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-    part = logits.chunk(ranks, -1)[rank].clone().requires_grad_()
-    logprobs = token_logprobs(part, targets, temperature, kept)
-    logprobs.sum().backward()
-    assert part.grad is not None
-    return logprobs.detach(), part.grad
+    part, hidden = (x.clone().requires_grad_() for x in (weight.chunk(ranks)[rank], hidden))
+    logprobs = scoring.token_logprobs(hidden, part, targets)
+    scored, entropies = scoring.score_tokens(hidden, part, targets)
+    dhidden, dweight = torch.autograd.grad(logprobs.sum(), (hidden, part))
+    return {"logprobs": logprobs.detach(), "scored": scored, "entropies": entropies, "hidden": dhidden, "weight": dweight}
+
+
+def scored_and_whole(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], temperature: float
+) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """(log-probs, gradient buffers) of one micro-batch of an actor whose output layer scores a few rows at a time, and the same from
+    whole logits, by torch's log-softmax or, where ranks share the vocabulary, by Megatron's cross-entropy."""
+    actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
+    (row,) = actor.make_micro_batches(batch)
+    scored = ScoredPositions.of(row.mask)
+    targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths, torch.device("cpu")), temperature)
+
+    def compute_from_whole_logits() -> torch.Tensor:
+        logits = targets.keep(targets.scale(actor.forward(row)[0, scored.index]))
+        if actor.chunks[0].config.tensor_model_parallel_size > 1:
+            return -vocab_parallel_cross_entropy(logits, targets.tokens)
+        return logits.log_softmax(-1).gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1)
+
+    def compute_in_chunks() -> torch.Tensor:
+        with score_positions(actor.chunks[0], scored.index, targets, with_entropy=False):
+            return actor.forward(row)[0]
+
+    results = []
+    for compute in (compute_in_chunks, compute_from_whole_logits):
+        actor._forward_chunks[0].zero_grad_buffer()
+        with mock.patch.object(scoring, "LOGITS_PER_CHUNK", 1):  # the fewest rows
+            logprobs = compute()
+            logprobs.sum().backward()
+        gradients = {name: weight.main_grad.clone() for name, weight in actor.chunks[0].named_parameters()}
+        results.append((logprobs.detach(), gradients))
+    return results

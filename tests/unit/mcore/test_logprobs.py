@@ -1,64 +1,101 @@
-"""Log-probs and entropies of logits, and the positions that have logits."""
+"""Log-probs and entropies in chunks of rows, and the positions that are scored."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
-from megatron_rl.mcore.logprobs import score_tokens, token_logprobs
+from megatron_rl.mcore import logprobs
+from megatron_rl.mcore.logprobs import Targets, score_tokens, token_logprobs
 from megatron_rl.mcore.scored_positions import ScoredPositions
+from megatron_rl.precision.ops.batch_invariant import SPLIT_SUM, invariant_matmul
+
+VOCABULARY, TOKENS = 3000, 50
 
 
 @pytest.fixture(autouse=True)
 def _one_rank(monkeypatch):
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logprobs_are_the_softmaxs_and_so_are_gradient_and_entropy(temperature, dtype):
+def make_layer(dtype: torch.dtype, width: int = SPLIT_SUM + 31) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states, weight, targets."""
     generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(1, 50, 70_000, generator=generator)).to(dtype).requires_grad_()
-    targets, weights = torch.randint(70_000, (1, 50), generator=generator), torch.randn(1, 50, generator=generator)
-    wanted = F.log_softmax(logits.float() / temperature, -1)
-    at_targets = wanted.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    logprobs, entropies = score_tokens(logits, targets, temperature)
-    assert torch.equal(logprobs, at_targets) and torch.equal(token_logprobs(logits, targets, temperature), at_targets)
-    torch.testing.assert_close(entropies, -(wanted.exp() * wanted).sum(-1).detach())
-    (gradient,) = torch.autograd.grad((token_logprobs(logits, targets, temperature) * weights).sum(), logits)
-    torch.testing.assert_close(gradient, torch.autograd.grad((at_targets * weights).sum(), logits)[0])
+    hidden, weight = (torch.randn(rows, width, generator=generator) for rows in (TOKENS, VOCABULARY))
+    targets = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), (weight / 8).to(dtype).requires_grad_(), targets
 
 
-class _Model(torch.nn.Module):
-    post_process = True
-
-    def __init__(self, sequence_parallel: bool) -> None:
-        super().__init__()
-        self.config = SimpleNamespace(sequence_parallel=sequence_parallel)
-        self.output_layer = torch.nn.Linear(4, 9)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.output_layer(hidden.transpose(0, 1)).transpose(0, 1)  # Megatron's [s, b, h]
+def _keep(scaled: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(scaled, -torch.inf).scatter(-1, kept, scaled.gather(-1, kept))
 
 
-@pytest.mark.parametrize("mask, sequence_parallel, index", [
-    ([0, 1, 0, 1, 1], False, [1, 3, 4]),
-    ([0, 0, 0, 0, 0], False, [0]),  # a row of padding: its pass must still have a gradient
-    ([1, 1, 1, 1, 1], False, [0, 1, 2, 3, 4]),
-    ([0, 1, 0, 1, 1], True, [0, 1, 2, 3, 4]),
+@pytest.mark.parametrize("rows", [16, 23, 1000])
+@pytest.mark.parametrize("temperature, keep", [(1.0, False), (0.7, False), (0.7, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_those_of_whole_logits_and_so_are_gradient_and_entropy(monkeypatch, rows, temperature, keep, dtype):
+    """The same bits, however many rows a chunk has; a chunk's tail of two rows too."""
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", rows * VOCABULARY)
+    hidden, weight, tokens = make_layer(dtype)
+    kept = torch.stack([tokens, (tokens + 7) % VOCABULARY, (tokens + 9) % VOCABULARY], -1).int() if keep else None
+    targets = Targets(tokens, temperature, kept)
+    scaled = invariant_matmul(hidden, weight).float() / temperature
+    everything = F.log_softmax(scaled, -1)
+    wanted = everything if kept is None else F.log_softmax(_keep(scaled, kept.long()), -1)
+    wanted = wanted.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    scored, entropies = score_tokens(hidden, weight, targets)
+    at_targets = token_logprobs(hidden, weight, targets)
+    assert torch.equal(scored, wanted) and torch.equal(at_targets, wanted)
+    torch.testing.assert_close(entropies, -(everything.exp() * everything).sum(-1).detach())
+    factors = torch.linspace(-1, 1, TOKENS)
+    expected = torch.autograd.grad((wanted * factors).sum(), (hidden, weight))
+    for got, gradient in zip(torch.autograd.grad((at_targets * factors).sum(), (hidden, weight)), expected, strict=True):
+        assert (got - gradient).norm() < (1e-5 if dtype is torch.float32 else 5e-3) * gradient.norm() and got.dtype is dtype
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_weights_gradient_goes_into_megatrons_buffer(monkeypatch, tied):
+    """DDP's hook adds what autograd gets only where an embedding shares the weight: then it must be zero."""
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 1)
+    hidden, weight, tokens = make_layer(torch.bfloat16)
+    (expected,) = torch.autograd.grad(token_logprobs(hidden, weight, Targets(tokens, 1.0)).sum(), weight)
+    buffer = torch.ones_like(weight, dtype=torch.float32)
+    weight.main_grad, weight.zero_out_wgrad = buffer, tied
+    token_logprobs(hidden, weight, Targets(tokens, 1.0)).sum().backward()
+    assert weight.grad_added_to_main_grad and weight.main_grad is buffer
+    torch.testing.assert_close((buffer - 1).to(torch.bfloat16), expected, rtol=1e-2, atol=1e-3)
+    assert not tied or not weight.grad.any()
+
+
+def test_no_tensor_has_all_logits(monkeypatch):
+    """Of a pass forward and backward, and of one that scores."""
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 16 * VOCABULARY)
+    hidden, weight, tokens = make_layer(torch.float32, width=8)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))])
+            return result
+
+    with Watch():
+        token_logprobs(hidden, weight, Targets(tokens, 0.7)).sum().backward()
+        score_tokens(hidden, weight, Targets(tokens, 0.7))
+    assert largest == 16 * VOCABULARY
+
+
+@pytest.mark.parametrize("mask, index", [
+    ([0, 1, 0, 1, 1], [1, 3, 4]),
+    ([0, 0, 0, 0, 0], [0]),  # a row of padding: its pass must still have a gradient
+    ([1, 1, 1, 1, 1], [0, 1, 2, 3, 4]),
 ])  # fmt: skip
-def test_logits_are_those_of_the_scored_positions(mask, sequence_parallel, index):
-    model: Any = _Model(sequence_parallel)
-    hidden = torch.randn(1, 5, 4)
-    scored = ScoredPositions.of(torch.tensor([mask]), model)
-    with scored.restrict_logits(model):
-        logits = model(hidden)
-    assert torch.equal(logits, model(hidden[:, index])) and model(hidden).shape == (1, 5, 9)
+def test_positions_are_those_of_sampled_tokens(mask, index):
+    scored = ScoredPositions.of(torch.tensor([mask]))
     row = torch.arange(1.0, 6.0).unsqueeze(0)
-    assert scored.select(row).tolist() == [[position + 1.0 for position in index]]
-    assert scored.restore(scored.select(row)).tolist() == [[(position + 1.0) * (position in index) for position in range(5)]]
+    assert scored.select(row).tolist() == [position + 1.0 for position in index]
+    assert scored.restore(scored.select(row).unsqueeze(0)).tolist() == [[(position + 1.0) * (position in index) for position in range(5)]]

@@ -14,10 +14,12 @@ from support.families import ARCHITECTURES
 from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
 
+from megatron_rl.batch.packing import LOGITS_PER_CHUNK
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
 from megatron_rl.planner import activation_memory, block_alignment, memory, memory_by_phase, roofline
+from megatron_rl.planner.activation_memory import FormulaInputs, count_logits
 from megatron_rl.planner.candidate import Candidate, Workload
 from megatron_rl.planner.hardware import Cluster
 from megatron_rl.planner.search import Planner, explain_rank
@@ -131,6 +133,9 @@ def test_activations_shrink_with_tensor_parallelism_and_recomputation():
     assert activations(Layout(), "full") < activations(Layout(), "selective") < activations(Layout())
     long = job(rollout={"max_new_tokens": 16384}, data={"max_prompt_tokens": 1024})
     assert (long.tokens_per_rank(1), long.tokens_per_rank(4)) == (17408, 8192), "a longer sequence than the bound has a pass of its own"
+    logits = {count_logits(FormulaInputs(long, Layout(), tokens), training=False) for tokens in (300, 17408, 1e6)}
+    assert logits == {(2 + 8) * LOGITS_PER_CHUNK}
+    assert count_logits(FormulaInputs(long, Layout(tp=8), 100), training=False) == (2 + 8) * 100 * 151936 / 8
 
 
 def test_micro_batches_in_flight_and_the_pipelines_bubble():
@@ -283,7 +288,7 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
         (["--model.path=nowhere"], "model.path = 'nowhere': does not exist", False),
         (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)", True),
         (["--train.layout.tp=8", "--train.layout.dp=2"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8", True),
-        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 187.9 GiB of a GPU in phase train, of which 75.7 may", True),
+        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 175.2 GiB of a GPU in phase train, of which 75.7 may", True),
         (["--rollout.tp=16"], "rollout.tp = 16: is more than a node's 8 GPUs", True),
     ],
 )
