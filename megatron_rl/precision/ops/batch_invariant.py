@@ -175,10 +175,12 @@ def _score(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def attention_gradients(inputs: tuple[torch.Tensor, ...], gradient: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of `causal_attention`'s inputs: those of torch's fused attention, so no scores are saved between the passes."""
+    """Return the gradients of `causal_attention`'s inputs: those of torch's fused attention, so no scores are saved between the passes, nor
+    all made at once within one."""
     query, key, value = inputs = tuple(x.detach().requires_grad_() for x in inputs)
     with torch.enable_grad():
-        result = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+        wide = append_zeros(value, -1, query.shape[-1] - value.shape[-1])  # it requires one width of all three, else it is not fused
+        result = F.scaled_dot_product_attention(query, key, wide, is_causal=True, scale=scale, enable_gqa=True)[..., : value.shape[-1]]
     return torch.autograd.grad(result, inputs, gradient)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from support.largest_tensor import LargestTensor
 
 from megatron_rl.mcore import logprobs
 from megatron_rl.mcore.logprobs import Targets, score_tokens, token_logprobs
@@ -74,19 +75,10 @@ def test_no_tensor_has_all_logits(monkeypatch):
     """Of a pass forward and backward, and of one that scores."""
     monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 16 * VOCABULARY)
     hidden, weight, tokens = make_layer(torch.float32, width=8)
-    largest = 0
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            nonlocal largest
-            result = function(*args, **(kwargs or {}))
-            largest = max([largest, *(x.numel() for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))])
-            return result
-
-    with Watch():
+    with LargestTensor() as largest:
         token_logprobs(hidden, weight, Targets(tokens, 0.7)).sum().backward()
         score_tokens(hidden, weight, Targets(tokens, 0.7))
-    assert largest == 16 * VOCABULARY
+    assert largest.numel == 16 * VOCABULARY
 
 
 @pytest.mark.parametrize("mask, index", [

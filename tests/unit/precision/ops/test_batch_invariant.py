@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from support.largest_tensor import LargestTensor
 
 from megatron_rl.precision.ops import batch_invariant
 
@@ -95,6 +96,14 @@ def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
         decoded = batch_invariant.attention(now, key[:2, :, :length], value[:2, :, :length], last, scale)
         for sequence, row in enumerate(last.flatten().tolist()):
             assert torch.equal(decoded[sequence, :, 0], whole[sequence, :, row])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_tensor_has_the_scores_of_all_tokens(shape):
+    inputs = [x.requires_grad_() for x in attention_inputs(*shape, batch=1, tokens=1024)]
+    with LargestTensor() as largest:
+        batch_invariant.causal_attention(*inputs).sum().backward()
+    assert largest.numel <= shape[0] * 1024 * 128, "a few queries' scores, or an input"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
