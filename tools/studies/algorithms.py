@@ -30,22 +30,18 @@ SHOWN = {
     "grad_norm": ("Gradient norm", "norm before clipping", "number"),
     "time/step": ("Time of a step", "seconds", "number"),
 }
-SETTINGS = {"cispo": ["--train.learning_rate=1e-4"]}
-"""What an algorithm needs to learn the quickstart's task. CISPO keeps the gradient of the tokens that the others clip, and loses what the
-model knows at the quickstart's 4e-4."""
 _HEAD = ("algorithm", "steps", "held-out accuracy: first", "best", "last")
 
 
 def _make_line(name: str, rows: Rows) -> list[object]:
     scores = [score for row in rows if (score := row.get("eval/accuracy")) is not None]
     numbers = [format_value(score, "share") for score in (scores[0], max(scores), scores[-1])] if scores else ["–"] * 3
-    label = " ".join([name, *SETTINGS.get(name, [])])
-    return [label, rows[-1]["step"] if rows else 0, *numbers]
+    return [name, rows[-1]["step"] if rows else 0, *numbers]
 
 
 def main(
     context: typer.Context,
-    config: Annotated[Path, typer.Option(help="The task; only the algorithm (and SETTINGS) is changed.")] = Path("configs/quickstart.toml"),
+    config: Annotated[Path, typer.Option(help="The task; only the algorithm is changed.")] = Path("configs/quickstart.toml"),
     algorithms: Annotated[str, typer.Option(help="Names, separated by commas.")] = ",".join(PRESETS),
     steps: Annotated[int, typer.Option(min=1, help="RL steps of each run.")] = 50,
     out: Annotated[Path, typer.Option(help="Folder of the study.")] = Path("runs/algorithm-study"),
@@ -64,7 +60,7 @@ def main(
         common.StudyRun(
             name,
             out / name,
-            [f"--algorithm.name={name}", f"--train.steps={steps}", *SETTINGS.get(name, []), *context.args],
+            [f"--algorithm.name={name}", f"--train.steps={steps}", *context.args],
             partial(draw, name),
         )
         for name in common.parse_names(algorithms, PRESETS, "--algorithms")

@@ -29,17 +29,18 @@ from megatron_rl.reporting.report import CAUSE_LABELS
 from parallel.formats import MODES
 
 REPLAYS = ("none", "trainer", "engine")
+_HIGH_RATE = "--train.learning_rate=1.25e-4"
 SETTINGS: dict[str, tuple[str, list[str]]] = {
     "plain": ("The config as it is.", []),
     "long_answers": (
         "Twelve operations in place of two to five: an answer that works step by step has 26 tokens, each a chance to leave the policy.",
         ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48"],
     ),
-    "high_learning_rate": ("Two and a half times the learning rate.", ["--train.learning_rate=1e-3"]),
+    "high_learning_rate": ("Two and a half times the quickstart's learning rate.", [_HIGH_RATE]),
     "many_updates": ("Eight optimizer steps per rollout in place of two.", ["--algorithm.updates_per_step=8"]),
     "all_at_once": (
         "Long answers, the high learning rate and many updates together.",
-        ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48", "--train.learning_rate=1e-3", "--algorithm.updates_per_step=8"],
+        ["--data.settings.levels=[12]", "--rollout.max_new_tokens=48", _HIGH_RATE, "--algorithm.updates_per_step=8"],
     ),
 }
 """Name -> what is harder in it, and the overrides that make it so."""
