@@ -58,20 +58,20 @@ class Policy:
         lengths = [sample.sampled_count for sample in samples]
         logprobs = torch.zeros(sum(lengths), device=self._device)
         logprobs_by_sample = logprobs.split(lengths)
-        entropy = 0.0
+        entropy = torch.zeros(1, dtype=torch.float64, device=self._device)
 
         def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
-            nonlocal entropy
             row, entropies = (shard.gather_row(scored.restore(values)) for values in scores.unbind(-1))
             for index, answer_logprobs in batch.split_by_sample(row, samples):
                 logprobs_by_sample[index].copy_(answer_logprobs)
-            entropy += float((entropies * batch.mask).sum())
+            entropy.add_((entropies * batch.mask).sum())
             return scores.new_zeros(())
 
         with torch.no_grad():
             self._run(samples, collect, forward_only=True)
         reduce.sum_values(logprobs)
-        return list(logprobs.cpu().split(lengths)), reduce.sum_by_name({"sum": entropy})["sum"] / max(sum(lengths), 1)
+        reduce.sum_values(entropy)
+        return list(logprobs.cpu().split(lengths)), float(entropy) / max(sum(lengths), 1)
 
     def make_micro_batches(self, samples: list[TrainingSample]) -> list[MicroBatch]:
         """Pack this replica's share of the samples."""
@@ -88,7 +88,7 @@ class Policy:
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return this rank's logits [1, t, vocab / tp] of a micro-batch, without a pipeline schedule (pp = 1)."""
-        return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths, self._device))
+        return self._forward(self._forward_chunks[0], batch, ContextShard.for_this_rank(batch.lengths).to(self._device))
 
     def _forward(self, chunk: Any, batch: MicroBatch, shard: ContextShard) -> torch.Tensor:
         """Return a stage's output for this rank's positions of a micro-batch; on the last stage logits [1, t / cp, vocab / tp], or what
@@ -113,10 +113,11 @@ class Policy:
         batches = self.make_micro_batches(samples)
 
         def forward_step(iterator: Any, chunk: Any) -> Any:
-            batch = next(iterator).to(self._device)
-            shard = ContextShard.for_this_rank(batch.lengths, self._device)
+            batch = next(iterator)
+            shard = ContextShard.for_this_rank(batch.lengths)
+            scored = ScoredPositions.of(shard.select(batch.mask)).to(self._device)  # counted on the CPU: nothing waits for the device
+            batch, shard = batch.to(self._device), shard.to(self._device)
             mask, model = shard.select(batch.mask), unwrap_model(chunk)
-            scored = ScoredPositions.of(mask)
             targets = scored.select_targets(batch, shard, self.temperature)
             with score_positions(model, scored.index, targets, with_entropy=forward_only):
                 output = self._forward(chunk, batch, shard)
@@ -207,13 +208,13 @@ class Actor(Policy):
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
         """Run forward and backward passes of all samples; return sums of the loss's metrics over all ranks."""
-        sums: dict[str, float] = {}
+        sums: dict[str, Any] = {}
 
         def compute_loss(logprobs: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             total, metrics = loss(shard.gather_row(scored.restore(logprobs)), batch)  # the same on all context-parallel ranks
             counts: dict[str, Any] = {_POSITIONS: batch.tokens.numel(), _PADDING: batch.padding}
             for name, value in {TOTAL_LOSS: total.detach(), **metrics, **counts}.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + (value.double() if isinstance(value, torch.Tensor) else value)
             return total
 
         self._run(samples, compute_loss, forward_only=False)
@@ -228,9 +229,15 @@ class Actor(Policy):
         return f"; the first tensor that holds inf or NaN is what {name} gives" if name else ""
 
     def _check_gradients_finite(self) -> None:
-        """Raise RunError on every rank where any gradient holds inf or NaN, naming it on the rank that holds it."""
-        parameters = ((chunk, name, parameter) for chunk in self.chunks for name, parameter in chunk.named_parameters())
-        bad = next((global_name(chunk, name) for chunk, name, parameter in parameters if not _is_finite(parameter.main_grad)), "")
+        """Raise RunError on every rank where any gradient holds inf or NaN, naming it on the rank that holds it.
+
+        The sum of a whole gradient buffer shows it in one pass, and may overflow by itself: then each gradient is looked at.
+        """
+        buffers = [buffer for chunk in self._forward_chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        finite = bool(torch.stack([buffer.grad_data.sum() for buffer in buffers]).isfinite().all())
+        parameters = ((chunk, *named) for chunk in self.chunks for named in chunk.named_parameters())
+        nonfinite = (global_name(chunk, name) for chunk, name, parameter in parameters if not bool(parameter.main_grad.isfinite().all()))
+        bad = "" if finite else next(nonfinite, "")
         error = RunError(f"the gradient of {bad} holds inf or NaN in optimizer step {self.steps_done + 1}") if bad else None
         raise_on_all_ranks(error)
 
@@ -240,8 +247,3 @@ class Actor(Policy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether no value is inf or NaN. Their sum shows it in one pass; it may overflow by itself."""
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())

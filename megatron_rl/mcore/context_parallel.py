@@ -31,16 +31,20 @@ class ContextShard:
     """int64 [t]: index of each position in `gathered_positions`."""
 
     @classmethod
-    def for_this_rank(cls, lengths: list[int], device: torch.device) -> ContextShard:
-        """Return the shard of a row of sequences of `lengths` positions each."""
+    def for_this_rank(cls, lengths: list[int]) -> ContextShard:
+        """Return the shard of a row of sequences of `lengths` positions each, on the CPU."""
         group = parallel_state.get_context_parallel_group()
         size = group.size()
         if size == 1:
-            positions = torch.arange(sum(lengths), device=device).unsqueeze(0)
+            positions = torch.arange(sum(lengths)).unsqueeze(0)
         else:
-            positions = torch.tensor([context_parallel_positions(lengths, rank, size) for rank in range(size)], device=device)
+            positions = torch.tensor([context_parallel_positions(lengths, rank, size) for rank in range(size)])
         gathered_positions = positions.flatten()
         return cls(group, positions[group.rank()], gathered_positions, gathered_positions.argsort())
+
+    def to(self, device: torch.device) -> ContextShard:
+        """Return a copy with every tensor on `device`."""
+        return ContextShard(self.group, *(x.to(device) for x in (self.own_positions, self.gathered_positions, self.restore_index)))
 
     @property
     def size(self) -> int:

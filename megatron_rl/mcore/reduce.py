@@ -18,8 +18,11 @@ def sum_values(values: torch.Tensor) -> None:
         dist.all_reduce(values, group=group)
 
 
-def sum_by_name(values: dict[str, float]) -> dict[str, float]:
-    """Sum numbers by name over data-parallel replicas and pipeline stages; collective."""
+def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
+    """Sum numbers, scalar tensors of one device among them, by name over data-parallel replicas and pipeline stages; collective."""
+    tensors = {name: value for name, value in sums.items() if isinstance(value, torch.Tensor)}
+    numbers = torch.stack(list(tensors.values())).tolist() if tensors else []  # one wait for the device
+    values = {**cast(dict[str, float], sums), **dict(zip(tensors, numbers, strict=True))}
     for group in _groups():
         gathered: list[dict[str, float] | None] = [None] * group.size()
         dist.all_gather_object(gathered, values, group=group)

@@ -30,6 +30,10 @@ class ScoredPositions:
         index = mask[0].nonzero().squeeze(1)
         return cls(index if len(index) else index.new_zeros(1), mask.shape[1])
 
+    def to(self, device: torch.device) -> ScoredPositions:
+        """Return a copy with the positions on `device`."""
+        return ScoredPositions(self.index.to(device), self.length)
+
     def select(self, row: torch.Tensor) -> torch.Tensor:
         """Return [n, ...] of a row [1, t / cp, ...]."""
         return row[0, self.index]

@@ -414,7 +414,7 @@ def scored_and_whole(
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
     scored = ScoredPositions.of(row.mask)
-    targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths, torch.device("cpu")), temperature)
+    targets = scored.select_targets(row, ContextShard.for_this_rank(row.lengths), temperature)
 
     def compute_from_whole_logits() -> torch.Tensor:
         logits = targets.keep(targets.scale(actor.forward(row)[0, scored.index]))
