@@ -15,11 +15,11 @@ import torch
 from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
-from megatron_rl.precision.ops import threads
+from megatron_rl.precision.ops.threads import count_threads
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, get_base_gpu_id, place_engine
 from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
-from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess
 
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """By default SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, by its own words in 10 to 20 minutes, longer
@@ -97,7 +97,7 @@ def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement:
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,
         "OMP_NUM_THREADS": "1",
-        threads.VARIABLE: str(threads.count_threads(rollout.engines_per_node * rollout.tp)),  # the trainer sleeps while engines work
+        THREADS_VARIABLE: str(count_threads(rollout.engines_per_node * rollout.tp)),  # the trainer sleeps while engines work
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((placement.index * rollout.tp + rank) % cores) for rank in range(rollout.tp)),
         "GLOO_SOCKET_IFNAME": "lo",
         # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;

@@ -15,6 +15,8 @@ from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 
 API_KEY_VARIABLE = "MEGATRON_RL_ENGINE_KEY"
 """Carries the run's API key: everybody on a machine can read command lines, but not environments."""
+THREADS_VARIABLE = "MEGATRON_RL_ENGINE_THREADS"
+"""Carries how many threads each of an engine's scheduler processes has on a CPU."""
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10.0
 _TORCHRUN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

@@ -29,12 +29,12 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler process. Raise RuntimeError if a hook was not applied."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    from megatron_rl.precision.ops import threads
+    from megatron_rl.precision.ops.threads import lend_threads
     from rollout_sglang.hooks import registry
 
     registry.verify()
-    if threads.VARIABLE in os.environ:
-        threads.lend_threads(int(os.environ[threads.VARIABLE]))
+    if process.THREADS_VARIABLE in os.environ:
+        lend_threads(int(os.environ[process.THREADS_VARIABLE]))
     return run_scheduler_process(*args, **kwargs)
 
 
@@ -65,13 +65,10 @@ def main(arguments: list[str]) -> None:
         command = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
         os.execvp(command[0], command)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
-    from megatron_rl.precision.ops import threads
     from parallel.transport.store import listening_store
     from rollout_sglang.hooks import registry
 
     registry.verify()
-    if threads.VARIABLE in os.environ:
-        threads.lend_threads(int(os.environ[threads.VARIABLE]))
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 

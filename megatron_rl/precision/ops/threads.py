@@ -10,8 +10,6 @@ from contextlib import contextmanager
 
 import torch
 
-VARIABLE = "MEGATRON_RL_ENGINE_THREADS"
-"""Environment variable: the threads of each of an engine's processes."""
 _given: list[int] = []
 """What open contexts restore, outermost first."""
 
@@ -20,7 +18,8 @@ def count_threads(processes: int) -> int:
     """Return the threads for each of `processes` that share this one's cores; for a single one at most OMP_NUM_THREADS, which torchrun
     sets to 1 for several."""
     cores = len(os.sched_getaffinity(0))
-    return min(cores, int(os.environ.get("OMP_NUM_THREADS") or cores)) if processes == 1 else max(cores // processes, 1)
+    wanted, *_nested = (os.environ.get("OMP_NUM_THREADS") or str(cores)).split(",")
+    return min(cores, int(wanted)) if processes == 1 else max(cores // processes, 1)
 
 
 def lend_threads(count: int) -> None:
@@ -47,7 +46,10 @@ def run_in_parts(function: Callable[[slice], object], length: int, least: int) -
     """Call function with slices of range(length), at most one for each of all threads, where operators run alone. The slices begin at
     multiples of `least` and have at least as many members, unless one has all."""
     units = length // least
-    parts = max(min(_count_given(), units), 1)
+    parts = min(_count_given(), units)
+    if parts <= 1:
+        function(slice(length))
+        return
     starts = [least * (units * part // parts) for part in range(parts)]
     with single_threaded():
         list(_pool(parts).map(function, map(slice, starts, [*starts[1:], length])))

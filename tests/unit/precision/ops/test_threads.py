@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 import torch
@@ -46,6 +47,9 @@ def test_parts_cover_the_whole_once_and_run_alone(lent):
 
     threads.run_in_parts(count, 50, 16)
     assert seen.tolist() == [1] * 50 and sorted(counts) == [(1, 16), (1, 16), (1, 18)]
+    callers = []
+    threads.run_in_parts(lambda _: callers.append(threading.current_thread()), 31, 16)
+    assert callers == [threading.current_thread()], "a single part needs no other thread"
     with threads.all_threads():
         assert torch.get_num_threads() == 3
     assert torch.get_num_threads() == 1
@@ -57,5 +61,7 @@ def test_threads_of_a_process(monkeypatch):
     assert [threads.count_threads(processes) for processes in (1, 3, 20)] == [8, 2, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert [threads.count_threads(processes) for processes in (1, 2)] == [2, 4], "torchrun sets it for several"
+    monkeypatch.setenv("OMP_NUM_THREADS", "4,2")
+    assert threads.count_threads(1) == 4, "the second number is for nested regions"
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
     assert threads.count_threads(1) == 8
