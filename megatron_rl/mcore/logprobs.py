@@ -186,18 +186,23 @@ def _gather(logprobs: torch.Tensor, targets: Targets) -> torch.Tensor:
 
 def _normalize_together(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
     shifted, maxima = _shift(targets.keep(targets.scale(logits)))
-    columns, is_here = targets.find(logits.shape[-1])
-    at_targets = shifted.gather(-1, columns).masked_fill(~is_here, 0.0).squeeze(-1)
-    at_targets, sums = _sum_over_ranks(torch.stack([at_targets, shifted.exp_().sum(-1)]))
+    at_targets, sums = _sum_over_ranks(torch.stack([_gather_local(shifted, targets), shifted.exp_().sum(-1)]))
     return at_targets - sums.log(), maxima + sums.log()
 
 
 def _score_together(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
     shifted, _ = _shift(targets.scale(logits))
-    weights = shifted.exp()
-    sums, moments = _sum_over_ranks(torch.stack([weights.sum(-1), shifted.mul_(weights).sum(-1)]))
+    at_targets, weights = _gather_local(shifted, targets), shifted.exp()
+    at_targets, sums, moments = _sum_over_ranks(torch.stack([at_targets, weights.sum(-1), shifted.mul_(weights).sum(-1)]))
     del shifted, weights
-    return _normalize_together(logits, targets)[0], sums.log() - moments / sums
+    logprobs = at_targets - sums.log() if targets.kept is None else _normalize_together(logits, targets)[0]
+    return logprobs, sums.log() - moments / sums
+
+
+def _gather_local(shifted: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return what a rank's part of the vocabulary has at the targets [rows], 0 where another rank has them."""
+    columns, is_here = targets.find(shifted.shape[-1])
+    return shifted.gather(-1, columns).masked_fill(~is_here, 0.0).squeeze(-1)
 
 
 def _shift(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
