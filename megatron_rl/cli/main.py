@@ -6,6 +6,7 @@ line on stderr and end with their exit code: 2 for the user's mistakes, 3 for a 
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import time
@@ -200,11 +201,12 @@ def expected_errors() -> Iterator[None]:
 
 
 def run_script(*commands: Callable[..., None]) -> None:
-    """Run a tool's function as a command, or several by their names. Options that it does not know are left in `context.args`; an expected
-    error is one line."""
+    """Run a tool's function as a command, or several by their names. Options that it does not know are left in `context.args` where it has
+    a `context`, else refused; an expected error is one line."""
     script = typer.Typer(add_completion=False)
     for command in commands:
-        script.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(command)
+        takes_more = "context" in inspect.signature(command).parameters
+        script.command(context_settings={"allow_extra_args": takes_more, "ignore_unknown_options": takes_more})(command)
     try:
         script()
     except MegatronRLError as error:
