@@ -162,8 +162,9 @@ def text_logprobs(folder: Path, precision: dict[str, Any], documents: list[list[
 def train_grpo(
     folder: Path, precision: dict[str, Any], train: dict[str, Any], batches: list[list[TrainingSample]], layout: Layout | None = None
 ) -> dict[str, Any]:
-    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after."""
-    trainer = Trainer(folder, precision, train, layout=layout)
+    """Log-probs before, GRPO with a KL term on every batch, log-probs and masters after; responses are those of all weights."""
+    with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
+        trainer = Trainer(folder, precision, train, layout=layout)
     loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
     before, entropy = trainer.actor.compute_logprobs(batches[0])
     steps = [trainer.actor.update(batch, loss) for batch in batches]
