@@ -9,6 +9,6 @@ bash "$root/launch/setup.sh"
 cd "$root" # the config's paths are relative to it
 name=quickstart
 if [[ ${1:--} != -* ]]; then name=$1 && shift; fi
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more threads slow down a model this small
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # more gain little with a model this small
 .venv/bin/python -m examples.arithmetic.warm_start "configs/$name.toml" "$@"
 exec .venv/bin/python -m megatron_rl train "configs/$name.toml" "$@"
