@@ -46,10 +46,9 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
         load_checkpoint(model, start, shards)
         warm = config.warm_start
-        settings = config.train.model_copy(
-            update={"learning_rate": warm.learning_rate, "warmup_steps": min(20, warm.steps), "decay_steps": warm.steps}
-        )
-        _train(config, Actor(model, settings, temperature=1.0), load_tokenizer(start), levels, notify)
+        actor = Actor(model, config.train, temperature=1.0)
+        actor.learning_rate = lambda done: warm.learning_rate * min(1, (done + 1) / min(20, warm.steps)) * (1 - done / warm.steps)
+        _train(config, actor, load_tokenizer(start), levels, notify)
         masters = PrecisionContract.from_config(config.precision.model_copy(update=_MASTERS))
         save_hf(target, collect_named_tensors(model, shards, masters), hf_config, layout, masters, start)
     finally:

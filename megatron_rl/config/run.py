@@ -39,6 +39,11 @@ class Config(ConfigSection):
     log: LogConfig = LogConfig()
 
     @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.train.steps * self.algorithm.updates_per_step
+
+    @property
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and the longest answer, an environment's messages included."""
         messages = self.environment.max_tokens if self.environment else 0

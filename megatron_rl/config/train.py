@@ -51,10 +51,16 @@ class TrainConfig(ConfigSection):
     """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
     a layer (`full`)."""
     learning_rate: float = Field(1e-6, gt=0)
-    """Peak learning rate of Adam, reached after `warmup_steps`, then constant unless `decay_steps` is given."""
+    """Peak learning rate of Adam, reached after `warmup_steps`."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimizer steps of a linear warm-up."""
+    decay_style: Literal["constant", "linear", "cosine", "WSD"] = "constant"
+    """How the learning rate falls to `min_learning_rate` after the warm-up; `WSD`: it stays, and falls over the last `wsd_decay_steps`."""
     decay_steps: int = Field(0, ge=0)
-    """Optimizer steps over which the learning rate falls linearly to 0, counted from the first; 0: it stays."""
+    """Optimizer steps after which it has fallen, the warm-up included; 0: all of the run."""
+    wsd_decay_steps: int = Field(0, ge=0)
+    """Optimizer steps of the fall of `WSD`, which is linear."""
+    min_learning_rate: float = Field(0.0, ge=0)
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     adam_beta2: float = Field(0.95, ge=0, lt=1)
     adam_eps: float = Field(1e-8, gt=0)
@@ -72,8 +78,6 @@ class TrainConfig(ConfigSection):
     """RL steps (policy versions) of the run."""
     seed: int = 0
 
-    def compute_learning_rate(self, done: int) -> float:
-        """Return the learning rate after `done` optimizer steps: a linear warm-up, times a linear decay where one is asked for."""
-        warm_up = min(1.0, (done + 1) / max(self.warmup_steps, 1))
-        decay = max(0.0, 1 - done / self.decay_steps) if self.decay_steps else 1.0
-        return self.learning_rate * warm_up * decay
+    def decay_over(self, optimizer_steps: int) -> TrainConfig:
+        """Return this with `decay_steps` filled in for a run of so many steps."""
+        return self.model_copy(update={"decay_steps": self.decay_steps or optimizer_steps})

@@ -23,6 +23,7 @@ from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import quantize_model
 from megatron_rl.mcore.layers.router import ModelRouters
+from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
@@ -153,6 +154,7 @@ class Actor(Policy):
             OptimizerConfig(
                 optimizer="adam",
                 lr=train.learning_rate,
+                min_lr=train.min_learning_rate,
                 weight_decay=train.weight_decay,
                 adam_beta1=train.adam_beta1,
                 adam_beta2=train.adam_beta2,
@@ -165,6 +167,8 @@ class Actor(Policy):
             self._forward_chunks,
             use_gloo_process_groups=False,
         )
+        self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
+        """Maps the number of optimizer steps done to the learning rate of the next."""
         self.response = StepResponse(self.chunks, self.optimizer)
         self.offloader = OptimizerOffloader(self._forward_chunks, self.optimizer, self._device)
 
@@ -243,7 +247,7 @@ class Actor(Policy):
 
     def _set_learning_rate(self) -> float:
         """Set and return the learning rate of the next optimizer step."""
-        rate = self._train.compute_learning_rate(self.steps_done)
+        rate = self.learning_rate(self.steps_done)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate

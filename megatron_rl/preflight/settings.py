@@ -15,6 +15,21 @@ def updates_share_the_prompts(facts: Facts) -> None:
         raise UserError("algorithm.updates_per_step", updates, f"must divide rollout.prompts_per_step ({prompts})", "change one of them")
 
 
+@rule(Needs.TRAINER)
+def learning_rate_can_fall(facts: Facts) -> None:
+    train = facts.config.train.decay_over(facts.config.optimizer_steps)
+    after_warmup = train.decay_steps - train.warmup_steps
+    if train.min_learning_rate > train.learning_rate:
+        rule = f"must not be above train.learning_rate ({train.learning_rate})"
+        raise UserError("train.min_learning_rate", train.min_learning_rate, rule, "lower it")
+    if train.decay_style != "constant" and after_warmup <= 0:
+        rule = f"must be below train.decay_steps ({train.decay_steps}), in which the learning rate has fallen"
+        raise UserError("train.warmup_steps", train.warmup_steps, rule, "lower it")
+    if train.decay_style == "WSD" and not 0 < train.wsd_decay_steps <= after_warmup:
+        rule = f"must be from 1 to {after_warmup}, the optimizer steps after the warm-up"
+        raise UserError("train.wsd_decay_steps", train.wsd_decay_steps, rule, "a tenth of the run is common")
+
+
 @rule(Needs.TRAINER, {"rollout.top_k": 512})
 def kept_tokens_are_bounded(facts: Facts) -> None:
     """The engine tells the trainer which tokens each token was drawn from."""

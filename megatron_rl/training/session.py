@@ -118,7 +118,7 @@ class Session:
         stored = find_checkpoint_format(hf_config)
         if stored is not None and stored.name != contract.trainer_format.name:
             self.notify(f"the checkpoint is {stored.name.upper()}, the trainer is not: it starts from the dequantised weights")
-        actor = Actor(model, config.train, config.rollout.temperature)
+        actor = Actor(model, config.train.decay_over(config.optimizer_steps), config.rollout.temperature)
         if spread:
             spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
         state = self._load_checkpoint(actor)

@@ -10,7 +10,6 @@ import pytest
 from megatron_rl.config import Config, ModelConfig, load_config
 from megatron_rl.config.loading import apply_overrides
 from megatron_rl.config.reward import RewardConfig, RewardFunctionConfig
-from megatron_rl.config.train import TrainConfig
 from megatron_rl.errors import UserError
 from megatron_rl.preflight import Facts, Needs, check
 from parallel.formats import MODES
@@ -202,16 +201,6 @@ def test_what_a_run_writes_down_of_its_configuration_is_read_back(load):
     configs = [load_config(path, overrides) for path in (ROOT / "configs").glob("*.toml") for overrides in ([], ["--data.eval="])]
     for config in [*configs, Config(model=ModelConfig(path=Path("m")), reward=reward)]:
         assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
-
-
-def test_the_learning_rate_warms_up_and_decays():
-    def rates(**fields: float) -> list[float]:
-        return [TrainConfig(learning_rate=8.0, **fields).compute_learning_rate(done) for done in (0, 1, 2, 3, 4, 9)]
-
-    assert rates() == [8.0] * 6
-    assert rates(warmup_steps=4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
-    assert rates(decay_steps=4) == [8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
-    assert rates(warmup_steps=2, decay_steps=4) == [4.0, 6.0, 4.0, 2.0, 0.0, 0.0]
 
 
 def test_hosts_are_a_list_of_single_interfaces(load, mistake):

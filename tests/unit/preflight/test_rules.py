@@ -94,6 +94,24 @@ MISTAKES = [
         ("--algorithm.updates_per_step=3",),
     ),
     Mistake(
+        settings.learning_rate_can_fall,
+        "train plan",
+        "train.min_learning_rate = 2.0: must not be above train.learning_rate (",
+        ("--train.min_learning_rate=2",),
+    ),
+    Mistake(
+        settings.learning_rate_can_fall,
+        "train plan",
+        "train.warmup_steps = 9: must be below train.decay_steps (9), in which the learning rate has fallen; lower it",
+        ("--train.warmup_steps=9", "--train.decay_style=cosine", "--train.decay_steps=9"),
+    ),
+    Mistake(
+        settings.learning_rate_can_fall,
+        "train plan",
+        "train.wsd_decay_steps = 0: must be from 1 to 9, the optimizer steps after the warm-up; a tenth of the run is common",
+        ("--train.steps=9", "--train.decay_style=WSD"),
+    ),
+    Mistake(
         settings.kept_tokens_are_bounded,
         "train plan",
         "rollout.min_p = 0.1: leaves an unbounded number of tokens to draw from, and the trainer is told them all; set rollout.top_k",
