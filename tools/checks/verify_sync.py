@@ -16,8 +16,9 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -141,13 +142,13 @@ def _same(values: torch.Tensor, rect: Rect, expected: torch.Tensor, expected_rec
     return values.dtype == expected.dtype and np.array_equal(actual_bytes, expected_bytes)
 
 
-def run_rank(rank: int, task: VerifyTask, port: int, results: Any) -> None:
-    """Run one trainer rank; rank 0 holds the engine, compares, and puts the report (or an expected error) into `results`."""
+def run_rank(rank: int, work: Callable[[int], Any], world_size: int, port: int, results: Any) -> None:
+    """Run `work` on one trainer rank; rank 0 puts what it returns (or an expected error) into `results`."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=task.train.world_size)
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=world_size)
     try:
-        result = sync_and_compare(rank, task)
+        result = work(rank)
     except MegatronRLError as error:
         result = error
     finally:
@@ -156,7 +157,8 @@ def run_rank(rank: int, task: VerifyTask, port: int, results: Any) -> None:
         results.put(result)
 
 
-def sync_and_compare(rank: int, task: VerifyTask) -> Any:
+def sync_and_compare(task: VerifyTask, rank: int) -> Any:
+    """Sync a model of random weights; rank 0 holds the engine, compares, and returns the report."""
     settings = SyncConfig(bucket_mb=64)
     plan = SyncPlan.make(task.model, task.train, task.rollout, task.contract, settings.chunk_bytes)
     named_tensors = build_trainer_tensors(task, rank)
@@ -208,11 +210,11 @@ def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
     return config | _NOT_ABOUT_WEIGHTS
 
 
-def verify(task: VerifyTask) -> dict[str, Any]:
-    """Run all trainer ranks and return the report. Raise rank 0's expected error, or RunError where a rank is lost."""
+def run_on_ranks(work: Callable[[int], Any], world_size: int) -> Any:
+    """Run `work(rank)` in trainer ranks and return rank 0's result. Raise its expected error, or RunError where a rank is lost."""
     store = listening_store("127.0.0.1", _WAIT_SECONDS)
     results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.start_processes(run_rank, args=(task, store.port, results), nprocs=task.train.world_size, join=False, start_method="spawn")
+    ranks = mp.start_processes(run_rank, args=(work, world_size, store.port, results), nprocs=world_size, join=False, start_method="spawn")
     deadline = time.monotonic() + _WAIT_SECONDS
     while results.empty():
         try:
@@ -249,7 +251,7 @@ def main(
         engine = EngineLayout(**parse_sizes("--rollout", rollout, ("tp", "ep")))
         task = VerifyTask(config, layout, engine, contract, seed, dump)
         SyncPlan.make(task.model, layout, task.rollout, contract, SyncConfig().chunk_bytes)  # refuses before a process starts
-        report = verify(task)
+        report = run_on_ranks(partial(sync_and_compare, task), layout.world_size)
     except (MegatronRLError, GeometryError) as error:
         print(f"verify_sync: {error}", file=sys.stderr)
         raise typer.Exit(getattr(error, "exit_code", 2)) from None
