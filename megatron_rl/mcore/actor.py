@@ -96,7 +96,7 @@ class Policy:
         `score_positions` says."""
         packed_params = make_packed_params(batch.lengths, shard)
         experts = shard.select(batch.routed_experts) if len(batch.routed_experts) else batch.routed_experts
-        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts):
+        with self.routing.bind_micro_batch(chunk, shard.select(batch.token_indices), experts, empty=not batch.sample_indices):
             return chunk(shard.select(batch.tokens), shard.select(batch.positions), None, packed_seq_params=packed_params)
 
     def _run(

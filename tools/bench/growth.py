@@ -6,7 +6,7 @@
 Every case is a torchrun job over gloo, one thread a rank, of the real parts (`growth_rank.py`): the ranks load a checkpoint and build the
 actor (`start`), compute log-probs and take an optimizer step (`step`), write a checkpoint (`checkpoint`). A row shows rank 0 and the
 largest other rank: most memory beside the empty process, and bytes written, to other ranks and to files. The exponents, by least squares
-over the cases of one family, say how the largest rank follows the parameters that a rank holds (1: in proportion), or the number of replicas
+over the cases of one family, say how the largest rank follows the parameters a rank holds (1: in proportion), or the number of replicas
 (0: not at all).
 """
 

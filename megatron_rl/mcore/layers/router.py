@@ -69,11 +69,12 @@ class Router(TopKRouter):
         """Attach each rank's part of the loss, times the micro-batch's tokens of samples. Megatron's `valid_token_count` counts this rank's
         tokens without a mask, but those of all tensor-parallel ranks with one (its all-reduce works in place)."""
         batch = self.router_replay.current
-        count = activation.shape[0] if batch is None else int((~batch.padding).sum())
-        tokens = torch.tensor(count, dtype=torch.float32).to(activation.device)
+        if batch is not None and batch.empty:
+            return activation  # of no token the loss is NaN
+        tokens = activation.new_full((), activation.shape[0], dtype=torch.float32) if batch is None else (~batch.padding).sum().float()
         if reduce_group.size() > 1:
             dist.all_reduce(tokens, group=reduce_group)
-        return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens) if tokens > 0 else activation  # of no token the loss is NaN
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens)
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
         super()._apply_expert_bias(routing_map if padding_mask is None else routing_map & ~padding_mask.unsqueeze(-1))
@@ -94,6 +95,8 @@ class RoutedMicroBatch:
     """int64 [t]: index of the position among those of all samples; -1 for padding."""
     padding: torch.Tensor
     """bool [t]."""
+    empty: bool
+    """No rank of those that share the micro-batch has a token of a sample."""
     routed_experts: torch.Tensor | None
     """Recorded experts [t, layers, k], where the samples have them."""
     replay: bool
@@ -149,18 +152,18 @@ class RoutingStats:
         self._sums = torch.zeros(3, shape.num_layers, dtype=torch.float64, device=device)  # tokens, their entropy, tokens that differ
         self.sent, self.arrived = 0, 0.0
         dtype = torch.uint8 if shape.dtype is np.uint8 else torch.int16
-        self._records = torch.zeros(sum(self._lengths) if keep else 0, shape.num_layers, shape.top_k, dtype=dtype, device=device)
+        self._records = torch.zeros(sum(self._lengths) + 1 if keep else 0, shape.num_layers, shape.top_k, dtype=dtype, device=device)
 
     def add(self, layer: int, batch: RoutedMicroBatch, probabilities: torch.Tensor, chosen: torch.Tensor) -> None:
         """Count a router's tokens: probabilities [t, experts] and chosen experts [t, k]."""
-        valid = ~batch.padding
-        entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)[valid]
+        valid = (~batch.padding).double()  # counted by products: a selection would wait for the device
+        entropy = -(probabilities * probabilities.clamp(min=1e-30).log()).sum(-1)
         self.sent += chosen.numel()
-        self._loads[layer] += chosen[valid].flatten().bincount(minlength=self._loads.shape[1])
+        self._loads[layer].index_add_(0, chosen.flatten(), valid.repeat_interleave(chosen.shape[1]))
         self._sums[0, layer] += valid.sum()
-        self._sums[1, layer] += entropy.double().sum()
+        self._sums[1, layer] += (entropy * valid).sum()
         if len(self._records):
-            self._records[batch.token_indices[valid], layer] = chosen[valid].to(self._records.dtype)
+            self._records[batch.token_indices, layer] = chosen.to(self._records.dtype)  # index -1, of padding: the last row
 
     def add_comparison(self, layer: int, batch: RoutedMicroBatch, own: torch.Tensor, recorded: torch.Tensor) -> None:
         """Count tokens whose own choice differs from the record; the order among the chosen experts does not matter."""
@@ -192,8 +195,9 @@ class RoutingStats:
 
     def gather_records(self) -> list[torch.Tensor]:
         """Return the chosen experts of every sample's tokens, on the CPU of every rank; collective. Needs `keep`."""
-        dist.all_reduce(self._records.view(torch.uint8))  # every byte is written by one rank, and 0 elsewhere
-        return list(self._records.cpu().split(self._lengths))
+        records = self._records[:-1]
+        dist.all_reduce(records.view(torch.uint8))  # every byte is written by one rank, and 0 elsewhere
+        return list(records.cpu().split(self._lengths))
 
 
 class ModelRouters:
@@ -211,9 +215,9 @@ class ModelRouters:
         self.shape = _routing_shape(config)
 
     @contextmanager
-    def bind_micro_batch(self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor) -> Iterator[None]:
+    def bind_micro_batch(self, chunk: Any, token_indices: torch.Tensor, experts: torch.Tensor, empty: bool = False) -> Iterator[None]:
         """Within the context, run one forward pass of this chunk, or of its wrapper, on these positions: `MicroBatch.token_indices` [1, t]
-        and `routed_experts`, or a context-parallel rank's part of them."""
+        and `routed_experts`, or a context-parallel rank's part of them. `empty`: the whole micro-batch holds no sample."""
         if self.shape is None:
             yield
             return
@@ -222,7 +226,7 @@ class ModelRouters:
         start = parallel_state.get_tensor_model_parallel_rank() * length if self._tp > 1 else 0
         own_indices = token_indices[0, start : start + length]
         recorded = experts[0, start : start + length] if len(experts) else None
-        batch = RoutedMicroBatch(own_indices, own_indices < 0, recorded, self.replay_enabled, self._stats)
+        batch = RoutedMicroBatch(own_indices, own_indices < 0, empty, recorded, self.replay_enabled, self._stats)
         for replay in replays:
             replay.forward_batch = batch
         try:
