@@ -27,6 +27,7 @@ from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
+from megatron_rl.mcore.pipeline import make_stage_options
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
@@ -132,6 +133,7 @@ class Policy:
             seq_length=max(batch.tokens.shape[1] for batch in batches),
             micro_batch_size=1,
             forward_only=forward_only,
+            **make_stage_options(self.chunks[0].config, [batch.tokens.shape[1] for batch in batches]),
         )
 
 

@@ -19,7 +19,8 @@ def layout_options(layout: Layout, train: TrainConfig) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "overlap_p2p_comm": layout.vpp > 1,  # where two stages follow each other in turn, batched messages get mixed up
         "batch_p2p_comm": layout.vpp == 1,
-        "variable_seq_lengths": layout.pp > 1,  # pipeline stages must tell each other the length
+        "batch_p2p_sync": False,  # a wait for the device that only old releases of PyTorch need
+        "variable_seq_lengths": layout.pp > 1,  # see `mcore.pipeline`
         "context_parallel_size": layout.cp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,

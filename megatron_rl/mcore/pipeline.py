@@ -1,0 +1,47 @@
+"""Messages between pipeline stages whose sizes both sides know.
+
+Rows of micro-batches are of unequal length. Megatron's stages then tell each other the shape of every message, and wait for the device to
+read it. All stages of a replica pack the same micro-batches, so the receiver knows what comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+
+Shape = tuple[int, int, int]
+
+
+class StageCommunicator(P2PCommunicator):
+    """Megatron's messages, without those about shapes. One for each run of a schedule over rows of `lengths` positions."""
+
+    def __init__(self, config: TransformerConfig, lengths: Sequence[int]) -> None:
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        ranks = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        shapes = [(length // ranks, 1, config.hidden_size) for length in lengths]
+        stage, last, chunks = self.pp_group.rank(), self.pp_group.size() - 1, self.virtual_pipeline_model_parallel_size or 1
+        order = get_schedule_table(len(shapes), chunks, last + 1) if chunks > 1 else [(number, 0) for number in range(len(shapes))]
+        # forward: all but the model's first part receive; backward: the parts' order is reversed, and all but the last receive
+        self._activations: Iterator[Shape] = iter([shapes[number] for number, chunk in order if stage > 0 or chunk > 0])
+        self._gradients: Iterator[Shape] = iter([shapes[number] for number, chunk in order if stage < last or chunk > 0])
+
+    def _communicate_shapes(
+        self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
+    ) -> tuple[Shape | None, Shape | None]:
+        """Return the shapes of the next activation from the previous stage and of the next gradient from the next one, where asked for."""
+        return next(self._activations) if recv_prev else None, next(self._gradients) if recv_next else None
+
+
+def make_stage_options(config: TransformerConfig, lengths: Sequence[int]) -> dict[str, Any]:
+    """Return the options of a pipeline schedule over rows of `lengths` positions; {} without stages."""
+    if config.pipeline_model_parallel_size == 1:
+        return {}
+    groups = ["tp", "pp", "embd", "pos_embd", "cp", "dp_cp"]  # those that the schedules make by themselves otherwise
+    collection = ProcessGroupCollection.use_mpu_process_groups(groups)
+    return {"p2p_communicator": StageCommunicator(config, lengths), "pg_collection": collection}
