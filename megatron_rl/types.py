@@ -1,7 +1,7 @@
 """Data types passed between the parts of the loop.
 
 Shape suffixes in names: `_P` prompts of a step, `_G` members of a group, `_B` samples of a batch, `_T` tokens of one sequence. Example:
-`rewards_G` is the list of rewards of one prompt's completions.
+`rewards_G` is the list of rewards of one prompt's completions. Values of tokens are columns: NumPy arrays, from the engine's answer on.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Generation:
     """An engine's output for one prompt. `logprobs_T` are natural logs *after* temperature, one per output token; where `kept_tokens` is
     recorded, of the distribution over those."""
 
-    output_ids_T: list[int]
-    logprobs_T: list[float]
+    output_ids_T: np.ndarray  # int32
+    logprobs_T: np.ndarray  # float32
     finish_reason: str  # "stop" (end token or stop string sampled) | "length" (cut at max_new_tokens)
     policy_version: int  # of the last token
-    versions_T: list[int] = field(default_factory=list)  # per token; empty where policy_version sampled all
+    versions_T: np.ndarray | None = None  # int32, per token; None where policy_version sampled all
     routed_experts_T: np.ndarray | None = None  # experts of all tokens, prompt included (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # that each token was drawn from, if recorded
 
@@ -62,32 +62,32 @@ class Reward:
     """The answer that was read, "" for none: what majority votes count. None where the function does not say."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Completion:
     """One sampled answer with the data for trainer, metrics and report. `logprobs_T` is 0 where the environment wrote."""
 
     problem: Problem
-    prompt_ids_T: list[int]
-    output_ids_T: list[int]
-    logprobs_T: list[float]
+    prompt_ids_T: np.ndarray  # int32
+    output_ids_T: np.ndarray  # int32
+    logprobs_T: np.ndarray  # float32
     finish_reason: str  # of the last turn, or "turns" (no turn left), "length" (no token left), "environment" (it failed)
     policy_version: int
     text: str
     reward: Reward = field(default_factory=lambda: Reward(0.0, False))
     advantage: float = 0.0
     length_penalty: float = 0.0  # added to the reward, 0 or less
-    response_mask_T: list[bool] = field(default_factory=list)  # False where the environment wrote a token; empty: all are sampled
+    response_mask_T: np.ndarray | None = None  # bool, False where the environment wrote a token; None: all are sampled
     dialogue: list[str] = field(default_factory=list)  # texts of policy and environment in turn; empty without an environment
     routed_experts_T: np.ndarray | None = None  # experts of prompt and output tokens (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # that each sampled token was drawn from, if recorded
     tool_errors: int = 0  # error messages of the environment to the policy
     environment_error: str = ""  # why the environment failed; the sample then scores 0
-    versions_T: list[int] = field(default_factory=list)  # per output token; empty where policy_version sampled all
+    version_lags_T: np.ndarray | None = None  # uint8: versions from an output token's to that it was collected for; None: 0 for all
 
     @property
     def sampled_count(self) -> int:
         """Number of tokens that the policy sampled."""
-        return sum(self.response_mask_T) if self.response_mask_T else len(self.output_ids_T)
+        return len(self.output_ids_T) if self.response_mask_T is None else int(self.response_mask_T.sum())
 
     @property
     def num_turns(self) -> int:

@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 
-from megatron_rl.batch.kept_tokens import make_kept_tokens
+from megatron_rl.batch.kept_tokens import holds_tokens, make_kept_tokens
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.files import read_config
@@ -98,7 +99,7 @@ class SGLangEngine(RankRequests):
             time.sleep(_POLL_SECONDS)
         raise self._make_error(f"the engine was not healthy after {seconds:g} s (rollout.start_timeout)")
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
+    def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """See `Engine.generate`. Seeds count on the CPU tier only (`rollout_sglang.hooks.seeded_sampling`); a GPU ignores them."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         parameters = [_sampling_params(params) for params in samplings]
@@ -106,7 +107,7 @@ class SGLangEngine(RankRequests):
         while missing := [index for index in range(len(prompts_B)) if index not in generations]:
             with self._gate.passing(), self._health_monitor.working():
                 body = {
-                    "input_ids": [prompts_B[index] for index in missing],
+                    "input_ids": [np.asarray(prompts_B[index]).tolist() for index in missing],
                     "sampling_params": [parameters[index] for index in missing],
                     "return_logprob": True,
                     "return_routed_experts": self._routing is not None,
@@ -289,12 +290,11 @@ def _sampling_params(sampling: SamplingParams) -> dict[str, Any]:
 
 def read_kept_tokens(answer: dict[str, Any], generation: Generation) -> None:
     """Set the tokens that SGLang kept for each sampled token, and the log-probs over those. Raise RunError if one was not kept itself."""
-    masks = answer["meta_info"].get("output_token_sampling_mask") or []
-    tokens = generation.output_ids_T
-    if len(masks) != len(tokens) or any(token not in kept for token, kept in zip(tokens, masks, strict=True)):
+    kept, tokens = make_kept_tokens(answer["meta_info"].get("output_token_sampling_mask") or []), generation.output_ids_T
+    if len(kept.counts) != len(tokens) or not holds_tokens(kept, tokens):
         raise RunError("the engine does not tell which tokens top_p, top_k and min_p left to draw from, or drew another")
-    generation.kept_tokens = make_kept_tokens(masks)
-    generation.logprobs_T = [float(value) for value in answer["meta_info"]["output_token_sampling_logprobs"]]
+    generation.kept_tokens = kept
+    generation.logprobs_T = np.array(answer["meta_info"]["output_token_sampling_logprobs"], np.float32)
 
 
 def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation:
@@ -305,11 +305,14 @@ def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation
     versions = {span["version"] for span in spans} | {meta["weight_version"]}
     if len(versions) > 1 and not mixed_versions:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
-    if any(entry[0] is None for entry in meta["output_token_logprobs"]):  # JSON has no NaN
+    columns = list(zip(*meta["output_token_logprobs"], strict=True)) or [(), ()]
+    logprobs_T, ids_T = np.array(columns[0], np.float32), np.array(columns[1], np.int32)
+    if np.isnan(logprobs_T).any():  # JSON has no NaN: it is None there
         raise RunError("the engine computed a log-probability that is no finite number: its weights or its FP8 scales are broken")
-    logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
-    ids = [int(entry[1]) for entry in meta["output_token_logprobs"]]
-    versions_T = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])] if len(versions) > 1 else []
-    if versions_T and len(versions_T) != len(ids):
-        raise RunError(f"the engine tells the policy versions of {len(versions_T)} tokens in a completion of {len(ids)}")
-    return Generation(ids, logprobs, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)
+    versions_T = None
+    if len(versions) > 1:
+        lengths = [span["end"] - span["start"] for span in spans]
+        if sum(lengths) != len(ids_T):
+            raise RunError(f"the engine tells the policy versions of {sum(lengths)} tokens in a completion of {len(ids_T)}")
+        versions_T = np.repeat(np.array([int(span["version"]) for span in spans], np.int32), lengths)
+    return Generation(ids_T, logprobs_T, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)

@@ -80,8 +80,9 @@ def make_example(prompt: list[int], turns: list[str], tokenizer: Any) -> Trainin
     """Join the turns; the environment's, every second one, are read but not learnt."""
     ids = [tokenizer.encode(turn, add_special_tokens=False) for turn in turns]
     ids[-1] = [*ids[-1], tokenizer.eos_token_id]
-    response_mask = [number % 2 == 0 for number, turn_ids in enumerate(ids) for _ in turn_ids]
-    return TrainingSample(prompt, [token for turn_ids in ids for token in turn_ids], response_mask=response_mask)
+    mask = [number % 2 == 0 for number, turn_ids in enumerate(ids) for _ in turn_ids]
+    response = torch.tensor([token for turn_ids in ids for token in turn_ids])
+    return TrainingSample(torch.tensor(prompt), response, response_mask=torch.tensor(mask))
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

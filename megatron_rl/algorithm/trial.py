@@ -33,7 +33,8 @@ def _try_advantage(config: AlgorithmConfig) -> None:
 
 def _try_loss(config: AlgorithmConfig) -> None:
     old = torch.tensor([-1.0, -0.5])
-    samples = [TrainingSample([1], [2, 3], advantage, old_logprobs=old, reference_logprobs=old) for advantage in (1.0, -1.0)]
+    prompt, answer = torch.tensor([1]), torch.tensor([2, 3])
+    samples = [TrainingSample(prompt, answer, advantage, old_logprobs=old, reference_logprobs=old) for advantage in (1.0, -1.0)]
     (batch,) = make_micro_batches(samples, 8)
     logprobs = torch.full_like(batch.mask, -0.9, requires_grad=True)
     losses, clipped = LOSSES.load(config.loss)(logprobs, batch, config, **config.loss_settings)

@@ -16,8 +16,14 @@ from megatron_rl.types import KeptTokens
 
 
 def make_kept_tokens(ids_by_token: Sequence[Sequence[int]]) -> KeptTokens:
-    counts = np.array([len(ids) for ids in ids_by_token], np.int32)
+    counts = np.fromiter(map(len, ids_by_token), np.int32, len(ids_by_token))
     return KeptTokens(counts, np.fromiter(chain.from_iterable(ids_by_token), np.int32, int(counts.sum())))
+
+
+def holds_tokens(kept: KeptTokens, tokens: np.ndarray) -> bool:
+    """Return whether each of A tokens is among those that it was drawn from."""
+    owners = np.arange(len(tokens)).repeat(kept.counts)
+    return bool(np.bincount(owners[kept.ids == tokens[owners]], minlength=len(tokens)).all())
 
 
 def extend_kept_tokens(known: KeptTokens | None, more: KeptTokens | None) -> KeptTokens | None:

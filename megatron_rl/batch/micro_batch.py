@@ -96,19 +96,27 @@ def make_micro_batches(
     `cp_size` context-parallel ranks share the positions of every sample, which is padded to a multiple of 2 * `cp_size`
     (`mcore.context_parallel`), and compute at most `max_tokens` each. The number of micro-batches is a multiple of `vpp_group`.
     """
-    if any(not sample.prompt_ids for sample in samples):
+    if any(not len(sample.prompt_ids) for sample in samples):
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
     chunks = 2 * cp_size if cp_size > 1 else 1
     lengths = [round_up(sample.length - 1, chunks) for sample in samples]
     bins = pack(lengths, max_tokens * cp_size, replicas * vpp_group)
     min_length = round_up(MIN_ROWS * cp_size, chunks * multiple)
+    first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
     return [
-        _pack_row(indices, samples, [lengths[index] for index in indices], chunks * multiple, min_length)
+        _pack_row(indices, samples, first_indices, [lengths[index] for index in indices], chunks * multiple, min_length)
         for indices in bins[replica::replicas]
     ]
 
 
-def _pack_row(sample_indices: list[int], samples: list[TrainingSample], lengths: list[int], multiple: int, min_length: int) -> MicroBatch:
+def _pack_row(
+    sample_indices: list[int],
+    samples: list[TrainingSample],
+    first_indices: list[int],
+    lengths: list[int],
+    multiple: int,
+    min_length: int,
+) -> MicroBatch:
     tail = max(round_up(sum(lengths), multiple), min_length) - sum(lengths)
     lengths = lengths + [tail] * bool(tail)
     shape = (1, sum(lengths))
@@ -126,15 +134,14 @@ def _pack_row(sample_indices: list[int], samples: list[TrainingSample], lengths:
         kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
         **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
     )
-    first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
     for index, start in zip(sample_indices, accumulate(lengths, initial=0), strict=False):
         sample = samples[index]
-        ids = torch.tensor(sample.prompt_ids + sample.response_ids)
+        ids = sample.ids
         end = start + sample.length - 1
         row.tokens[0, start:end] = ids[:-1]
         row.targets[0, start:end] = ids[1:]
         row.token_indices[0, start:end] = torch.arange(first_indices[index], first_indices[index + 1])
-        sampled = (0, start + sample.target_positions)
+        sampled = (0, start + sample.target_positions if len(sample.response_mask) else slice(start + len(sample.prompt_ids) - 1, end))
         row.mask[sampled] = 1.0
         row.advantages[sampled] = sample.advantage
         row.loss_weights[sampled] = sample.loss_weight

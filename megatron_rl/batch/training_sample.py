@@ -9,17 +9,19 @@ import torch
 from megatron_rl.types import KeptTokens
 
 _EMPTY = torch.empty(0)
+_NO_MASK = torch.empty(0, dtype=torch.bool)
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainingSample:
     """A prompt with its answer, and per-token values of the A tokens that the policy sampled (float32 [A], empty where unknown).
 
-    Tokens that an environment wrote are input to the model but have no such values, and nothing is learned from them.
+    Tokens that an environment wrote are input to the model but have no such values, and nothing is learned from them. Token ids, int32, and
+    the mask may be given as lists.
     """
 
-    prompt_ids: list[int]
-    response_ids: list[int]
+    prompt_ids: torch.Tensor
+    response_ids: torch.Tensor
     advantage: float = 0.0
     rollout_logprobs: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Log-probs under the engine that sampled the answer."""
@@ -35,15 +37,24 @@ class TrainingSample:
     """The answer has no reward: it contributes no gradient and no mean counts it."""
     loss_weight: float = 1.0
     """Weight of each sampled token in the loss; 1 everywhere is the mean over tokens (`algorithm.aggregate`)."""
-    response_mask: list[bool] = field(default_factory=list)
-    """For each answer token, False where an environment wrote it; empty where all were sampled."""
+    response_mask: torch.Tensor = field(default_factory=lambda: _NO_MASK)
+    """bool: for each answer token, False where an environment wrote it; empty where all were sampled."""
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Experts that the forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k]; empty for none. Either all
     samples of a batch have it or none."""
     kept_tokens: KeptTokens | None = None
     """The tokens that each was drawn from, which log-probs are taken over; None for all."""
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)
-    """Policy versions between the sampling policy and the trainer's, int64 [A]; empty for 0."""
+    """Policy versions between the sampling policy and the trainer's, uint8 [A]; empty for 0."""
+
+    def __post_init__(self) -> None:
+        self.prompt_ids, self.response_ids = (torch.as_tensor(ids, dtype=torch.int32) for ids in (self.prompt_ids, self.response_ids))
+        self.response_mask = torch.as_tensor(self.response_mask, dtype=torch.bool)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """All tokens, int32."""
+        return torch.cat([self.prompt_ids, self.response_ids])
 
     @property
     def length(self) -> int:
@@ -52,10 +63,10 @@ class TrainingSample:
     @property
     def sampled_count(self) -> int:
         """A."""
-        return sum(self.response_mask) if self.response_mask else len(self.response_ids)
+        return int(self.response_mask.sum()) if len(self.response_mask) else len(self.response_ids)
 
     @property
     def target_positions(self) -> torch.Tensor:
         """The positions whose targets are the sampled tokens, int64 [A]: position t predicts token t + 1."""
         positions = torch.arange(len(self.prompt_ids) - 1, self.length - 1)
-        return positions[torch.tensor(self.response_mask)] if self.response_mask else positions
+        return positions[self.response_mask] if len(self.response_mask) else positions

@@ -14,7 +14,7 @@ class PlacementConfig(ConfigSection):
 
     kind: Literal["colocated", "disaggregated"] = "colocated"
     """`colocated`: on the same devices, in turns; who waits gives its memory back. `disaggregated`: each on devices of its own."""
-    max_staleness: int = Field(0, ge=0)
+    max_staleness: int = Field(0, ge=0, le=255)
     """disaggregated: how many policy versions older than the policy that it trains a token may be. 0: generation and training take turns;
     from 1 on, generation goes on while the trainer trains."""
 

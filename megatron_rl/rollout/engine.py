@@ -8,6 +8,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import UserError
@@ -33,8 +35,8 @@ class Engine(Protocol):
     def wait_until_ready(self) -> None:
         """Return when the engine serves its initial weights as version 0. If it does not come up, end it and raise RunError."""
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
-        """Return one completion per prompt (token ids), in order. `sampling`: one for all prompts, or one for each."""
+    def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
+        """Return one completion per prompt (token ids, int32), in order. `sampling`: one for all prompts, or one for each."""
 
     def describe_tensors(self) -> list[dict[str, EngineTensorSpec]]:
         """Return, per engine rank, every weight it serves from, by name."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
@@ -80,7 +82,7 @@ class EnginePool:
             self.stop()
             raise
 
-    def generate(self, prompts_B: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
+    def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """See `Engine.generate`. Requests of a lost engine go to the others; raise EngineLostError if none is left."""
         samplings = [sampling] * len(prompts_B) if isinstance(sampling, SamplingParams) else sampling
         count, engines = len(prompts_B), len(self.replicas)
@@ -95,7 +97,7 @@ class EnginePool:
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # after an error, do not wait for the rest
 
-    def _generate(self, prompts_B: Sequence[list[int]], samplings: Sequence[SamplingParams]) -> list[Generation]:
+    def _generate(self, prompts_B: Sequence[np.ndarray], samplings: Sequence[SamplingParams]) -> list[Generation]:
         while True:
             replica, engine = self._acquire_engine(len(prompts_B))
             try:

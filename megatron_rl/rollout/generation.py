@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_rl.batch.kept_tokens import extend_kept_tokens
 from megatron_rl.errors import RunError
 from megatron_rl.hf.routing_record import extend_routing_record
@@ -19,7 +21,7 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Episode, StepResult
-from megatron_rl.types import Completion, Problem, SamplingParams
+from megatron_rl.types import Completion, Generation, Problem, SamplingParams
 
 
 @dataclass
@@ -29,6 +31,10 @@ class _Dialogue:
     completion: Completion
     episode: Episode
     sampling: SamplingParams
+    version: int
+    """That it is collected for."""
+    staleness: int
+    """Versions before it that may sample as well."""
 
 
 class MultiTurnSampler:
@@ -46,38 +52,36 @@ class MultiTurnSampler:
         """
         if self._environments is not None:
             samplings_B = [replace(params, stop=params.stop + self._environments.stop) for params in samplings_B]
-        dialogues = [self._start_dialogue(problem, params, version) for problem, params in zip(problems_B, samplings_B, strict=True)]
+        pairs = zip(problems_B, samplings_B, strict=True)
+        dialogues = [
+            _Dialogue(self._start(problem, version), Episode(**vars(problem)), params, version, staleness) for problem, params in pairs
+        ]
         running = dialogues
         while running:
-            self._sample_turn(running, range(version - staleness, version + 1))
+            self._sample_turn(running)
             running = self._step_environments(running) if self._environments is not None else []
         for dialogue in dialogues:
             dialogue.completion.text = self._decode(dialogue.completion.output_ids_T)
         return [dialogue.completion for dialogue in dialogues]
 
-    def _start_dialogue(self, problem: Problem, sampling: SamplingParams, version: int) -> _Dialogue:
-        prompt = self._tokenizer.encode(problem.prompt, add_special_tokens=False)
-        return _Dialogue(Completion(problem, prompt, [], [], "", version, ""), Episode(**vars(problem)), sampling)
+    def _start(self, problem: Problem, version: int) -> Completion:
+        return Completion(problem, self._encode(problem.prompt), np.empty(0, np.int32), np.empty(0, np.float32), "", version, "")
 
-    def _sample_turn(self, running: list[_Dialogue], allowed: range) -> None:
+    def _sample_turn(self, running: list[_Dialogue]) -> None:
         """Sample the next turn of every dialogue."""
         hang_watchdog.enter_phase("generate")
-        prompts = [dialogue.completion.prompt_ids_T + dialogue.completion.output_ids_T for dialogue in running]
+        prompts = [np.concatenate([dialogue.completion.prompt_ids_T, dialogue.completion.output_ids_T]) for dialogue in running]
         samplings = [
             replace(dialogue.sampling, max_new_tokens=dialogue.sampling.max_new_tokens - dialogue.completion.sampled_count)
             for dialogue in running
         ]
         for dialogue, generation in zip(running, self._engine.generate(prompts, samplings), strict=True):
-            unexpected = {generation.policy_version, *generation.versions_T} - set(allowed)
-            if unexpected:
-                expected = f"the trainer holds version {allowed[-1]}" + (f" and takes {allowed[0]} and newer" if len(allowed) > 1 else "")
-                raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")
+            _check_versions(generation, dialogue.version, dialogue.staleness)
             completion = dialogue.completion
-            self._append_tokens(completion, generation.output_ids_T, generation.logprobs_T, True)
+            completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
+            self._append_tokens(dialogue, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
             completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
-            completion.versions_T += generation.versions_T or [generation.policy_version] * len(generation.output_ids_T)
-            completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
 
     def _step_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:
         """Append the environments' replies and return the dialogues that continue."""
@@ -96,7 +100,7 @@ class MultiTurnSampler:
         if reply.message is None:
             return False
         completion.tool_errors += bool(reply.message.error)
-        ids = self._tokenizer.encode(reply.message.text, add_special_tokens=False)
+        ids = self._encode(reply.message.text)
         environment_tokens = len(completion.output_ids_T) - completion.sampled_count
         if completion.num_turns == limits.max_turns:
             completion.finish_reason = "turns"
@@ -105,16 +109,35 @@ class MultiTurnSampler:
             completion.finish_reason = "length"
             return False
         dialogue.episode = replace(dialogue.episode, state=reply.state)
-        self._append_tokens(completion, ids, [0.0] * len(ids), False)
-        completion.versions_T += [completion.policy_version] * len(ids)
+        self._append_tokens(dialogue, ids, None)
         return True
 
-    def _append_tokens(self, completion: Completion, ids: list[int], logprobs: list[float], sampled: bool) -> None:
-        completion.output_ids_T += ids
-        completion.logprobs_T += logprobs
+    def _append_tokens(self, dialogue: _Dialogue, ids: np.ndarray, logprobs: np.ndarray | None, versions: np.ndarray | None = None) -> None:
+        """Append tokens of the policy, or without log-probs of the environment. `versions`: None where the newest sampled all."""
+        completion, count = dialogue.completion, len(ids)
+        completion.output_ids_T = np.concatenate([completion.output_ids_T, ids])
+        completion.logprobs_T = np.concatenate([completion.logprobs_T, np.zeros(count, np.float32) if logprobs is None else logprobs])
+        if dialogue.staleness:
+            lags = dialogue.version - (np.full(count, completion.policy_version) if versions is None else versions)
+            completion.version_lags_T = _extend(completion.version_lags_T, lags.astype(np.uint8))
         if self._environments is not None:
-            completion.response_mask_T += [sampled] * len(ids)
+            completion.response_mask_T = _extend(completion.response_mask_T, np.full(count, logprobs is not None))
             completion.dialogue.append(self._decode(ids))
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _encode(self, text: str) -> np.ndarray:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def _decode(self, ids: np.ndarray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+
+
+def _extend(known: np.ndarray | None, more: np.ndarray) -> np.ndarray:
+    return more if known is None else np.concatenate([known, more])
+
+
+def _check_versions(generation: Generation, version: int, staleness: int) -> None:
+    """Raise RunError if another version than these sampled a token."""
+    sampled_by = {generation.policy_version, *([] if generation.versions_T is None else np.unique(generation.versions_T).tolist())}
+    if unexpected := sampled_by - set(range(version - staleness, version + 1)):
+        expected = f"the trainer holds version {version}" + (f" and takes {version - staleness} and newer" if staleness else "")
+        raise RunError(f"a completion was sampled by policy version {min(unexpected)}, {expected}")

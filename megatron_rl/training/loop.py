@@ -78,7 +78,7 @@ class Loop:
             rollout = self._sync.run_with_recovery(version, lambda: self._worker.value.collect(version))
         trainer.take_devices()
         metrics = compute_rollout_metrics(rollout) | self._next_row
-        samples = to_training_samples(rollout, version, trainer.engine_routing)
+        samples = to_training_samples(rollout, trainer.engine_routing)
         with phase("logprobs", metrics):
             metrics |= trainer.compute_logprobs(samples)
         attribute = config.log.attribute_every and step % config.log.attribute_every == 0

@@ -16,9 +16,9 @@ def dialogues(count: int, seed: int) -> list[TrainingSample]:
     """Random answers of which an environment wrote some stretches."""
     source, sequences = random.Random(seed), random_sequences(count, seed)
     for sequence in sequences:
-        sequence.response_mask = [source.random() < 0.7 for _ in sequence.response_ids]
-        sequence.response_mask[source.randrange(len(sequence.response_mask))] = True  # a list without one is no answer
-        known = torch.tensor(sequence.response_mask)
+        known = torch.tensor([source.random() < 0.7 for _ in sequence.response_ids])
+        known[source.randrange(len(known))] = True  # a list without one is no answer
+        sequence.response_mask = known
         sequence.old_logprobs, sequence.reference_logprobs = sequence.old_logprobs[known], sequence.reference_logprobs[known]
     return sequences
 

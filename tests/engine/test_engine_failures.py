@@ -11,7 +11,7 @@ from support.processes import family, until
 
 from megatron_rl.errors import RunError
 
-PROMPTS = [sample.prompt_ids for sample in random_sequences(4, seed=1)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 
 
 def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):

@@ -12,7 +12,7 @@ from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
 from parallel.layout import Layout
 
-PROMPTS = [sample.prompt_ids for sample in random_sequences(6, seed=31)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(6, seed=31)]
 LEAST = 3 + 2 + 4 * 2  # embedding, last norm, lm_head; a layer's norms, and its FP8 weights with their scales
 
 

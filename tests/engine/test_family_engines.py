@@ -17,7 +17,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.reshard import list_stored_tensors
 from parallel.sglang_shards import build_sglang_shards
 
-PROMPTS = [sample.prompt_ids for sample in random_sequences(6, seed=31)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(6, seed=31)]
 MODES = {
     "fp8": {"mode": "fp8_unified", "high": "fp32"},
     "fp8_bf16": {"mode": "fp8_unified", "high": "bf16"},

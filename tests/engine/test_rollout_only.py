@@ -15,7 +15,7 @@ from megatron_rl.errors import RunError
 PRECISION = {"mode": "int8_rollout", "high": "fp32"}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 TENSORS = 3 + 4 + 1 + 4 * 2  # embedding, last norm, lm_head; four norms; a router; four quantized weights with their scales
-PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=21)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=21)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from support.processes import alive_after, command_lines, family
 WIDTHS = {"num_hidden_layers": 2, "initializer_range": 0.05}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 PRECISION = {"mode": "fp8_rollout", "high": "fp32"}
-PROMPTS = [sample.prompt_ids for sample in random_sequences(12, seed=23)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(12, seed=23)]
 
 
 @pytest.fixture(scope="module")

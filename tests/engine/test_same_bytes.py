@@ -12,7 +12,7 @@ from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
 
-PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=11)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
 
 

@@ -12,7 +12,7 @@ from support.processes import alive_after, but_trackers, family
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(6000)]
 
-PROMPTS = [sample.prompt_ids for sample in random_sequences(16, seed=41)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(16, seed=41)]
 HEALTH = 60.0
 SECTIONS = {"rollout": {"engines": 2, "health_timeout": HEALTH}}
 

@@ -10,7 +10,7 @@ from support.models import TENSORS, random_sequences
 from megatron_rl.errors import RunError
 
 BATCH = random_sequences(8, seed=21)
-PROMPTS = [sample.prompt_ids for sample in random_sequences(8, seed=22)]
+PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=22)]
 TOKENS, STEPS = 48, 5
 SETTINGS = {
     "shared_memory": {"transport": "shared_memory", "running": "restart", "proof": "reread"},

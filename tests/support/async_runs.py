@@ -21,7 +21,7 @@ from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.types import Generation, Reward, SamplingParams
 from parallel.transport.pack import ChunkPacker
 from support.processes import until
-from support.trainer_engine import MIB, current, make_samples, train
+from support.trainer_engine import MIB, current, join_logprobs, make_samples, train
 from support.training_runs import NullCheckpointManager, RecordingLog, loop_of
 
 TOKENS = 48
@@ -38,7 +38,7 @@ class RecordingWorker(RolloutWorker):
     def collect(self, version: int) -> RolloutBatch:
         rollout = super().collect(version)
         for completion in rollout.completions_B:
-            completion.reward = Reward(float(sum(completion.output_ids_T) % 2), False)
+            completion.reward = Reward(float(completion.output_ids_T.sum() % 2), False)
         self.batches.append((version, rollout.completions_B))
         return rollout
 
@@ -69,7 +69,11 @@ def run_ahead(running: str, max_staleness: int, steps: int) -> dict[str, Any]:
             loop_of(config, served.trainer, None, sync, ahead, log, NullCheckpointManager(), engines=served.engines).run()
         finally:
             ahead.close()
-    token_versions = [(version, completion.versions_T) for version, completions in worker.batches for completion in completions]
+    token_versions = [
+        (version, (version - completion.version_lags_T.astype(int)).tolist())
+        for version, completions in worker.batches
+        for completion in completions
+    ]
     return {"rows": log.rows, "token_versions": token_versions, "position": ahead.state_dict(), "drawn": stream.state_dict()}
 
 
@@ -136,14 +140,17 @@ def switch_under_load(
             stop.set()
         for task in asking:
             task.result()
-    mixed = sum(len(set(generation.versions_T)) > 1 for _, generation in answers)
+    mixed = sum(generation.versions_T is not None for _, generation in answers)
     return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compare_logprobs(masters, answers)}
 
 
 def compare_logprobs(masters: dict[int, dict[str, torch.Tensor]], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """version -> (engine's, trainer's) log-probs of its tokens, with the trainer put back to that version."""
     logprobs, model = {}, current().trainer.model
-    versions = [generation.versions_T or [generation.policy_version] * len(generation.output_ids_T) for _, generation in answers]
+    versions = [
+        [generation.policy_version] * len(generation.output_ids_T) if generation.versions_T is None else generation.versions_T.tolist()
+        for _, generation in answers
+    ]
     for version in sorted(set().union(*versions)):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -152,7 +159,7 @@ def compare_logprobs(masters: dict[int, dict[str, torch.Tensor]], answers: Answe
         sampled = [(*answer, each) for answer, each in zip(answers, versions, strict=True) if version in each]
         prompts, generations, token_versions = zip(*sampled, strict=True)
         own = torch.tensor([number for each in token_versions for number in each]) == version
-        engine = torch.tensor([value for generation in generations for value in generation.logprobs_T])
+        engine = join_logprobs(generations)
         logprobs[version] = engine[own], current().compute_logprobs(make_samples(prompts, generations))[own]
     return logprobs
 

@@ -17,7 +17,7 @@ from rollout_sglang import launch_args
 from rollout_sglang.process import EngineProcess
 from support import trainer_engine
 from support.trainer import Trainer
-from support.trainer_engine import current
+from support.trainer_engine import current, join_logprobs
 
 ENVIRONMENT_IDS = [7, 8, 9]
 """What an environment says between two turns."""
@@ -37,11 +37,11 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
     """(answers of two turns with the engine's log-probs and routing, whether the second turn's record begins with the first's, tokens that
     a turn after took from the prefix cache)."""
     first = current().sample(prompts, tokens)
-    longer = [prompt + answer.output_ids_T + ENVIRONMENT_IDS for prompt, answer in zip(prompts, first, strict=True)]
+    longer = [[*prompt, *answer.output_ids_T, *ENVIRONMENT_IDS] for prompt, answer in zip(prompts, first, strict=True)]
     second = current().sample(longer, tokens)
     samples, same = [], True
     for prompt, turn, next_turn in zip(prompts, first, second, strict=True):
-        logprobs = torch.tensor(turn.logprobs_T + next_turn.logprobs_T)
+        logprobs = join_logprobs([turn, next_turn])
         sampled = [True] * len(turn.output_ids_T) + [False] * len(ENVIRONMENT_IDS) + [True] * len(next_turn.output_ids_T)
         same &= bool((next_turn.routed_experts_T[: len(turn.routed_experts_T)] == turn.routed_experts_T).all())
         experts = extend_routing_record(turn.routed_experts_T, next_turn.routed_experts_T)

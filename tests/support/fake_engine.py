@@ -229,7 +229,7 @@ def answers(count: int, tokens: int, engine: int | None = None) -> Any:
 def _answers(engines: EnginePool, count: int, tokens: int, engine: int | None = None) -> list[tuple[list[int], int]]:
     source = engines if engine is None else engines.replicas[engine].engine
     generations = source.generate([[1]] * count, [SamplingParams(1.0, tokens, seed) for seed in range(count)])
-    return [(generation.output_ids_T, generation.policy_version) for generation in generations]
+    return [(generation.output_ids_T.tolist(), generation.policy_version) for generation in generations]
 
 
 def answers_through(version: int, faults: Faults, count: int, tokens: int) -> Any:

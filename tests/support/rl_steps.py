@@ -117,7 +117,7 @@ class RlRun:
         answers = self.engine.generate(prompts, SamplingParams(temperature=1.0, max_new_tokens=new_tokens))
         seconds = {"rollout": time.perf_counter() - start}
         samples = [
-            TrainingSample(prompt, answer.output_ids_T, advantage=(-1.0) ** number, rollout_logprobs=torch.tensor(answer.logprobs_T))
+            TrainingSample(prompt, answer.output_ids_T, advantage=(-1.0) ** number, rollout_logprobs=torch.from_numpy(answer.logprobs_T))
             for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
 

@@ -337,12 +337,12 @@ def packed_and_alone(
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
     logprobs = []
     for sequence in batch:
-        ids = torch.tensor([sequence.prompt_ids + sequence.response_ids])
+        ids = sequence.ids.long().unsqueeze(0)
         tokens = F.pad(ids, (0, 64 - ids.shape[1]))
         with torch.no_grad():
             logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
         row = logits[0, len(sequence.prompt_ids) - 1 : ids.shape[1] - 1].float().log_softmax(-1)
-        logprobs.append(row.gather(-1, torch.tensor(sequence.response_ids).unsqueeze(-1)).squeeze(-1))
+        logprobs.append(row.gather(-1, sequence.response_ids.long().unsqueeze(-1)).squeeze(-1))
     return torch.cat(logprobs)
 
 

@@ -190,11 +190,15 @@ def generate(prompts: list[list[int]], tokens: int = 24, sampling: dict[str, Any
     samples = make_samples(prompts, generations)
     return {
         "versions": {generation.policy_version for generation in generations},
-        "samples": [(sample.prompt_ids, sample.response_ids) for sample in samples],
-        "engine": torch.tensor([value for generation in generations for value in generation.logprobs_T]),
+        "samples": [(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in samples],
+        "engine": join_logprobs(generations),
         "trainer": current().compute_logprobs(samples),
         "kept": [sample.kept_tokens for sample in samples],
     }
+
+
+def join_logprobs(generations: list[Generation]) -> torch.Tensor:
+    return torch.cat([torch.from_numpy(generation.logprobs_T) for generation in generations])
 
 
 def make_samples(prompts: list[list[int]], generations: list[Generation]) -> list[TrainingSample]:
@@ -214,7 +218,7 @@ def generate_seeded(prompts: list[list[int]], tokens: int, engine: int | None = 
     engines = current().engines
     source = engines if engine is None else engines.replicas[engine].engine
     generations = source.generate(prompts, [SamplingParams(1.0, tokens, seed) for seed in range(len(prompts))])
-    return [(generation.output_ids_T, generation.logprobs_T, generation.policy_version) for generation in generations]
+    return [(generation.output_ids_T.tolist(), generation.logprobs_T.tolist(), generation.policy_version) for generation in generations]
 
 
 def generate_with(prompts: list[list[int]], samplings: list[SamplingParams]) -> list[Generation]:
@@ -309,7 +313,7 @@ def generate_and_emulate(prompts: list[list[int]], tokens: int = 24) -> dict[str
         emulated = current().compute_logprobs(samples)
     mlps = trainer.hf_config.get("num_experts") or 1  # of a layer
     assert layers == (2 + 2 * mlps) * trainer.hf_config["num_hidden_layers"]
-    engine = torch.tensor([value for generation in generations for value in generation.logprobs_T])
+    engine = join_logprobs(generations)
     return {"engine": engine, "trainer": own, "emulated": emulated}
 
 

@@ -78,8 +78,9 @@ class ScriptedWorker:
             for member in range(SIZE)
         ]
         for sequence in samples if self._environment_logprob is not None else []:
-            sequence.response_mask = [True, *[False] * len(ENVIRONMENT_TOKENS), *[True] * (len(sequence.response_ids) - 1)]
-            sequence.response_ids[1:1] = ENVIRONMENT_TOKENS
+            mask = [True, *[False] * len(ENVIRONMENT_TOKENS), *[True] * (len(sequence.response_ids) - 1)]
+            first, *rest = sequence.response_ids.split([1, len(sequence.response_ids) - 1])
+            sequence.response_ids, sequence.response_mask = torch.cat([first, torch.tensor(ENVIRONMENT_TOKENS), *rest]), torch.tensor(mask)
         return samples
 
     def collect(self, version: int) -> RolloutBatch:
@@ -87,12 +88,20 @@ class ScriptedWorker:
         for number, (sequence, logprobs) in enumerate(zip(self.sequences(), self.actor.compute_logprobs(self.sequences())[0], strict=True)):
             engine_logprobs = [value + self._source.gauss(0, self._noise) for value in logprobs.tolist()]
             reward = Reward(float(number % 2), bool(number % 2))
-            ids = sequence.prompt_ids, sequence.response_ids
+            ids = sequence.prompt_ids.numpy(), sequence.response_ids.numpy()
+            mask = sequence.response_mask.numpy() if len(sequence.response_mask) else None
             if self._environment_logprob is not None:
                 engine_logprobs[1:1] = [self._environment_logprob] * len(ENVIRONMENT_TOKENS)
             completions.append(
                 Completion(
-                    Problem(str(number), "", ""), *ids, engine_logprobs, "stop", version, "", reward, response_mask_T=sequence.response_mask
+                    Problem(str(number), "", ""),
+                    *ids,
+                    np.array(engine_logprobs, np.float32),
+                    "stop",
+                    version,
+                    "",
+                    reward,
+                    response_mask_T=mask,
                 )
             )
         return RolloutBatch(completions, {"time/generate": 1.0})
@@ -220,7 +229,8 @@ class StreamedWorker:
                 answer = [11 + member % 2] * (2 + member)
                 logprobs = [-5.0 - random.random() - float(np.random.rand()) - float(torch.rand(())) for _ in answer]
                 reward = Reward(float(member % 2), bool(member % 2))
-                completions.append(Completion(problem, [5, 20 + int(problem.id), 7], answer, logprobs, "stop", version, "", reward))
+                ids = np.array([5, 20 + int(problem.id), 7], np.int32), np.array(answer, np.int32)
+                completions.append(Completion(problem, *ids, np.array(logprobs, np.float32), "stop", version, "", reward))
         return RolloutBatch(completions, {"time/generate": 1.0})
 
     def evaluate(self, version: int) -> RolloutBatch:

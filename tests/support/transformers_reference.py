@@ -42,10 +42,10 @@ def grpo(folder: Path, sequences: list[dict[str, Any]], kl_coef: float) -> dict[
     model.get_input_embeddings().padding_idx = None  # transformers gives the padding token, which is the end token too, no gradient
     policy, kl, entropies, logprobs = [], [], [], []
     for sample in sequences:
-        ids = sample["prompt_ids"] + sample["response_ids"]
+        ids = sample["prompt_ids"].tolist() + sample["response_ids"].tolist()
         rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         count = 0
-        response = zip(sample["response_ids"], sample["response_mask"], strict=True)
+        response = zip(sample["response_ids"].tolist(), sample["response_mask"].tolist(), strict=True)
         for position, (token, sampled) in enumerate(response, len(sample["prompt_ids"])):
             if not sampled:
                 continue

@@ -78,9 +78,9 @@ def make_actor(architecture: ArchitectureConfig, precision: PrecisionConfig, tra
 
 def make_samples(lengths: list[int]) -> list[TrainingSample]:
     """Return samples of random tokens with answers of these lengths."""
-    generator = random.Random(1)
-    tokens = range(_VOCABULARY)
-    return [TrainingSample(generator.choices(tokens, k=_PROMPT), generator.choices(tokens, k=length)) for length in lengths]
+    generator = torch.Generator().manual_seed(1)
+    ids = (torch.randint(_VOCABULARY, (_PROMPT + length,), generator=generator) for length in lengths)
+    return [TrainingSample(sample[:_PROMPT], sample[_PROMPT:]) for sample in ids]
 
 
 def pad_micro_batches(actor: Actor, rows: int, longest_first: bool) -> Actor:

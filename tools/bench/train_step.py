@@ -46,7 +46,7 @@ def make_samples(tokens: int, prompt: int, answer: int, vocabulary: int) -> list
     generator, samples = random.Random(0), list[TrainingSample]()
     while sum(sample.length - 1 for sample in samples) < tokens:
         lengths = (max(1, round(mean * generator.uniform(0.5, 1.5))) for mean in (prompt, answer))
-        prompt_ids, answer_ids = (generator.choices(range(vocabulary), k=length) for length in lengths)
+        prompt_ids, answer_ids = (torch.tensor(generator.choices(range(vocabulary), k=length)) for length in lengths)
         samples.append(TrainingSample(prompt_ids, answer_ids, advantage=(-1.0) ** len(samples)))
     return samples
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.console import Console
@@ -95,7 +96,7 @@ def split_engine_record(recorded: OperatorRows, samples: list[TrainingSample]) -
     logit_of_row = torch.full((len(tokens),), -1).scatter(0, logit_rows, torch.arange(len(logit_rows)))
     rows_of_samples = []
     for sample in samples:
-        stream = by_tokens.get(tuple((sample.prompt_ids + sample.response_ids)[:-1]))
+        stream = by_tokens.get(tuple(sample.ids[:-1].tolist()))
         if stream is None:
             raise RunError("the engine did not record all tokens; ask for fewer with --prompts or --tokens")
         answer = stream[len(sample.prompt_ids) - 1 :]
@@ -154,10 +155,11 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         prompt_ids = _random_prompts(prompts, hf_config["vocab_size"], config.train.seed)
         answers = engine.generate(prompt_ids, SamplingParams(temperature=config.rollout.temperature, max_new_tokens=tokens))
         (record,) = engine.untap(folder)
-        samples = [TrainingSample(prompt, answer.output_ids_T) for prompt, answer in zip(prompt_ids, answers, strict=True)]
+        pairs = zip(prompt_ids, answers, strict=True)
+        samples = [TrainingSample(torch.from_numpy(prompt), torch.from_numpy(answer.output_ids_T)) for prompt, answer in pairs]
         trainer_rows, engine_rows = record_trainer(policy, samples), split_engine_record(load_file(record), samples)
         differences = compare(trainer_rows, engine_rows, [len(prompt) for prompt in prompt_ids])
-        engine_logprobs = torch.tensor([value for answer in answers for value in answer.logprobs_T])
+        engine_logprobs = torch.cat([torch.from_numpy(answer.logprobs_T) for answer in answers])
         distances = (torch.cat(policy.compute_logprobs(samples)[0]) - engine_logprobs).abs()
     first = next((op for op, parts in differences.items() if any(part.differing for part in parts.values())), None)
     return {
@@ -173,11 +175,11 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
     }
 
 
-def _random_prompts(count: int, vocabulary: int, seed: int) -> list[list[int]]:
+def _random_prompts(count: int, vocabulary: int, seed: int) -> list[np.ndarray]:
     """Return prompts of two tokens or more."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, _LONGEST_PROMPT + 1, (count,), generator=generator).tolist()
-    return [torch.randint(0, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+    return [torch.randint(0, vocabulary, (length,), generator=generator, dtype=torch.int32).numpy() for length in lengths]
 
 
 def show(report: dict[str, Any], console: Console) -> None:

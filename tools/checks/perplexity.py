@@ -81,7 +81,7 @@ def score_by_trainer(config: Config, documents: list[list[int]]) -> torch.Tensor
     load_checkpoint(model, folder, shards)
     policy = Policy(model, 1.0, config.train.micro_batch_tokens)
     with emulate_engine(model, collect_named_tensors(model, shards, contract), contract.engine_format):
-        return torch.cat(policy.compute_logprobs([TrainingSample(ids[:1], ids[1:]) for ids in documents])[0])
+        return torch.cat(policy.compute_logprobs([TrainingSample(ids[:1], ids[1:]) for ids in map(torch.tensor, documents)])[0])
 
 
 def measure(

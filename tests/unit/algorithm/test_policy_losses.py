@@ -40,8 +40,9 @@ def sequences(request) -> list[TrainingSample]:
         correction = torch.tensor([source.uniform(0, 2) for _ in range(length)])
         result.append(TrainingSample([7] * source.randint(1, 5), [9] * length, advantage, old, old, reference, correction))
         if request.param == "environment":
-            result[-1].response_mask = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
-            result[-1].response_ids = [9 if flag else 8 for flag in result[-1].response_mask]
+            flags = [flag for _ in range(length) for flag in [*[False] * source.choice((0, 0, 1, 3)), True]]
+            result[-1].response_mask = torch.tensor(flags)
+            result[-1].response_ids = torch.where(result[-1].response_mask, 9, 8)
     return result
 
 

@@ -46,7 +46,7 @@ def test_a_row_is_the_sequences_end_to_end_shifted_by_one(samples, most, multipl
         for number, (tokens, targets, positions) in enumerate(parts):
             assert positions.tolist() == list(range(len(tokens)))
             sequence = samples[batch.sample_indices[number]] if number < len(used) else TrainingSample([0] * (batch.padding + 1), [])
-            ids = sequence.prompt_ids + sequence.response_ids
+            ids = sequence.ids.tolist()
             assert tokens.tolist() == ids[:-1] and targets.tolist() == ids[1:]
 
 
@@ -60,7 +60,7 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, m
         for index, sequence in enumerate(samples):
             if index in batch.sample_indices:
                 answer = known == index + 1
-                assert batch.targets[answer].tolist() == sequence.response_ids
+                assert batch.targets[answer].tolist() == sequence.response_ids.tolist()
                 assert (batch.advantages[answer] == sequence.advantage).all()
                 for name in ("old_logprobs", "reference_logprobs"):
                     assert torch.equal(getattr(batch, name)[answer], getattr(sequence, name))
@@ -94,7 +94,7 @@ def test_context_ranks_get_equal_parts_of_every_sequence(samples, most, multiple
         assert all(length % (2 * context) == 0 for length in batch.lengths)
         assert width - batch.padding == sum(samples[index].length - 1 for index in batch.sample_indices)
         for index, answer in batch.split_by_sample(batch.targets, samples):
-            assert answer.tolist() == samples[index].response_ids
+            assert answer.tolist() == samples[index].response_ids.tolist()
         parts = [context_parallel_positions(batch.lengths, rank, context) for rank in range(context)]
         assert sorted(place for part in parts for place in part) == list(range(width))
         assert {len(part) for part in parts} == {width // context}

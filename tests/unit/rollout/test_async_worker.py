@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -136,7 +137,9 @@ class Engine:
         self.versions = list(versions)
 
     def generate(self, prompts_B, samplings):
-        return [Generation([97, 98], [-1.0, -2.0], "stop", self.versions[-1], self.versions) for _ in prompts_B]
+        return [
+            Generation(np.array([97, 98]), np.array([-1.0, -2.0]), "stop", self.versions[-1], np.array(self.versions)) for _ in prompts_B
+        ]
 
 
 def answer(engine: Engine, version: int, staleness: int) -> Completion:
@@ -146,8 +149,8 @@ def answer(engine: Engine, version: int, staleness: int) -> Completion:
 
 def test_tokens_within_the_bound_are_taken_with_their_versions_and_others_break_the_run():
     completion = answer(Engine(4, 5), 6, 2)
-    assert (completion.versions_T, completion.policy_version) == ([4, 5], 5)
-    (sequence,) = to_training_samples(RolloutBatch([completion]), 6)
+    assert (completion.version_lags_T.tolist(), completion.policy_version) == ([2, 1], 5)
+    (sequence,) = to_training_samples(RolloutBatch([completion]))
     assert sequence.version_lags.tolist() == [2, 1]
     for versions, wrong in (((3, 5), 3), ((6, 7), 7)):
         with pytest.raises(RunError, match=f"policy version {wrong}, the trainer holds version 6 and takes 4 and newer"):
@@ -179,7 +182,7 @@ def test_mismatch_by_position_counts_the_tokens_that_answers_have_there():
     """The second answer is short; the third's first token is an environment's, its second is stale."""
     long, short = sampled([0] * 70, [0.01] * 32 + [0.02] * 32 + [0.04] * 6), sampled([0] * 3, [-0.03] * 3)
     mixed = sampled([1, 0], [9.0, 0.05])
-    mixed.response_ids, mixed.response_mask = [2] * 3, [False, True, True]
+    mixed.response_ids, mixed.response_mask = torch.tensor([2] * 3), torch.tensor([False, True, True])
     metrics = measure_mismatch([long, short, mixed], by_position=True)
     by_bin = {
         start: (metrics[f"mismatch/position/{start}/tokens"], metrics[f"mismatch/position/{start}/abs_mean"]) for start in (0, 32, 64)
@@ -200,9 +203,9 @@ def response(spans: list[tuple[str, int, int]], tokens: int) -> dict:
 
 
 def test_the_engine_tells_every_tokens_version():
-    assert parse_generation(response([("3", 0, 4)], 4), True).versions_T == []
+    assert parse_generation(response([("3", 0, 4)], 4), True).versions_T is None
     results = parse_generation(response([("3", 0, 1), ("4", 1, 4)], 4), True)
-    assert (results.versions_T, results.policy_version, results.output_ids_T) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
+    assert (results.versions_T.tolist(), results.policy_version, results.output_ids_T.tolist()) == ([3, 4, 4, 4], 4, [10, 11, 12, 13])
     with pytest.raises(RunError, match="policy versions of 3 tokens in a completion of 4"):
         parse_generation(response([("3", 0, 1), ("4", 1, 3)], 4), True)
     with pytest.raises(RunError, match="one completion was sampled by policy versions 3, 4"):

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,7 +41,7 @@ class Scripted:
         self.hold.wait(60)
         if self.dead:
             raise EngineLostError(f"engine {self.number} is gone", "its last words")
-        return [Generation([prompt[0] + 1], [0.0], "stop", self.number) for prompt in prompts_B]
+        return [Generation(np.array([prompt[0] + 1]), np.zeros(1), "stop", self.number) for prompt in prompts_B]
 
     def read_graph(self):
         return self.graphs
@@ -124,7 +125,7 @@ def test_answers_come_in_order_and_the_work_is_shared(fleet):
         assert sorted(sum(engine.asked) for engine in three.started) == [15, 15, 20]  # pieces of five
         for engine in three.started:
             engine.hold.set()
-        assert [answer.output_ids_T for answer in answers.result(60)] == [[number + 1] for number in range(50)]
+        assert [answer.output_ids_T.tolist() for answer in answers.result(60)] == [[number + 1] for number in range(50)]
     single = fleet(engines=1, max_running_requests=4)  # one engine gets everything in one request
     assert len(single.engines.generate(prompts(50), GREEDY)) == 50
     assert single.started[0].asked == [50]

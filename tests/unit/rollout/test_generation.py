@@ -14,7 +14,7 @@ from megatron_rl.rollout.environments.base import Episode, Message, StepResult, 
 from megatron_rl.rollout.generation import MultiTurnSampler
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics
 from megatron_rl.training.samples import to_training_samples
-from megatron_rl.types import Completion, Generation, Problem, SamplingParams
+from megatron_rl.types import Generation, Problem, SamplingParams
 from parallel.plug import InputError
 
 VERSION = 5
@@ -47,16 +47,18 @@ class ScriptedEngine:
         self.versions = [VERSION] * 9
 
     def generate(self, prompts_B, samplings):
-        self.asked.append([(prompt, sampling.max_new_tokens) for prompt, sampling in zip(prompts_B, samplings, strict=True)])
+        self.asked.append([(prompt.tolist(), sampling.max_new_tokens) for prompt, sampling in zip(prompts_B, samplings, strict=True)])
         assert {sampling.stop for sampling in samplings} == {(">",)}
         turn, result = len(self.asked), []
         for prompt, sampling in zip(prompts_B, samplings, strict=True):
             script = self._scripts[prompt[0] - ord("A")].pop(0)
             ids = script[: sampling.max_new_tokens]
             routing = np.full((len(prompt) + len(ids) - 1, 1, 1), turn, np.uint8)  # every token goes to the turn's number
-            finish, logprobs = "stop" if ids == script else "length", [-float(token) for token in ids]
+            finish, logprobs = "stop" if ids == script else "length", -np.array(ids, np.float32)
             result.append(
-                Generation(ids, logprobs, finish, self.versions[turn], [], routing, make_kept_tokens([[token, 0] for token in ids]))
+                Generation(
+                    np.array(ids), logprobs, finish, self.versions[turn], None, routing, make_kept_tokens([[token, 0] for token in ids])
+                )
             )
         return result
 
@@ -92,10 +94,10 @@ def test_a_turn_goes_on_from_the_very_tokens_that_were_sampled():
     (completion,), engine, scripted = converse([["aa>", "b>", "c"]], [[say("bb", state=b"1"), say("d"), None]])
     a, b, stop = ord("a"), ord("b"), ord(">")
     assert engine.asked == [[([65], 9)], [([65, a, a, stop, b + PAIR], 6)], [([65, a, a, stop, b + PAIR, b, stop, ord("d")], 4)]]
-    assert completion.prompt_ids_T == [65]
-    assert completion.output_ids_T == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
-    assert completion.response_mask_T == [True] * 3 + [False] + [True] * 2 + [False] + [True]
-    assert completion.logprobs_T == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
+    assert completion.prompt_ids_T.tolist() == [65]
+    assert completion.output_ids_T.tolist() == [a, a, stop, b + PAIR, b, stop, ord("d"), ord("c")]
+    assert completion.response_mask_T.tolist() == [True] * 3 + [False] + [True] * 2 + [False] + [True]
+    assert completion.logprobs_T.tolist() == [-a, -a, -stop, 0, -b, -stop, 0, -ord("c")]
     assert completion.routed_experts_T is not None
     assert completion.routed_experts_T.flatten().tolist() == [1, 1, 1, 2, 2, 2, 3, 3]  # of the turn that sampled or first read a token
     assert completion.kept_tokens is not None and completion.kept_tokens.counts.tolist() == [2] * 6, "of the policy's tokens alone"
@@ -140,10 +142,13 @@ def test_without_an_environment_an_answer_is_one_turn():
     class Engine:
         def generate(self, prompts_B, samplings):
             assert {sampling.stop for sampling in samplings} == {()}
-            return [Generation([97, 62], [-1.0, -2.0], "stop", VERSION) for _ in prompts_B]
+            return [Generation(np.array([97, 62], np.int32), np.array([-1.0, -2.0], np.float32), "stop", VERSION) for _ in prompts_B]
 
     (completion,) = MultiTurnSampler(Engine(), PairTokenizer()).sample(PROBLEM, [SamplingParams(1.0, 9)], VERSION)  # type: ignore[arg-type]
-    assert completion == Completion(*PROBLEM, [65], [97, 62], [-1.0, -2.0], "stop", VERSION, "a>", versions_T=[VERSION] * 2)
+    columns = completion.prompt_ids_T, completion.output_ids_T, completion.logprobs_T
+    assert [(column.tolist(), column.dtype) for column in columns] == [([65], "int32"), ([97, 62], "int32"), ([-1.0, -2.0], "float32")]
+    others = completion.problem, completion.finish_reason, completion.policy_version, completion.text
+    assert others == (*PROBLEM, "stop", VERSION, "a>") and completion.response_mask_T is completion.version_lags_T is None
     assert completion.sampled_count == 2 and "dialogue" not in build_sample_rows(1, [completion], 1)[0]
 
 
@@ -160,10 +165,10 @@ def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
 
 def test_the_trainer_never_reads_a_log_prob_of_the_environment():
     result, _, _ = converse([["ab>", "c"]], [[say("12"), None]])
-    result[0].logprobs_T[3:5] = [float("nan")] * 2
+    result[0].logprobs_T[3:5] = float("nan")
     (sequence,) = to_training_samples(RolloutBatch(result))
     assert sequence.rollout_logprobs.tolist() == [-97.0, -98.0, -62.0, -99.0]
-    assert sequence.response_ids == result[0].output_ids_T and sequence.sampled_count == 4
+    assert sequence.response_ids.tolist() == result[0].output_ids_T.tolist() and sequence.sampled_count == 4
     assert torch.tensor([0, *sequence.response_ids])[sequence.target_positions + 1].tolist() == [97, 98, 62, 99]
 
 

@@ -69,8 +69,8 @@ class Letters:
 
 def test_a_worked_example_teaches_what_the_policy_writes():
     example = supervised.make_example([7, 8], ["<<1>>", "12", "#1"], Letters())
-    assert example.response_ids == [*map(ord, "<<1>>12#1"), 0]
-    assert example.response_mask == [True] * 5 + [False] * 2 + [True] * 3
+    assert example.response_ids.tolist() == [*map(ord, "<<1>>12#1"), 0]
+    assert example.response_mask.tolist() == [True] * 5 + [False] * 2 + [True] * 3
 
 
 def test_the_share_of_worked_examples_that_call():
