@@ -34,6 +34,7 @@ _POLL_SECONDS = 0.5
 _IDLE_SECONDS = 10
 _IDLE_POLL_SECONDS = 0.01
 _EXIT_SECONDS = 2.0
+_NO_WEIGHTS = "the engine has no weights yet: it serves nothing before the first proved sync"
 _KEEP_ALIVE_SECONDS = 2.0
 """Close an idle connection before SGLang does so, after 5 s, perhaps while a request is on its way."""
 
@@ -49,7 +50,7 @@ class SGLangEngine(RankRequests):
         self._launch_spec, self._rollout = launch_spec, launch_spec.config.rollout
         record_routing = launch_spec.config.algorithm.routing_replay == "engine"
         self._routing = RoutingShape.from_hf_config(read_config(launch_spec.model_path)) if record_routing else None
-        self._gate = RequestGate(self._rollout.request_timeout)
+        self._gate = RequestGate(self._rollout.request_timeout, _NO_WEIGHTS if launch_spec.empty else "")
         self._health_monitor = HealthMonitor(self._ping, self._kill_unresponsive, self._rollout.health_timeout)
         self._update_open = False  # SGLang's weight update has begun
         self._generation_paused = False  # SGLang holds the running requests
@@ -165,6 +166,7 @@ class SGLangEngine(RankRequests):
             self._post("/continue_generation", {"torch_empty_cache": False})
             self._generation_paused = False
         self._health_monitor.resume()
+        self._gate.refusal = ""
         self._gate.open()
 
     def release_memory(self) -> None:

@@ -43,15 +43,18 @@ class EngineLaunchSpec:
     model_path: Path
     log_dir: Path
     number: int = 0
+    empty: bool = False
+    """Start without weights: SGLang makes some up, and nothing is served before a sync has replaced them."""
     arguments: tuple[str, ...] = ()
-    """More arguments of SGLang, for benchmarks: such as dummy weights."""
+    """More arguments of SGLang, for benchmarks."""
 
     def start_process(self) -> LaunchedServer:
         """Start the server without waiting for it. Raise UserError if the host cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
         placement = place_engine(rollout, self.number)
         port, key = _free_port(placement, rollout.engines_per_node), secrets.token_hex(24)
-        arguments = [*_server_arguments(self.config, contract, self.model_path, port, placement), *self.arguments]
+        arguments = _server_arguments(self.config, contract, self.model_path, port, placement)
+        arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
         environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout, contract, placement)}
         log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
         return LaunchedServer(EngineProcess(arguments, environment, log), f"http://{placement.host}:{port}", key)

@@ -13,16 +13,21 @@ _POLL_SECONDS = 0.05
 
 
 class RequestGate:
-    """Starts open. Threads that generate pass through it; one thread closes and opens it. No wait is longer than `timeout` seconds."""
+    """Starts open. Threads that generate pass through it; one thread closes and opens it. No wait is longer than `timeout` seconds.
 
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
+    While `refusal` says something, it is what every request is refused with at once.
+    """
+
+    def __init__(self, timeout: float, refusal: str = "") -> None:
+        self._timeout, self.refusal = timeout, refusal
         self._changed = threading.Condition()
         self._closed, self._inside = False, 0
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """Enclose a request. Raise RunError if the gate stays closed."""
+        """Enclose a request. Raise RunError if it is refused or the gate stays closed."""
+        if self.refusal:
+            raise RunError(self.refusal)
         with self._changed:
             if not self._changed.wait_for(lambda: not self._closed, self._timeout):
                 raise RunError(f"the engine's weights were being changed for {self._timeout:g} s (rollout.request_timeout)")

@@ -12,9 +12,9 @@ from megatron_rl.distributed import Rank0, errors_on_all_ranks, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.observability.signals import install_signal_handlers
 from megatron_rl.precision.contract import PrecisionContract
@@ -51,15 +51,14 @@ def _read(config: Config, layout: Layout, resources: ExitStack) -> Rank0[GraphCo
         fetch_weights(config.model.path)
     folder = Path(run_on_rank0(lambda: resources.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-graph-"))))
     hf_config, contract = read_config(config.model.folder), PrecisionContract.from_config(config.precision)
-    shards = build_rank_shards(hf_config, layout)
     model = build_model(hf_config, layout, contract, config.train)
-    load_checkpoint(model, config.model.folder, shards)
+    load_checkpoint(model, config.model.folder, build_rank_shards(hf_config, layout))
     Actor(model, config.train, config.rollout.temperature)  # creates masters and gradient buffers, and quantizes the weights
     training = read_training_graph(model)
-    save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.folder)
 
     def compare() -> GraphComparison:
-        engine = find_engine_launcher(config.rollout.engine)(config, folder / "engine", folder)
+        write_all_but_weights(folder, describe_weights(hf_config, contract), config.model.folder)
+        engine = find_engine_launcher(config.rollout.engine)(config, folder, folder, empty=True)
         resources.callback(engine.stop)
         engine.wait_until_ready()
         return GraphComparison(training.value, tuple(engine.read_graph()))

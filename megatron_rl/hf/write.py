@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.hf.files import INDEX, SINGLE, list_tokenizer_files
+from megatron_rl.precision.contract import PrecisionContract
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,21 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
+def describe_weights(hf_config: Mapping[str, Any], contract: PrecisionContract) -> dict[str, Any]:
+    """Return the config.json of the same model with weights as the contract's engine has them."""
+    config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
+    quantization = contract.engine_format.quantization_config()
+    return config | {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
+
+
+def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
+    """Write config.json into an existing folder, and copy the tokenizer's files from another checkpoint: what an engine needs to start
+    without weights."""
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in list_tokenizer_files(tokenizer_from) if tokenizer_from else ():
+        shutil.copy(file, folder / file.name)
+
+
 def write_checkpoint(
     folder: Path,
     config: dict[str, Any],
@@ -38,16 +54,13 @@ def write_checkpoint(
     tokenizer_from: Path | None,
     file_bytes: int = 5 << 30,
 ) -> None:
-    """Write config.json and the weights into an existing folder, and copy the tokenizer's files from another checkpoint.
+    """Write the weights into an existing folder, and what `write_all_but_weights` does.
 
     `tensors` by name, or pairs that are made one by one: of those no more than `file_bytes` and one tensor are in memory. More bytes than
     that are written as several files with an index.
     """
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_all_but_weights(folder, config, tokenizer_from)
     _write_tensors(folder, tensors.items() if isinstance(tensors, Mapping) else tensors, file_bytes)
-    if tokenizer_from is not None:
-        for file in list_tokenizer_files(tokenizer_from):
-            shutil.copy(file, folder / file.name)
 
 
 def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> None:

@@ -19,7 +19,7 @@ from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.hf.write import atomic_folder, write_checkpoint
+from megatron_rl.hf.write import atomic_folder, describe_weights, write_checkpoint
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
 from parallel.digest import make_stored_tensors, view_rect
@@ -86,13 +86,8 @@ def save_hf(
 
 
 def _write(folder: Path, hf_config: dict[str, Any], tensors: NamedTensors, contract: PrecisionContract, tokenizer: Path) -> None:
-    config = {name: value for name, value in hf_config.items() if name not in ("dtype", "quantization_config")}
-    config["torch_dtype"] = contract.high_format.dtype
-    quantization = contract.engine_format.quantization_config()
-    if quantization:
-        config["quantization_config"] = quantization
     with atomic_folder(folder) as temporary:
-        write_checkpoint(temporary, config, tensors, tokenizer)
+        write_checkpoint(temporary, describe_weights(hf_config, contract), tensors, tokenizer)
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment: Alignment | None = None) -> None:

@@ -33,7 +33,7 @@ class Engine(Protocol):
     another engine can replace it."""
 
     def wait_until_ready(self) -> None:
-        """Return when the engine serves its initial weights as version 0. If it does not come up, end it and raise RunError."""
+        """Return when the engine is up, with its initial weights as version 0. If it does not come up, end it and raise RunError."""
 
     def generate(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams | Sequence[SamplingParams]) -> list[Generation]:
         """Return one completion per prompt (token ids, int32), in order. `sampling`: one for all prompts, or one for each."""
@@ -64,7 +64,7 @@ class Engine(Protocol):
         """
 
     def resume(self) -> None:
-        """Serve requests again."""
+        """Serve requests, from the first proved sync on or again."""
 
     def release_memory(self) -> None:
         """Free the KV cache, and the weights where possible. The next sync allocates them again; until then nothing is served."""
@@ -92,9 +92,13 @@ class Engine(Protocol):
 
 
 class EngineLauncher(Protocol):
-    """The entry point's callable: start engine `number` of a run without waiting for it."""
+    """The entry point's callable: start engine `number` of a run without waiting for it.
 
-    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0) -> Engine: ...
+    It loads the Hugging Face checkpoint in `model_path`; with `empty`, only config.json and tokenizer are there, and it refuses requests
+    until the first sync has filled and proved its weights.
+    """
+
+    def __call__(self, config: Config, model_path: Path, log_dir: Path, number: int = 0, *, empty: bool = False) -> Engine: ...
 
 
 def find_engine_launcher(name: str) -> EngineLauncher:

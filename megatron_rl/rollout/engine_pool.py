@@ -3,9 +3,9 @@
 A request goes to the engine with the fewest outstanding completions. Draws are a function of the completion's seed, so any engine gives
 the same tokens. Ranks are numbered across the pool: rank r of engine e is e * rollout.tp + r, and a sync fills and proves all of them.
 
-When an engine is lost, the pool ends it, starts a successor at once, and sends its requests to the other engines. The successor holds the
-weights the run began with, so it serves nothing until a sync has filled and proved it: `wait_for_successors` waits for it, every call of
-a sync raises EngineLostError before that, and `resume` lets it serve (`megatron_rl.sync.recovery`).
+When an engine is lost, the pool ends it, starts a successor at once, and sends its requests to the other engines. The successor starts as
+the first ones did, so it serves nothing until a sync has filled and proved it: `wait_for_successors` waits for it, every call of a sync
+raises EngineLostError before that, and `resume` lets it serve (`megatron_rl.sync.recovery`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,15 @@ _SPLITS_PER_ENGINE = 4
 """Requests per engine that a batch is cut into, so that a fast engine takes over work from a slow one."""
 
 
-def start_engines(config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print) -> EnginePool:
-    """Start all engines of a configuration side by side and return when they are ready. Raise RunError if one fails."""
+def start_engines(
+    config: Config, model_path: Path, log_dir: Path, notify: Callable[[str], None] = print, *, empty: bool = False
+) -> EnginePool:
+    """Start all engines of a configuration side by side and return when they are ready. Raise RunError if one fails.
+
+    `empty`: without weights, see `EngineLauncher`; so do the successors of lost ones.
+    """
     launch = find_engine_launcher(config.rollout.engine)
-    return EnginePool(config, lambda number: launch(config, model_path, log_dir, number), notify)
+    return EnginePool(config, lambda number: launch(config, model_path, log_dir, number, empty=empty), notify)
 
 
 @dataclass(eq=False)

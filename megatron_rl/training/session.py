@@ -20,10 +20,10 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
 from megatron_rl.hf.read import find_checkpoint_format
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.folder import set_aside
 from megatron_rl.mcore.checkpoint.write import load_run_checkpoint
-from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
@@ -107,7 +107,7 @@ class Session:
         self._resources.enter_context(hang_watchdog.watch_for_hangs(self.folder, rank, size, settings.stuck_after, log, self._report_hang))
 
     def _build_loop(self) -> Loop:
-        """Load the model, start the engines with its weights, and prove that both compute the same with the same bytes."""
+        """Load the model, start the engines without weights, and check that both compute the same; the first sync fills the engines."""
         config, layout, contract = self.config, self.layout, self.contract
         hang_watchdog.enter_phase("loading the model")
         hf_config = read_config(config.model.folder)
@@ -123,19 +123,17 @@ class Session:
             spread.spread_optimizer(actor.optimizer, shards, global_parameters(model))
         state = self._load_checkpoint(actor)
         read_named_tensors = partial(collect_named_tensors, model, shards, contract)
-        save_hf(self.folder / "engine_model", read_named_tensors(), hf_config, layout, contract, config.model.folder)
 
-        rollout = Rank0(lambda: self._start_rollout(state))
+        rollout = Rank0(lambda: self._start_rollout(hf_config, state))
         engines, worker = Rank0(lambda: rollout.value[0]), Rank0(lambda: rollout.value[1])
-        hang_watchdog.enter_phase("the first proof")
+        hang_watchdog.enter_phase("checking the engines")
         engine_layout, geometry = config.rollout.to_layout(), ModelGeometry.from_hf_config(hf_config)
         plan = SyncPlan.make(geometry, layout, engine_layout, contract, config.sync.chunk_bytes)
         sync = WeightSync(plan, engines, read_named_tensors, config.sync)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
         check_graph(model, engines, contract, self.folder)
-        sync.prove()
-        self.notify(f"engines up: {config.rollout.engines}; the weights loaded equal the trainer's, byte for byte")
+        self.notify(f"engines up: {config.rollout.engines}; they serve nothing before the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format)
         trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines)
@@ -155,7 +153,7 @@ class Session:
         actor.steps_done = state.optimizer_steps
         return state
 
-    def _start_rollout(self, state: TrainState | None) -> tuple[EnginePool, RolloutWorker | AsyncRolloutWorker]:
+    def _start_rollout(self, hf_config: dict[str, Any], state: TrainState | None) -> tuple[EnginePool, RolloutWorker | AsyncRolloutWorker]:
         """Load the problems, start reward workers and engines. Rank 0 only."""
         config = self.config
         tokenizer = load_tokenizer(config.model.folder)
@@ -166,7 +164,9 @@ class Session:
         environments = None if config.environment is None else self._resources.enter_context(EnvironmentPool(config.environment))
         self.notify(f"starting the engines: {config.rollout.engines}")
         hang_watchdog.enter_phase("starting the engines", limit=config.rollout.start_timeout)
-        engines = start_engines(config, self.folder / "engine_model", self.folder, self.notify)
+        (model := self.folder / "engine_model").mkdir()
+        write_all_but_weights(model, describe_weights(hf_config, self.contract), config.model.folder)
+        engines = start_engines(config, model, self.folder, self.notify, empty=True)
         self._resources.callback(engines.stop)
         worker = RolloutWorker(config, engines, stream, held_out, tokenizer, scorer, environments)
         if not config.placement.max_staleness:

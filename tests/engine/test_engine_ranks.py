@@ -38,20 +38,24 @@ def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, layout, tp, ep",
+    "kind, layout, tp, ep, empty",
     [
-        ("qwen3_moe", Layout(ep=2, dp=2), 2, 2),
-        ("deepseek_v3", Layout(), 1, 1),
-        ("llama", Layout(cp=2), 1, 1),
-        pytest.param("qwen3", Layout(pp=2, vpp=2), 2, 1, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), 2, 1, marks=pytest.mark.long),
+        ("qwen3_moe", Layout(ep=2, dp=2), 2, 2, True),
+        ("deepseek_v3", Layout(), 1, 1, True),
+        ("llama", Layout(cp=2), 1, 1, False),
+        pytest.param("qwen3", Layout(pp=2, vpp=2), 2, 1, False, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), 2, 1, False, marks=pytest.mark.long),
     ],
 )
-def test_an_engine_loads_the_trainers_bytes_and_a_sync_moves_everything_to_its_rank(kind, layout, tp, ep, transformers_side, tmp_path):
+def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout, tp, ep, empty, transformers_side, tmp_path):
     with World(layout.world_size, tmp_path / "world") as world:
-        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, tp, ep)
+        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, tp, ep, empty)
         world.call(trainer_engine.check_live)
-        assert world.call(trainer_engine.prove)[0] >= LEAST
+        if empty:
+            with pytest.raises(RunError, match="the engine has no weights yet: it serves nothing before the first proved sync"):
+                world.call(trainer_engine.generate, PROMPTS)
+        else:
+            assert world.call(trainer_engine.prove)[0] >= LEAST
         world.call(trainer_engine.change_weights, kind, 1)
         with pytest.raises(RunError, match="the sync is not proved"):
             world.call(trainer_engine.prove)

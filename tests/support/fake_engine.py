@@ -158,6 +158,7 @@ class LightStart:
     config: Config
     folder: Path
     number: int
+    empty: bool = True
 
     def start_process(self) -> LaunchedServer:
         port, key = free_port(), secrets.token_hex(24)

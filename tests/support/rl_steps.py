@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors
 from megatron_rl.mcore.model import freeze, start_megatron, stop_megatron
@@ -70,8 +70,7 @@ def write_empty_checkpoint(folder: Path, architecture: ArchitectureConfig, preci
     """Write a checkpoint's folder without weights and return it."""
     make_byte_tokenizer(folder)
     config = make_hf_config(architecture, load_tokenizer(folder).eos_token_id, precision.high)
-    quantization = PrecisionContract.from_config(precision).engine_format.quantization_config()
-    (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": quantization} if quantization else {})))
+    write_all_but_weights(folder, describe_weights(config, PrecisionContract.from_config(precision)), None)
     return folder
 
 

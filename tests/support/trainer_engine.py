@@ -21,6 +21,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0, is_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.tokenizer import load_tokenizer
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.export import save_hf
@@ -56,7 +57,7 @@ ROLLOUT = {"max_running_requests": 16, "max_total_tokens": 1 << 16, "request_tim
 class TrainerAndEngines:
     """This rank's part of a trainer, its engines, and syncs between them.
 
-    `sections`: of the configuration, over `ROLLOUT`. The engines load `engine_model` where given, else what a run would hand to them.
+    `sections`: of the configuration, over `ROLLOUT`. The engines load `engine_model` where given; else they start empty, as in a run.
     """
 
     def __init__(
@@ -68,21 +69,29 @@ class TrainerAndEngines:
         layout: Layout | None = None,
         engine_model: Path | None = None,
     ) -> None:
-        self.folder, self.messages = folder, list[str]()
+        self.folder, self.messages, self.is_empty = folder, list[str](), engine_model is None
         self.trainer = Trainer(checkpoint, precision, {"learning_rate": 3e-3}, layout=layout)
         sections = {**(sections or {})}
         sections["rollout"] = {**ROLLOUT, **sections.get("rollout", {})}
         self.config = Config.model_validate({"model": {"path": checkpoint}, "precision": precision, **sections})
-        self.start_engines(engine_model or _save(self.trainer, folder / "engine_model"))
+        self.start_engines(engine_model)
 
     @property
     def engines(self) -> EnginePool:
         """Of rank 0."""
         return self.rank0_engines.value
 
-    def start_engines(self, model: Path) -> None:
-        """Start engines on a checkpoint."""
-        self.rank0_engines = Rank0(lambda: start_engines(self.config, model, self.folder, self.messages.append))
+    def start_engines(self, model: Path | None) -> None:
+        """Start engines on a checkpoint, or empty."""
+
+        def start() -> EnginePool:
+            if model is not None:
+                return start_engines(self.config, model, self.folder, self.messages.append)
+            (empty := self.folder / "engine_model").mkdir(exist_ok=True)
+            write_all_but_weights(empty, describe_weights(self.trainer.hf_config, self.trainer.contract), self.trainer.folder)
+            return start_engines(self.config, empty, self.folder, self.messages.append, empty=True)
+
+        self.rank0_engines = Rank0(start)
 
     def plan(self, bucket_bytes: int = MIB) -> SyncPlan:
         geometry, engines = ModelGeometry.from_hf_config(self.trainer.hf_config), self.config.rollout.to_layout()
@@ -134,15 +143,18 @@ def current() -> TrainerAndEngines:
 
 
 def start(*args: Any) -> None:
-    """Bring up a trainer and its engines: arguments of `TrainerAndEngines`."""
+    """Bring up a trainer and its engines: arguments of `TrainerAndEngines`. Empty engines are filled as policy version 0."""
     _current[:] = [TrainerAndEngines(*args)]
+    if current().is_empty:
+        sync(0)
 
 
-def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int) -> None:
-    """`start` with a model of an architecture, of random weights of seed 0, that engines of `tp` and `ep` load too."""
+def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int, empty: bool) -> None:
+    """Bring up a model of an architecture, of random weights of seed 0, and engines of `tp` and `ep`, which load it too or are empty."""
     start_trainer(layout)
     model = _write_architecture(kind, folder / "model", precision, layout, seed=0)
-    start(model, folder, precision, {"rollout": {"tp": tp, "ep": ep, "max_total_tokens": 4096}}, layout, model)
+    sections = {"rollout": {"tp": tp, "ep": ep, "max_total_tokens": 4096}}
+    _current[:] = [TrainerAndEngines(model, folder, precision, sections, layout, None if empty else model)]
 
 
 def _write_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, seed: int) -> Path:

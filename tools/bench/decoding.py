@@ -12,7 +12,6 @@ samples. The time of a decode step is that of such a batch less that of its prom
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,20 +27,12 @@ import typer
 
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
-from megatron_rl.hf.files import list_tokenizer_files, read_config
+from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import pin_model
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
-
-
-def write_empty_checkpoint(model: Path, folder: Path, contract: PrecisionContract) -> None:
-    """Write what SGLang needs of `model` besides its weights."""
-    config, quantization = read_config(model), contract.engine_format.quantization_config()
-    config |= {"torch_dtype": contract.high_format.dtype} | ({"quantization_config": quantization} if quantization else {})
-    (folder / "config.json").write_text(json.dumps(config))
-    for file in list_tokenizer_files(model):
-        shutil.copy(file, folder)
 
 
 def request(engine: SGLangEngine, path: str, body: dict[str, Any]) -> None:
@@ -104,10 +95,11 @@ def main(
     with TemporaryDirectory(prefix="megatron-rl-decoding-") as name, ExitStack() as stack:
         folder = Path(name)
         config: Config = pin_model(load_config(file, context.args))
-        write_empty_checkpoint(config.model.folder, folder, PrecisionContract.from_config(config.precision))
+        contract = PrecisionContract.from_config(config.precision)
+        write_all_but_weights(folder, describe_weights(read_config(config.model.folder), contract), config.model.folder)
         engines = []
         for number in range(config.rollout.engines):
-            engines.append(SGLangEngine(EngineLaunchSpec(config, folder, folder, number, ("--load-format", "dummy"))))
+            engines.append(SGLangEngine(EngineLaunchSpec(config, folder, folder, number, arguments=("--load-format", "dummy"))))
             stack.callback(engines[-1].stop)
         start = time.perf_counter()
         for engine in engines:

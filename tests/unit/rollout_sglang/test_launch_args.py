@@ -38,6 +38,10 @@ def test_deep_gemm_is_not_compiled_beforehand_unless_the_user_says_so(start, mon
     assert start("fp8_unified")[1][PRECOMPILE] == "true"
 
 
+def test_only_an_empty_engine_loads_no_weights(start):
+    assert "--load-format" not in start()[0] and start(empty=True)[0][-2:] == ["--load-format", "dummy"]
+
+
 def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
     arguments, _ = start(arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]

@@ -82,3 +82,14 @@ def test_no_wait_is_endless_and_a_request_that_fails_leaves():
     gate.drain()
     with pytest.raises(RunError, match="the engine's weights were being changed for 0.2 s"), gate.passing():
         pass
+
+
+def test_an_engine_without_weights_refuses_at_once_whoever_opens_its_gate():
+    gate = RequestGate(10, "no weights yet")
+    gate.drain()
+    gate.open()
+    with pytest.raises(RunError, match="^no weights yet$"), gate.passing():
+        pass
+    gate.refusal = ""
+    with gate.passing():
+        pass
