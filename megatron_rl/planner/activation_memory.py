@@ -13,6 +13,8 @@ b the bytes of the high dtype:
     SwiGLU          T b 4 f: gate and up, silu(gate), and up once more
     experts         as an MLP for S top_k etp rows (a balanced router), and 4 h each for the weights' gradient
     logits          see `count_logits`: on the last stage
+
+Beside what is kept, a training pass works with one operator's tensors at a time, most of them gradients: see `count_working`.
 """
 
 from __future__ import annotations
@@ -155,13 +157,33 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
     return min(micro_batches, (2 * (layout.pp - stage - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp)
 
 
+def count_working(inputs: FormulaInputs) -> float:
+    """Return the most bytes of gradients and intermediate results within one operator of a layer's backward pass.
+
+    SwiGLU: four gradients as wide as the MLP, and a GPU back end's quantized copies of one. Attention, which comes when the MLP's own
+    tensors are freed: the gradients of its result, query, key and value, and FlashAttention-2's FP32 sum for the query; on the CPU tier
+    about 10 T b q, measured.
+    """
+    model, layout, high_bytes = inputs.job.model, inputs.layout, inputs.job.high_bytes
+    if model.latent is None:
+        q, kv = model.heads / layout.tp * model.head_dim, max(1.0, model.kv_heads / layout.tp) * model.head_dim
+    else:
+        q = kv = model.heads / layout.tp * (model.latent.nope_dim + model.latent.rope_dim)
+    attention = inputs.tokens * (10 * high_bytes * q if inputs.cpu else high_bytes * 2 * (q + kv) + 4 * q)
+    values = inputs.tokens * model.ffn / layout.tp
+    if model.experts is not None:
+        values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
+    copies = 2 if inputs.quantizes_inputs else 0
+    return max((4 * high_bytes + copies) * values, attention - 4 * high_bytes * values)
+
+
 @dataclass(frozen=True)
 class ActivationBytes:
     """Bytes on a rank in a training pass over micro-batches."""
 
     kept: float
     working: float
-    """One layer's tensors once more, for what is computed and not kept; and a chunk's logits."""
+    """Where a layer is recomputed, its tensors; and those of the operator that works with the most."""
 
 
 def count_training_activations(job: Workload, candidate: Candidate, stage: int) -> ActivationBytes:
@@ -172,7 +194,8 @@ def count_training_activations(job: Workload, candidate: Candidate, stage: int) 
     layers = [(count, whole, min(whole, kept_limit)) for count, whole in _stage_layers(inputs, stage)]
     boundary = 2 * inputs.hidden_input if is_last else 0  # final norm, output layer
     recomputed = max(whole - kept for _, whole, kept in layers)  # one layer at a time
-    working = max(whole for _, whole, _ in layers) + recomputed + (count_logits(inputs, True) if is_last else 0)
+    logits = count_logits(inputs, True) if is_last else 0
+    working = max(logits, recomputed + count_working(inputs))  # the logits' pass ends before a layer is recomputed
     stage_bytes = sum(count * kept for count, _, kept in layers)
     return ActivationBytes(stage_bytes * count_in_flight(layout, stage, candidate.micro_batches(job)) + boundary, working)
 

@@ -1,9 +1,10 @@
-"""The planner's bytes against those of real Megatron models: weights, blocks, gradients and optimizer exactly, activations nearly."""
+"""The planner's bytes against those of real Megatron models: what lasts exactly, what a layer keeps nearly, the peak within 5 %."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from support import megatron_models
@@ -12,7 +13,7 @@ from support.models import make_model
 
 from megatron_rl.config import Config
 from megatron_rl.planner import activation_memory, memory
-from megatron_rl.planner.candidate import Workload
+from megatron_rl.planner.candidate import Candidate, Workload
 from parallel.families import FAMILIES
 from parallel.layout import Layout
 
@@ -69,3 +70,26 @@ def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout
     for layer, measured in enumerate(zip(*ranks, strict=True)):
         expected = activation_memory.count_layer_activations(inputs, job.model.has_experts(layer))
         assert sum(measured) / len(ranks) == pytest.approx(expected, rel=tolerance), layer
+
+
+PEAKS = [
+    ("deepseek_v3", UNIFIED, "none"),
+    ("glm4", UNIFIED, "none"),
+    ("qwen3", UNIFIED, "full"),
+    ("qwen3", UNIFIED, "selective"),
+    ("qwen3_moe", UNIFIED, "full"),
+    *(pytest.param(name, UNIFIED, "none", marks=pytest.mark.long) for name in ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")),
+    pytest.param("qwen3", BF16, "none", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("name, precision, recompute", PEAKS)
+def test_the_peak_of_a_training_pass(worlds, tmp_path, monkeypatch, name, precision, recompute):
+    lengths = [256] * 4
+    folder = make_model(tmp_path / name, ARCHITECTURES[name])
+    (measured,) = worlds(1).call(megatron_models.measure_peak, folder, precision, Layout(), lengths, recompute)
+    job = job_of(name, precision)
+    monkeypatch.setattr(activation_memory, "FormulaInputs", partial(activation_memory.FormulaInputs, cpu=True))
+    monkeypatch.setattr(Workload, "tokens_per_rank", lambda *_: sum(lengths))
+    planned = activation_memory.count_training_activations(job, Candidate(Layout(), recompute=recompute), 0)
+    assert planned.kept + planned.working == pytest.approx(measured, rel=0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from safetensors import safe_open
+from torch.profiler import ProfilerActivity, profile
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
@@ -164,6 +166,19 @@ def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, l
         layer.register_forward_hook(lambda *_, tracker=tracker: tracker.end())
     actor.forward(batch)
     return [tracker.bytes for tracker in trackers]
+
+
+def measure_peak(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int], recompute: str) -> int:
+    """The most bytes that a training pass over one micro-batch allocates on this rank, beside what the rank holds before and after it."""
+    options = {"micro_batch_tokens": sum(lengths), "recompute": recompute}
+    actor = Trainer(folder, precision, options, layout=layout).actor
+    samples = [TrainingSample([1] * length, [2]) for length in lengths]
+    actor.update(samples, negative_log_likelihood)  # makes what lasts
+    actor.compute_logprobs(samples)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        actor._run(samples, lambda logprobs, batch, shard, scored: -logprobs.sum(), forward_only=False)
+    events = [event for event in trace.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 class _SavedTensors:
