@@ -6,10 +6,12 @@ import datetime
 import functools
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from megatron_rl.errors import MegatronRLError, RunError
@@ -21,9 +23,14 @@ T = TypeVar("T")
 ObjectT = TypeVar("ObjectT", covariant=True)
 
 
+def get_rank() -> int:
+    """Return this process's rank; 0 in a world of one process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_rank0() -> bool:
     """Return whether this is rank 0; True in a world of one process as well."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return get_rank() == 0
 
 
 def run_on_rank0(call: Callable[[], T]) -> T:
@@ -57,7 +64,7 @@ def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None
             outcome = pickle.loads(bytes.fromhex(store.get(key).decode()))
             store.set(f"{key}/read/{rank}", "")
     except dist.DistError as error:
-        raise to_lost_rank_error(error) or error from error
+        raise to_run_error(error) or error from error
     if isinstance(outcome, MegatronRLError):
         raise outcome
     return cast(T, outcome)
@@ -127,9 +134,13 @@ def errors_on_all_ranks() -> Iterator[None]:
     raise_on_all_ranks(caught)
 
 
-def to_lost_rank_error(error: BaseException) -> RunError | None:
-    """Return the error to show if `error` is how torch reports that another rank is gone; None for any other error."""
-    if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "gloo" in str(error)):
-        return None
+def to_run_error(error: BaseException) -> RunError | None:
+    """Return the error to show if `error` is how torch reports that another rank is gone, or that memory is short; None for any other."""
     line = str(error).strip().partition("\n")[0]
-    return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto goes on from the last checkpoint")
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in line):
+        asked = re.search(r"allocate ([\d.]+ \w+)", line)
+        fix = "lower train.micro_batch_tokens, recompute, or cut the model over more ranks: see megatron-rl plan"
+        return RunError(f"rank {get_rank()} is out of memory{f', which lacks {asked[1]}' if asked else ''}; {fix}")
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        return RunError(f"another trainer rank is gone ({line}); checkpoint.resume=auto goes on from the last checkpoint")
+    return None

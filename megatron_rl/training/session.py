@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
-from megatron_rl.distributed import Rank0, errors_on_all_ranks, raise_on_all_ranks, run_on_rank0, to_lost_rank_error
+from megatron_rl.distributed import Rank0, errors_on_all_ranks, raise_on_all_ranks, run_on_rank0, to_run_error
 from megatron_rl.errors import MegatronRLError, RunError, UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_weights
@@ -190,7 +190,7 @@ class Session:
             loop = self._build_loop()
             loop.run()
         except BaseException as raised:
-            error = to_lost_rank_error(raised) or raised
+            error = to_run_error(raised) or raised
             if loop is not None:
                 if isinstance(raised, RunError):  # every rank is here: the loop raises RunErrors on all of them
                     error = prefer_stop_error(raised)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_rl.config import Config
-from megatron_rl.distributed import to_lost_rank_error
+from megatron_rl.distributed import to_run_error
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Generation, SamplingParams
@@ -232,6 +232,11 @@ def test_ranks_are_numbered_through(fleet):
 def test_what_torch_says_of_a_rank_that_is_gone_is_one_line():
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:31289\nmore"
     line = "another trainer rank is gone ([/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
-    assert str(to_lost_rank_error(RuntimeError(gloo))).startswith(line) and "\n" not in str(to_lost_rank_error(RuntimeError(gloo)))
-    assert to_lost_rank_error(torch.distributed.DistBackendError("NCCL error"))
-    assert to_lost_rank_error(RuntimeError("shape mismatch")) is None and to_lost_rank_error(EngineLostError("an engine")) is None
+    assert str(to_run_error(RuntimeError(gloo))).startswith(line) and "\n" not in str(to_run_error(RuntimeError(gloo)))
+    assert to_run_error(torch.distributed.DistBackendError("NCCL error"))
+    with pytest.raises(RuntimeError) as short:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert "rank 0 is out of memory, which lacks 1152921504606846976 bytes; lower" in str(to_run_error(short.value))
+    gpu = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.10 GiB"
+    assert "which lacks 2.00 GiB; lower" in str(to_run_error(torch.OutOfMemoryError(gpu)))
+    assert to_run_error(RuntimeError("shape mismatch")) is None and to_run_error(EngineLostError("an engine")) is None
