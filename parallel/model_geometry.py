@@ -95,6 +95,18 @@ class ModelGeometry:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
 
+    @property
+    def attention_length(self) -> float:
+        """The length of a sequence whose causal attention takes as many FLOPs as its products with weights.
+
+        2 for each weight that a token meets, against s (d_qk + d_v) for each head of a layer at mean position s / 2.
+        """
+        share = self.experts.top_k / self.experts.count if self.experts else 1.0
+        weights = (weight for part in self.list_weights()[1:] for weight in part)
+        met = sum(rect.rows * rect.cols * (1 if weight.expert is None else share) for weight in weights for _, rect, *_ in weight.pieces)
+        value_dim = self.latent.v_dim if self.latent else self.head_dim
+        return 2 * met / (self.layers * self.heads * (self.head_dim + value_dim))
+
     def list_weights(self, ep: int = 1, ep_rank: int = 0) -> tuple[tuple[Weight, ...], ...]:
         """Return the embedding, each layer's weights, and last the final norm and the output layer; of the experts only those of the
         `ep_rank`-th of `ep` expert-parallel ranks."""

@@ -22,6 +22,7 @@ from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
 from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.ops.threads import count_threads
 from megatron_rl.preflight import check_on_rank_0
@@ -64,7 +65,7 @@ def _train(config: DemoConfig, actor: Actor, tokenizer: Any, levels: tuple[int, 
         for problem in map(task.train_problem, range(warm.batch_size)):
             prompt = tokenizer.encode(format_prompt(problem.prompt), add_special_tokens=False)
             examples.append(make_example(prompt, write_worked_answer(problem, warm, rng), tokenizer))
-        metrics = actor.update(examples, negative_log_likelihood)
+        metrics = actor.update(select_own(examples), negative_log_likelihood)
         if step % 50 == 0 or step == warm.steps:
             notify(f"warm start: step {step}/{warm.steps}, loss {metrics[TOTAL_LOSS]:.3f} nats per token")
 

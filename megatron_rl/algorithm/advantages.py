@@ -11,6 +11,7 @@ summed over its tokens. Shape suffixes: `_P` prompts, `_G` members of a group.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -18,11 +19,9 @@ import torch
 from megatron_rl.algorithm.kl import KL_ESTIMATORS
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
-from megatron_rl.metrics import declare
 from megatron_rl.plugs import ADVANTAGES
 
 _EPSILON = 1e-6
-_KL = declare("reward/kl", "KL estimate against the reference per token, taken from the reward", "nats")
 
 
 class AdvantageFunction(Protocol):
@@ -56,19 +55,14 @@ def _members(counted: torch.Tensor) -> torch.Tensor:
     return counted.sum(1, keepdim=True).clamp(min=1)
 
 
-def assign_advantages(samples: list[TrainingSample], config: AlgorithmConfig, group_size: int) -> dict[str, float]:
-    """Set the advantage of every sample of a step from its reward and return metrics. With `kl_in = "reward"`, old and reference
-    log-probs must be set."""
-    rewards = [sample.reward for sample in samples]
-    metrics = {}
-    if config.kl_coef and config.kl_in == "reward":
-        estimate = KL_ESTIMATORS[config.kl_estimator]
-        kl = [float(estimate(sample.reference_logprobs - sample.old_logprobs).sum()) for sample in samples]
-        rewards = [reward - config.kl_coef * value for reward, value in zip(rewards, kl, strict=True)]
-        metrics[_KL] = sum(kl) / max(sum(sample.sampled_count for sample in samples), 1)
-    counted = torch.tensor([not sample.excluded for sample in samples]).view(-1, group_size)
-    compute_advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
-    advantages = compute_advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted)
-    for sample, advantage in zip(samples, advantages.flatten().tolist(), strict=True):
-        sample.advantage = advantage
-    return metrics
+def compute_advantages(rewards: Sequence[float], excluded: Sequence[bool], config: AlgorithmConfig, group_size: int) -> list[float]:
+    """Return the advantages of all samples of a step, groups side by side."""
+    counted = torch.tensor(excluded).logical_not().view(-1, group_size)
+    advantages: AdvantageFunction = ADVANTAGES.load(config.advantage)
+    return advantages(torch.tensor(rewards, dtype=torch.float64).view_as(counted), counted).flatten().tolist()
+
+
+def measure_kl(sample: TrainingSample, config: AlgorithmConfig) -> float:
+    """Return the KL estimate summed over a sample's tokens, which `kl_in = "reward"` takes from its reward times `kl_coef`. Needs old and
+    reference log-probs."""
+    return float(KL_ESTIMATORS[config.kl_estimator](sample.reference_logprobs - sample.old_logprobs).sum())

@@ -16,7 +16,7 @@ next to the configured bound is taken, so without noise nothing moves.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,8 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 Bounds = tuple[float, float]
 LogprobFunction = Callable[[list[TrainingSample], bool], list[torch.Tensor]]
 """(samples, quantized) -> log-probs of each sample's answer tokens under the current weights."""
+AddUp = Callable[[Sequence[float]], list[float]]
+"""Sums of numbers over replicas; collective (`mcore.reduce.sum_over_replicas`)."""
 
 _LOW_GRID = [0.5 + 0.02 * step for step in range(21)]
 _HIGH_GRID = [1.2 + 0.02 * step for step in range(41)]
@@ -46,17 +48,27 @@ class CalibrationTokens:
     """w p: the correction times the engine's probability."""
 
 
-def find_target_bounds(tokens: CalibrationTokens, reference: Bounds) -> Bounds:
-    """Return (L, H) of the formulas; the reference bounds where no advantage is positive or none negative."""
+def find_target_bounds(tokens: CalibrationTokens, reference: Bounds, add_up: AddUp = list) -> Bounds:
+    """Return (L, H) of the formulas; the reference bounds where no advantage is positive or none negative. `tokens`: this replica's; all
+    that is needed of them are sums, one for each value of the grids."""
+    lows, highs = [*_LOW_GRID, reference[0]], [*_HIGH_GRID, reference[1]]
     negative, positive = tokens.advantages < 0, tokens.advantages > 0
-    if not negative.any() or not positive.any():
+    exact, quantized = ((tokens.weights * ratios * tokens.advantages).double() for ratios in (tokens.exact, tokens.quantized))
+    below = [tokens.exact[negative] <= reference[0], *(tokens.quantized[negative] <= bound for bound in lows)]
+    up = [exact[positive & (tokens.exact < reference[1])], *(quantized[positive & (tokens.quantized < bound)] for bound in highs)]
+    down = [exact[negative & (tokens.exact > reference[0])], *(quantized[negative & (tokens.quantized > bound)] for bound in lows)]
+    sums = iter(add_up([float(part.sum()) for part in (negative, positive, *below, *up, *down)]))
+    negatives, positives = next(sums), next(sums)
+    if not negatives or not positives:
         return reference
-    target = (tokens.exact[negative] <= reference[0]).double().mean().item()
-    low = _nearest(_LOW_GRID, lambda bound: (tokens.quantized[negative] <= bound).double().mean().item(), target, reference[0])
-    balance = _balance(tokens, tokens.exact, reference)
-    if not math.isfinite(balance):
+    target, *shares = (next(sums) / negatives for _ in below)
+    low = _nearest(dict(zip(lows, shares, strict=True)), target, reference[0])
+    (exact_up, *ups), (exact_down, *downs) = ([abs(next(sums)) for _ in parts] for parts in (up, down))
+    if not exact_down:
         return low, reference[1]
-    return low, _nearest(_HIGH_GRID, lambda bound: _balance(tokens, tokens.quantized, (low, bound)), balance, reference[1])
+    passing = downs[lows.index(low)]
+    balances = {bound: value / passing if passing else math.inf for bound, value in zip(highs, ups, strict=True)}
+    return low, _nearest(balances, exact_up / exact_down, reference[1])
 
 
 def move_bounds(bounds: Bounds, target: Bounds) -> Bounds:
@@ -65,24 +77,17 @@ def move_bounds(bounds: Bounds, target: Bounds) -> Bounds:
     return bounds[0] + steps[0], bounds[1] + steps[1]
 
 
-def _nearest(grid: list[float], measure: Callable[[float], float], target: float, reference: float) -> float:
+def _nearest(measures: dict[float, float], target: float, reference: float) -> float:
     """Return the bound whose measure is nearest to `target`; of equals (up to rounding) the one nearest to the reference bound."""
-    return min([*grid, reference], key=lambda bound: (round(abs(measure(bound) - target), 12), abs(bound - reference)))
-
-
-def _balance(tokens: CalibrationTokens, ratios: torch.Tensor, bounds: Bounds) -> float:
-    """Return updates of positive over updates of negative tokens within the bounds; infinite where no negative token passes."""
-    updates = (tokens.weights * ratios * tokens.advantages).double()
-    up = updates[(tokens.advantages > 0) & (ratios < bounds[1])].sum().abs()
-    down = updates[(tokens.advantages < 0) & (ratios > bounds[0])].sum().abs()
-    return float(up / down) if down else float("inf")
+    return min(measures, key=lambda bound: (round(abs(measures[bound] - target), 12), abs(bound - reference)))
 
 
 class ClipCalibration:
-    """The bounds over a run. Call `begin` before a step's first update and `end` before its last, both on the samples of the last."""
+    """The bounds over a run. Call `begin` before a step's first update and `end` before its last, both on this replica's samples of the
+    last."""
 
-    def __init__(self, config: AlgorithmConfig, logprobs: LogprobFunction) -> None:
-        self._config, self._logprobs = config, logprobs
+    def __init__(self, config: AlgorithmConfig, logprobs: LogprobFunction, add_up: AddUp = list) -> None:
+        self._config, self._logprobs, self._add_up = config, logprobs, add_up
         self._reference = (1 - config.clip_low, 1 + config.clip_high)
         self.bounds, self._exact_old = self._reference, list[torch.Tensor]()
 
@@ -100,14 +105,17 @@ class ClipCalibration:
     def end(self, samples: list[TrainingSample]) -> None:
         """Measure the ratios that the step's last update will see, and move the bounds."""
         quantized, exact = self._logprobs(samples, True), self._logprobs(samples, False)
-        old = [sample.old_logprobs for sample in samples]
         tokens = CalibrationTokens(
-            torch.cat(quantized).sub(torch.cat(old)).exp(),
-            torch.cat(exact).sub(torch.cat(self._exact_old)).exp(),
-            torch.cat([torch.full((sample.sampled_count,), sample.advantage) for sample in samples]),
-            torch.cat([_sampling_weight(sample) for sample in samples]),
+            _join(quantized).sub(_join(sample.old_logprobs for sample in samples)).exp(),
+            _join(exact).sub(_join(self._exact_old)).exp(),
+            _join(torch.full((sample.sampled_count,), sample.advantage) for sample in samples),
+            _join(_sampling_weight(sample) for sample in samples),
         )
-        self.bounds = move_bounds(self.bounds, find_target_bounds(tokens, self._reference))
+        self.bounds = move_bounds(self.bounds, find_target_bounds(tokens, self._reference, self._add_up))
+
+
+def _join(values_B: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *values_B])
 
 
 def _sampling_weight(sample: TrainingSample) -> torch.Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.metrics import declare
@@ -39,8 +40,8 @@ def compute_correction(log_ratio: torch.Tensor, config: AlgorithmConfig) -> tupl
     return ratio.clamp(max=cap), ratio > cap
 
 
-def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig) -> dict[str, float]:
-    """Set `importance_weights` of every sample of a step and return weight statistics by sign of advantage.
+def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig, combine: Combine = combine_alone) -> dict[str, float]:
+    """Set `importance_weights` of a replica's samples and return weight statistics by sign of advantage, of all replicas.
 
     Needs old (trainer) and rollout (engine) log-probs and advantages. With `old_policy = "engine"`, first replaces the old log-probs
     by the engine's.
@@ -50,20 +51,16 @@ def assign_corrections(samples: list[TrainingSample], config: AlgorithmConfig) -
             sample.old_logprobs = sample.rollout_logprobs
     if config.correction == "none":
         return {}
-    clipped = []
+    totals = Totals()
     for sample in samples:
         sample.importance_weights, outside = compute_correction(sample.old_logprobs - sample.rollout_logprobs, config)
-        clipped.append(outside)
-    return _statistics(samples, clipped)
-
-
-def _statistics(samples: list[TrainingSample], clipped: list[torch.Tensor]) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for name, sign in (("positive", 1), ("negative", -1)):
-        chosen = [index for index, sample in enumerate(samples) if sign * sample.advantage > 0]
-        weights = torch.cat([torch.empty(0), *(samples[index].importance_weights for index in chosen)])
-        if weights.numel():
-            metrics[_MEAN.format(name)] = float(weights.mean())
-            metrics[_MAX.format(name)] = float(weights.max())
-            metrics[_TOUCHED.format(name)] = float(torch.cat([clipped[index] for index in chosen]).float().mean())
+        if sample.advantage:
+            name = "positive" if sample.advantage > 0 else "negative"
+            totals.add(_MEAN.format(name), sample.importance_weights)
+            totals.add(_TOUCHED.format(name), outside)
+    totals, metrics = combine(totals), dict[str, float]()
+    for name in ("positive", "negative"):
+        if totals.count(_MEAN.format(name)):
+            metrics |= {key.format(name): totals.mean(key.format(name)) for key in (_MEAN, _TOUCHED)}
+            metrics[_MAX.format(name)] = totals.largest(_MEAN.format(name))
     return metrics

@@ -6,7 +6,8 @@ of a sample has no target and takes no position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_rl.batch.kept_tokens import pad_kept_tokens
-from megatron_rl.batch.packing import pack, round_up
+from megatron_rl.batch.packing import compute_costs, pack, round_up
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 
@@ -46,7 +47,7 @@ class MicroBatch:
     importance_weights: torch.Tensor
     """The token's correction where `mask` is 1, else 0."""
     token_indices: torch.Tensor
-    """int64: index of the position among those of all samples together; -1 for padding."""
+    """int64: index of the position among those of all the replica's samples; -1 for padding."""
     routed_experts: torch.Tensor
     """Recorded experts [1, t, layers, k]; empty for none."""
     kept_tokens: torch.Tensor
@@ -82,16 +83,17 @@ class MicroBatch:
 def make_micro_batches(
     samples: list[TrainingSample],
     max_tokens: int,
-    replica: int = 0,
-    replicas: int = 1,
     multiple: int = 1,
     cp_size: int = 1,
     vpp_group: int = 1,
+    agree: Callable[[int], int] = int,
+    attention_length: float = math.inf,
 ) -> list[MicroBatch]:
-    """Return one data-parallel replica's micro-batches of at most `max_tokens` positions; a longer sample gets one of its own.
+    """Return micro-batches of at most `max_tokens` positions, of about equal cost (`packing`); a longer sample gets one of its own.
 
-    A micro-batch is padded to a multiple of `multiple` positions and to at least `MIN_ROWS`. Every replica gets the same number of
-    micro-batches, since expert-parallel ranks must take every step together; one without a sample holds only padding.
+    A micro-batch is padded to a multiple of `multiple` positions and to at least `MIN_ROWS`. `agree` is given the number of micro-batches
+    and returns that of the data-parallel replica that needs most: every replica makes so many, since expert-parallel ranks must take every
+    step together. One without a sample holds only padding.
 
     `cp_size` context-parallel ranks share the positions of every sample, which is padded to a multiple of 2 * `cp_size`
     (`mcore.context_parallel`), and compute at most `max_tokens` each. The number of micro-batches is a multiple of `vpp_group`.
@@ -100,12 +102,14 @@ def make_micro_batches(
         raise ValueError("a sequence has no prompt token, so nothing predicts its first answer token")
     chunks = 2 * cp_size if cp_size > 1 else 1
     lengths = [round_up(sample.length - 1, chunks) for sample in samples]
-    bins = pack(lengths, max_tokens * cp_size, replicas * vpp_group)
+    costs = compute_costs(lengths, attention_length)
+    bins = pack(lengths, max_tokens * cp_size, vpp_group, costs=costs)
+    if (count := agree(len(bins))) > len(bins):
+        bins = pack(lengths, max_tokens * cp_size, vpp_group, count, costs)
     min_length = round_up(MIN_ROWS * cp_size, chunks * multiple)
     first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
     return [
-        _pack_row(indices, samples, first_indices, [lengths[index] for index in indices], chunks * multiple, min_length)
-        for indices in bins[replica::replicas]
+        _pack_row(indices, samples, first_indices, [lengths[index] for index in indices], chunks * multiple, min_length) for indices in bins
     ]
 
 
@@ -159,5 +163,5 @@ def _pack_row(
 
 def _padding_experts(shape: tuple[int, int], samples: list[TrainingSample]) -> torch.Tensor:
     """Return experts 0 to k - 1 at every position: padding, too, must go to k different experts. Empty where nothing is recorded."""
-    recorded = samples[0].routed_experts
+    recorded = samples[0].routed_experts if samples else _EMPTY
     return torch.arange(recorded.shape[2], dtype=recorded.dtype).repeat(*shape, recorded.shape[1], 1) if len(recorded) else _EMPTY

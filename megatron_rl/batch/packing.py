@@ -1,11 +1,18 @@
-"""Sequence packing: which sequences share a micro-batch, and which positions of it a context-parallel rank computes.
+"""Sequence packing: which replica trains on a sequence, which sequences share a micro-batch, and which positions of it a context-parallel
+rank computes.
 
-Bins hold about equally many tokens, and every data-parallel replica gets the same number of them.
+Replicas and bins are balanced by cost: products with weights grow with a sequence's length s, attention with its square.
+
+    cost(s) = s (1 + s / attention_length)
+
+in units of one token's products; `ModelGeometry.attention_length` is the length at which both take as long.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 LOGITS_PER_CHUNK = 1 << 25
@@ -18,21 +25,39 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def pack(lengths: list[int], max_tokens: int, replicas: int = 1) -> list[list[int]]:
+def compute_costs(lengths: Sequence[int], attention_length: float = math.inf) -> list[float]:
+    """Return the costs of sequences."""
+    return [length * (1 + length / attention_length) for length in lengths]
+
+
+def deal(costs: Sequence[float], replicas: int) -> list[list[int]]:
+    """Return the indices of each replica's sequences, ascending. Two replicas' costs differ by the costliest sequence at most.
+
+    The costliest are placed first, each on the replica with the least to do (Graham's LPT rule).
+    """
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    loads = [(0.0, replica) for replica in range(replicas)]
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        load, replica = loads[0]
+        shares[replica].append(index)
+        heapq.heapreplace(loads, (load + costs[index], replica))
+    return [sorted(share) for share in shares]
+
+
+def pack(
+    lengths: Sequence[int], max_tokens: int, multiple: int = 1, at_least: int = 0, costs: Sequence[float] | None = None
+) -> list[list[int]]:
     """Return indices of `lengths` in bins of at most `max_tokens` tokens; a longer sequence gets a bin of its own.
 
-    The number of bins is a multiple of `replicas`. The fullest come first, so that dealing them out in rounds gives every replica a bin
-    of about the same size. The longest sequences are placed first, each into the emptiest bin (Graham's LPT rule), so two bins differ by
-    at most the longest sequence. Bins left without a sequence are empty.
+    The number of bins is a multiple of `multiple` that is not below `at_least`. The costliest come first. Bins are alike: the costliest
+    sequences are placed first, each into the cheapest bin with room for it. Bins left without a sequence are empty. `costs`: the lengths
+    themselves if None.
     """
-    if not lengths:
-        return []
-    max_bins = round_up(len(lengths), replicas)
-    count = min(round_up(max(-(-sum(lengths) // max_tokens), 1), replicas), max_bins)
-    bins = _fill(lengths, count)
-    while any(len(members) > 1 and load > max_tokens for load, members in bins):
-        count = min(count + round_up(max(count // 8, 1), replicas), max_bins)  # an eighth more: few tries, however many sequences
-        bins = _fill(lengths, count)
+    costs = lengths if costs is None else costs
+    least, most = (round_up(number, multiple) for number in (at_least, max(len(lengths), at_least)))
+    count = min(max(round_up(-(-sum(lengths) // max_tokens), multiple), least, multiple if lengths else 0), most)
+    while (bins := _fill(lengths, costs, count, max_tokens)) is None:
+        count = min(count + round_up(max(count // 8, 1), multiple), most)  # an eighth more: few tries, however many sequences
     return [members for _, members in sorted(bins, key=lambda filled: -filled[0])]
 
 
@@ -50,12 +75,22 @@ def context_parallel_positions(lengths: list[int], rank: int, size: int) -> list
     return positions
 
 
-def _fill(lengths: list[int], count: int) -> list[tuple[int, list[int]]]:
-    """Return (tokens, indices) of `count` bins, however full."""
+def _fill(lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int) -> list[tuple[float, list[int]]] | None:
+    """Return (cost, indices) of `count` bins; None where some sequence finds no room."""
     bins: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, number) for number in range(count)]
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        load, number = loads[0]
+    tokens, final_costs, shortest = [0] * count, [0.0] * count, min(lengths, default=0)
+    open_bins: list[tuple[float, int]] = [(0.0, number) for number in range(count)]
+    for index in sorted(range(len(lengths)), key=lambda index: -costs[index]):
+        full = []
+        while open_bins and bins[open_bins[0][1]] and tokens[open_bins[0][1]] + lengths[index] > max_tokens:
+            full.append(heapq.heappop(open_bins))
+        if not open_bins:
+            return None
+        cost, number = heapq.heappop(open_bins)
         bins[number].append(index)
-        heapq.heapreplace(loads, (load + lengths[index], number))
-    return [(load, bins[number]) for load, number in loads]
+        tokens[number] += lengths[index]
+        final_costs[number] = cost + costs[index]
+        for filled in (*full, (final_costs[number], number)):
+            if tokens[filled[1]] + shortest <= max_tokens:  # no other is ever looked at again
+                heapq.heappush(open_bins, filled)
+    return list(zip(final_costs, bins, strict=True))

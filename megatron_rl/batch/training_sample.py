@@ -42,6 +42,8 @@ class TrainingSample:
     routed_experts: torch.Tensor = field(default_factory=lambda: _EMPTY)
     """Experts that the forward passes replay (`hf.routing_record`), uint8 or int16 [length - 1, layers, k]; empty for none. Either all
     samples of a batch have it or none."""
+    number: int = 0
+    """Its place among the samples of a step, of all replicas."""
     kept_tokens: KeptTokens | None = None
     """The tokens that each was drawn from, which log-probs are taken over; None for all."""
     version_lags: torch.Tensor = field(default_factory=lambda: _EMPTY)

@@ -86,6 +86,10 @@ class AlgorithmConfig(ConfigSection):
     """Whose choice of experts the training's forward passes take: each its own; `trainer` (R2): that of the pass that computed the old
     log-probs; `engine` (R3): the engine's when it sampled, in that pass as well. See docs/guides/moe.md."""
 
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
     @model_validator(mode="before")
     @classmethod
     def _presets(cls, fields: Any) -> Any:

@@ -55,37 +55,38 @@ class Policy:
     def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         """Return (log-probs of each sample's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
 
-        Collective: every rank passes all samples, computes its replica's share and gets all results.
+        Collective: every rank passes its replica's samples, and gets their log-probs and the entropy of those of all replicas.
         """
         lengths = [sample.sampled_count for sample in samples]
         logprobs = torch.zeros(sum(lengths), device=self._device)
         logprobs_by_sample = logprobs.split(lengths)
-        entropy = torch.zeros(1, dtype=torch.float64, device=self._device)
+        entropy_and_tokens = torch.zeros(2, dtype=torch.float64, device=self._device)
 
         def collect(scores: torch.Tensor, batch: MicroBatch, shard: ContextShard, scored: ScoredPositions) -> torch.Tensor:
             row, entropies = (shard.gather_row(scored.restore(values)) for values in scores.unbind(-1))
             for index, answer_logprobs in batch.split_by_sample(row, samples):
                 logprobs_by_sample[index].copy_(answer_logprobs)
-            entropy.add_((entropies * batch.mask).sum())
+            entropy_and_tokens.add_(torch.stack([(entropies * batch.mask).sum(), batch.mask.sum()]))
             return scores.new_zeros(())
 
         with torch.no_grad():
             self._run(samples, collect, forward_only=True)
-        reduce.sum_values(logprobs)
-        reduce.sum_values(entropy)
-        return list(logprobs.cpu().split(lengths)), float(entropy) / max(sum(lengths), 1)
+        reduce.sum_stages(logprobs)
+        reduce.sum_values(entropy_and_tokens)
+        entropy, tokens = entropy_and_tokens.tolist()
+        return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
     def make_micro_batches(self, samples: list[TrainingSample]) -> list[MicroBatch]:
-        """Pack this replica's share of the samples."""
+        """Pack this replica's samples into as many micro-batches as the other replicas make. Collective."""
         config = self.chunks[0].config
         return make_micro_batches(
             samples,
             self.micro_batch_tokens,
-            parallel_state.get_data_parallel_rank(),
-            parallel_state.get_data_parallel_world_size(),
             multiple=config.tensor_model_parallel_size if config.sequence_parallel else 1,  # ranks take equal parts of every row
             cp_size=config.context_parallel_size,
             vpp_group=config.pipeline_model_parallel_size if len(self.chunks) > 1 else 1,  # virtual stages take turns in rounds
+            agree=reduce.max_over_replicas,
+            attention_length=config.attention_length,
         )
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
@@ -184,15 +185,17 @@ class Actor(Policy):
         self.offloader.reload()
 
     def update(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:
-        """Take one optimizer step on all samples. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of micro-batch positions
-        without a token), the step's response (`mcore.step_response`) and the loss's metrics as means over answer tokens.
+        """Take one optimizer step on the samples of all replicas. Return `grad_norm`, `learning_rate`, `tokens/padding` (the share of
+        micro-batch positions without a token), the step's response (`mcore.step_response`) and the loss's metrics as means over answer
+        tokens.
 
-        Collective: every rank passes all samples and gets the same result. Raise RunError where the loss or the gradient is not finite;
-        the weights are then unchanged.
+        Collective: every rank passes its replica's samples, and gets the same result. Raise RunError where the loss or the gradient is not
+        finite; the weights are then unchanged.
         """
-        tokens = max(sum(sample.sampled_count for sample in samples), 1)
+        own_tokens, own_places = (sum(counts) for counts in ([s.sampled_count for s in samples], [s.length - 1 for s in samples]))
+        sampled_tokens, all_tokens = reduce.sum_over_replicas(own_tokens, own_places)
+        tokens = max(sampled_tokens, 1)
         # every router weighs its loss by all tokens, and Megatron divides the gradient by the sampled ones
-        all_tokens = sum(sample.length - 1 for sample in samples)
         self.chunks[0].config.moe_aux_loss_coeff = self._train.router_aux_loss * tokens / all_tokens
         for chunk in self._forward_chunks:
             chunk.zero_grad_buffer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class QuantizedTransformerConfig(TransformerConfig):
     linear_backend: str = "emulated"
     post_norms: bool = False
     """Norm what attention and MLP add to the residual stream."""
+    attention_length: float = math.inf
+    """See `ModelGeometry.attention_length`."""
 
 
 @dataclass
@@ -153,6 +156,7 @@ def _megatron_config(
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,
         post_norms=geometry.post_norms,
+        attention_length=geometry.attention_length,
         **layout_options(layout, train),
         **recompute_options(train, geometry),
         **attention_options(geometry),

@@ -5,11 +5,16 @@ Tensor-parallel ranks have the same values already. A rank without values gives 
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+
+from megatron_rl.batch.totals import Totals
+
+T = TypeVar("T")
 
 
 def sum_values(values: torch.Tensor) -> None:
@@ -30,6 +35,49 @@ def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
         names = dict.fromkeys(name for rank_values in per_rank for name in rank_values)
         values = {name: sum(rank_values.get(name, 0.0) for rank_values in per_rank) for name in names}
     return values
+
+
+def combine(totals: Totals) -> Totals:
+    """Return the totals of all replicas; collective."""
+    return Totals.merge(gather_from_replicas(totals))
+
+
+def gather_from_replicas(value: T) -> list[T]:
+    """Return every replica's small picklable value, which all ranks of a replica pass alike; collective."""
+    group = parallel_state.get_data_parallel_group()
+    if group.size() == 1:
+        return [value]
+    values: list[T | None] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return cast(list[T], values)
+
+
+def sum_over_replicas(*numbers: float) -> list[float]:
+    """Return sums over replicas of numbers that all ranks of a replica pass alike; collective."""
+    return _reduce_numbers(numbers, dist.ReduceOp.SUM)
+
+
+def max_over_replicas(number: int) -> int:
+    """Return the largest replica's number; collective."""
+    return int(_reduce_numbers([number], dist.ReduceOp.MAX)[0])
+
+
+def _reduce_numbers(numbers: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    values = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(values, operation, group=parallel_state.get_data_parallel_group())
+    return values.tolist()
+
+
+def sum_stages(values: torch.Tensor) -> None:
+    """Sum a tensor, in place, over the pipeline stages of a replica; collective."""
+    dist.all_reduce(values, group=parallel_state.get_pipeline_model_parallel_group())
+
+
+def sum_replica(values: torch.Tensor) -> None:
+    """Sum a tensor, in place, over all ranks of a replica; collective."""
+    sum_stages(values)
+    dist.all_reduce(values, group=parallel_state.get_tensor_and_context_parallel_group())
 
 
 def _groups() -> tuple[dist.ProcessGroup, ...]:

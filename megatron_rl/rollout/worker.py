@@ -247,7 +247,6 @@ def build_sample_rows(step: int, completions: Sequence[Completion], count: int) 
             "reward": completion.reward.value,
             "correct": completion.reward.correct,
             "parts": completion.reward.parts,
-            "advantage": completion.advantage,
             "finish_reason": completion.finish_reason,
             "error": completion.reward.error,
             **({"dialogue": completion.dialogue} if completion.dialogue else {}),

@@ -1,7 +1,7 @@
 """The loop, on one page.
 
-    prompts -> engine generates groups -> rewards -> actor and reference log-probs -> advantages, corrections -> policy loss
-            -> optimizer steps -> blocks quantized once -> sync + proof -> next policy version
+    prompts -> engine generates groups -> rewards -> advantages -> each replica gets its samples -> actor and reference log-probs
+            -> corrections -> policy loss -> optimizer steps -> blocks quantized once -> sync + proof -> next policy version
 
 Every rank runs it; the rollout worker, and with it engines and rewards, exists on rank 0 only.
 """
@@ -11,20 +11,19 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from megatron_rl.algorithm.advantages import assign_advantages
 from megatron_rl.algorithm.importance_weights import assign_corrections
 from megatron_rl.config import Config
 from megatron_rl.distributed import Rank0
 from megatron_rl.evaluation.held_out import compute_eval_metrics
+from megatron_rl.mcore import reduce
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
-from megatron_rl.rollout.worker import RolloutWorker, compute_rollout_metrics
+from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
-from megatron_rl.training.samples import to_training_samples
 from megatron_rl.training.train_state import TrainState
 
 
@@ -75,25 +74,28 @@ class Loop:
         """Take one step, from prompts to a proved sync; return its metrics."""
         config, trainer, phase, version = self._config, self._trainer, self._recorder.phase, step - 1
         with phase("generate"):
-            rollout = self._sync.run_with_recovery(version, lambda: self._worker.value.collect(version))
+            rollouts: list[RolloutBatch] = []  # of rank 0, which keeps the completions
+            self._sync.run_with_recovery(version, lambda: rollouts.append(self._worker.value.collect(version)))
         trainer.take_devices()
-        metrics = compute_rollout_metrics(rollout) | self._next_row
-        samples = to_training_samples(rollout, trainer.engine_routing)
+        metrics = dict(self._next_row)
+        with phase("share", metrics):
+            samples = trainer.share_samples(rollouts, step)
+        metrics |= samples.metrics
         with phase("logprobs", metrics):
             metrics |= trainer.compute_logprobs(samples)
         attribute = config.log.attribute_every and step % config.log.attribute_every == 0
         if attribute:
             with phase("attribute", metrics):
-                trainer.attribution.measure(samples)
+                trainer.attribution.measure(samples.own)
             metrics |= trainer.measure_without_replay(samples)
-        metrics |= assign_advantages(samples, config.algorithm, config.rollout.group_size)
-        metrics |= assign_corrections(samples, config.algorithm)
+        metrics |= trainer.assign_late_advantages(samples)
+        metrics |= assign_corrections(samples.own, config.algorithm, reduce.combine)
         check_stop()
         with phase("train", metrics):
             metrics |= trainer.update(samples, version)
         if attribute:
             metrics |= trainer.attribution.finish()
-        self._recorder.write_samples(step, rollout.completions_B, samples)
+        self._recorder.write_samples(step, samples)
         trainer.leave_devices()
         self._state = self._snapshot(step, metrics)
         with phase("sync"):

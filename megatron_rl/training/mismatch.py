@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from megatron_rl.algorithm.kl import k3
+from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.metrics import declare
 
@@ -48,31 +49,28 @@ STALE_MISMATCH = (
 )
 
 
-def measure_mismatch(samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False) -> dict[str, float]:
-    """Return |d| and the k3 estimate of KL(engine || trainer) over the tokens of the trainer's own version, and with `by_position` the
-    mean |d| along the answers; {} if there are none."""
+def measure_mismatch(
+    samples: list[TrainingSample], names: tuple[str, ...] = MISMATCH, by_position: bool = False, combine: Combine = combine_alone
+) -> dict[str, float]:
+    """Return |d| and the k3 estimate of KL(engine || trainer) over all replicas' tokens of the trainer's own version, and with
+    `by_position` the mean |d| along the answers; {} if there are none. `samples`: this replica's."""
     difference, lags = _flatten(samples)
-    current = difference[lags == 0]
-    if not len(current):
+    current, totals, starts = difference[lags == 0], Totals(), [0, *_BOUNDS.tolist()]
+    totals.add("abs", current.abs())
+    totals.add("k3", k3(current))
+    if by_position and len(current):
+        bins = torch.bucketize(torch.cat([_positions(sample) for sample in samples])[lags == 0], _BOUNDS, right=True)
+        for number in bins.unique().tolist():  # bins double in length, so there are few however long the answers
+            totals.add(BY_POSITION[0].format(starts[number]), current[bins == number].abs())
+    totals = combine(totals)
+    if not totals.count("abs"):
         return {}
-    metrics = dict(zip(names, (float(current.abs().mean()), float(current.abs().max()), float(k3(current).mean())), strict=True))
-    if by_position:
-        metrics |= _measure_by_position(current, torch.cat([_positions(sample) for sample in samples])[lags == 0])
+    metrics = dict(zip(names, (totals.mean("abs"), totals.largest("abs"), totals.mean("k3")), strict=True))
+    for start in starts:
+        mean, tokens = (name.format(start) for name in BY_POSITION)
+        if totals.count(mean):
+            metrics |= {mean: totals.mean(mean), tokens: float(totals.count(mean))}
     return metrics
-
-
-def _measure_by_position(difference: torch.Tensor, positions: torch.Tensor) -> dict[str, float]:
-    """Return the mean |d| of tokens at these positions of their answers, and their number, for every bin that has any. Bins double in
-    length, so there are few however long the answers."""
-    bins = torch.bucketize(positions, _BOUNDS, right=True)
-    counts, sums = bins.bincount(), bins.bincount(difference.abs().double())
-    starts = [0, *_BOUNDS.tolist()]
-    return {
-        name.format(starts[index]): value
-        for index, count in enumerate(counts.tolist())
-        if count
-        for name, value in zip(BY_POSITION, (float(sums[index]) / count, float(count)), strict=True)
-    }
 
 
 def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:
@@ -88,19 +86,24 @@ def _positions(sample: TrainingSample) -> torch.Tensor:
     return sample.target_positions - (len(sample.prompt_ids) - 1)
 
 
-def measure_staleness(samples: list[TrainingSample]) -> dict[str, float]:
+def measure_staleness(samples: list[TrainingSample], combine: Combine = combine_alone) -> dict[str, float]:
     """Return the tokens' ages in policy versions, the share of stale tokens with their |d| and k3, and the share of completions of several
-    versions."""
-    difference, lags = _flatten(samples)
-    stale = difference[lags > 0]
-    mean, oldest = (float(lags.double().mean()), float(lags.max())) if len(lags) else (0.0, 0.0)
-    mixed = sum(len(sample.version_lags.unique()) > 1 for sample in samples) / max(len(samples), 1)
-    metrics = dict(zip(AGES, (mean, oldest, len(stale) / max(len(lags), 1), mixed), strict=True))
-    return metrics | (dict(zip(STALE_MISMATCH, (float(stale.abs().mean()), float(k3(stale).mean())), strict=True)) if len(stale) else {})
+    versions, of all replicas."""
+    (difference, lags), totals = _flatten(samples), Totals()
+    totals.add("lag", lags)
+    totals.add("stale", lags > 0)
+    totals.add("mixed", torch.tensor([len(sample.version_lags.unique()) > 1 for sample in samples]))
+    totals.add("abs", difference[lags > 0].abs())
+    totals.add("k3", k3(difference[lags > 0]))
+    totals = combine(totals)
+    ages = totals.mean("lag"), totals.largest("lag"), totals.mean("stale"), totals.mean("mixed")
+    stale = zip(STALE_MISMATCH, (totals.mean("abs"), totals.mean("k3")), strict=True) if totals.count("abs") else ()
+    return dict(zip(AGES, ages, strict=True)) | dict(stale)
 
 
 def _flatten(samples: list[TrainingSample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (d float32, version lags) [N] over all sampled tokens."""
-    difference = torch.cat([sample.old_logprobs - sample.rollout_logprobs for sample in samples])
+    empty = torch.empty(0)
+    difference = torch.cat([empty, *(sample.old_logprobs - sample.rollout_logprobs for sample in samples)])
     lags = [sample.version_lags if len(sample.version_lags) else torch.zeros(len(sample.old_logprobs)) for sample in samples]
-    return difference, torch.cat(lags)
+    return difference, torch.cat([empty, *lags])

@@ -18,7 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from megatron_rl.algorithm.kl import k3
+from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import Policy
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.metrics import declare
@@ -42,36 +44,47 @@ class MismatchAttribution:
         self._variants: list[torch.Tensor] = []
 
     def measure(self, samples: list[TrainingSample]) -> None:
-        """Compute all variants of the version that sampled, by two forward passes. `rollout_logprobs` and `old_logprobs` must be set."""
+        """Compute all variants of the version that sampled, by two forward passes. `samples`: this replica's; `rollout_logprobs` and
+        `old_logprobs` must be set."""
         named_tensors = self._read_named_tensors()
         self._samples = samples
-        self._variants = [torch.cat([sample.rollout_logprobs for sample in samples])]
+        self._variants = [_join([sample.rollout_logprobs for sample in samples])]
         for inputs in (True, False):
             with emulate_engine(self._policy.model, named_tensors, self._format, inputs):
                 self._variants.append(self._compute_logprobs())
-        self._variants.append(torch.cat([sample.old_logprobs for sample in samples]))
+        self._variants.append(_join([sample.old_logprobs for sample in samples]))
 
     def finish(self) -> dict[str, float]:
-        """Compute the last variant, by one forward pass, and return the metrics of all; see `attribute_mismatch`."""
-        return attribute_mismatch([*self._variants, self._compute_logprobs()])
+        """Compute the last variant, by one forward pass, and return the metrics of all, over all replicas; see `attribute_mismatch`."""
+        return attribute_mismatch([*self._variants, self._compute_logprobs()], reduce.combine)
 
     def _compute_logprobs(self) -> torch.Tensor:
-        return torch.cat(self._policy.compute_logprobs(self._samples)[0])
+        return _join(self._policy.compute_logprobs(self._samples)[0])
 
 
-def attribute_mismatch(variants: Sequence[torch.Tensor]) -> dict[str, float]:
+def _join(logprobs_B: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0), *logprobs_B])
+
+
+def attribute_mismatch(variants: Sequence[torch.Tensor], combine: Combine = combine_alone) -> dict[str, float]:
     """Return metrics `mismatch/cause/CAUSE/WHAT` of the variants' log-probs, float32 [tokens] each: one variant more than causes.
 
     WHAT: `abs_mean` and `abs_max` of |d|; `mean` of d; `k3`, by how much the estimate of KL(engine || variant) rises. The CAUSE `total`
     spans all variants; its `mean` and `k3` are the sums of those of the causes.
     """
     logprobs = [variant.double() for variant in variants]
-    kl = [float(k3(variant - logprobs[0]).mean()) for variant in logprobs]
-    metrics: dict[str, float] = {}
-    for cause, before, after in [*((cause, index, index + 1) for index, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]:
+    steps = [*((cause, index, index + 1) for index, cause in enumerate(CAUSES)), ("total", 0, len(CAUSES))]
+    totals, metrics = Totals(), dict[str, float]()
+    for number, variant in enumerate(logprobs):
+        totals.add(f"k3 {number}", k3(variant - logprobs[0]))
+    for cause, before, after in steps:
         difference = logprobs[after] - logprobs[before]
-        metrics[_ABS_MEAN.format(cause)] = float(difference.abs().mean())
-        metrics[_ABS_MAX.format(cause)] = float(difference.abs().max())
-        metrics[_MEAN.format(cause)] = float(difference.mean())
-        metrics[_K3.format(cause)] = kl[after] - kl[before]
+        totals.add(f"mean {cause}", difference)
+        totals.add(f"abs {cause}", difference.abs())
+    totals = combine(totals)
+    for cause, before, after in steps:
+        metrics[_ABS_MEAN.format(cause)] = totals.mean(f"abs {cause}")
+        metrics[_ABS_MAX.format(cause)] = totals.largest(f"abs {cause}")
+        metrics[_MEAN.format(cause)] = totals.mean(f"mean {cause}")
+        metrics[_K3.format(cause)] = totals.mean(f"k3 {after}") - totals.mean(f"k3 {before}")
     return metrics

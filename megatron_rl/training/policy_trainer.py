@@ -17,20 +17,25 @@ from statistics import mean
 
 import torch
 
+from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.clip_calibration import ClipCalibration
-from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
+from megatron_rl.batch.totals import Totals
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.distributed import Rank0
+from megatron_rl.distributed import Rank0, run_on_rank0
+from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor, Policy
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization
 from megatron_rl.mcore.layers.router import DIFFERS
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.rollout.worker import RolloutBatch
 from megatron_rl.training.mismatch import WITHOUT_REPLAY, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
+from megatron_rl.training.samples import StepSamples, share_samples
 
+_KL = declare("reward/kl", "KL estimate against the reference per token, taken from the reward", "nats")
 _ENTROPY = declare("entropy", "mean entropy of the policy per token", "nats", "entropy (nats per token)")
 _DIFFERS_WITHOUT_REPLAY = declare(
     "router/differs_without_replay", "the same, had no layer before replayed the routing", "share", "tokens sent elsewhere", label="without"
@@ -65,12 +70,13 @@ range of ratios that PPO's clip of 0.2 trusts, after a single step."""
 
 
 class PolicyTrainer:
-    """Trains `actor`; `reference` is None if algorithm.kl_coef is 0. All methods are collective: every rank passes all samples."""
+    """Trains `actor`; `reference` is None if algorithm.kl_coef is 0. Methods are collective: every rank passes its replica's samples."""
 
     def __init__(
         self, config: Config, actor: Actor, reference: Policy | None, attribution: MismatchAttribution, engines: Rank0[Engine]
     ) -> None:
-        self.actor, self.attribution, self.clip = actor, attribution, ClipCalibration(config.algorithm, self._current_logprobs)
+        self.actor, self.attribution = actor, attribution
+        self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
         """What the engine's routing must fit, if it is replayed."""
         self._config, self._reference, self._engines = config, reference, engines
@@ -86,9 +92,14 @@ class PolicyTrainer:
         if self._config.placement.kind == "colocated":
             self.actor.offload_optimizer()
 
-    def compute_logprobs(self, samples: list[TrainingSample]) -> dict[str, float]:
+    def share_samples(self, rollouts: list[RolloutBatch], step: int) -> StepSamples:
+        """See `training.samples.share_samples`."""
+        return share_samples(rollouts, step, self._config, self.engine_routing, self.actor.chunks[0].config.attention_length)
+
+    def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
         """Set the log-probs of the actor and of the reference, and the routing to replay if it is the actor's own; return entropy, mismatch
         and metrics of the routers."""
+        samples = step_samples.own
         replay_own = self._config.algorithm.routing_replay == "trainer"
         with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
             logprobs_B, entropy = self.actor.compute_logprobs(samples)
@@ -99,46 +110,68 @@ class PolicyTrainer:
         if self._reference is not None:
             for sample, logprobs in zip(samples, self._reference.compute_logprobs(samples)[0], strict=True):
                 sample.reference_logprobs = logprobs
-        staleness = measure_staleness(samples) if self._config.placement.max_staleness else {}
-        return {_ENTROPY: entropy, **measure_mismatch(samples, by_position=True), **staleness, **routing.gather_metrics()}
+        staleness = measure_staleness(samples, reduce.combine) if self._config.placement.max_staleness else {}
+        mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
+        return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
 
-    def measure_without_replay(self, samples: list[TrainingSample]) -> dict[str, float]:
+    def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:
+        """Set the advantages that wait for log-probs, those with the KL term in the reward, and return its metric; else {}."""
+        algorithm = self._config.algorithm
+        if not algorithm.kl_in_reward:
+            return {}
+        own = {sample.number: measure_kl(sample, algorithm) for sample in samples.own}
+        of_all = {number: kl for part in reduce.gather_from_replicas(own) for number, kl in part.items()}
+        kl = [of_all[number] for number in range(samples.count)]
+
+        def compute() -> list[float]:
+            rewards = [reward - algorithm.kl_coef * value for reward, value in zip(samples.rewards, kl, strict=True)]
+            return compute_advantages(rewards, samples.excluded, algorithm, self._config.rollout.group_size)
+
+        advantages = run_on_rank0(compute)
+        for sample in samples.own:
+            sample.advantage = advantages[sample.number]
+        return {_KL: sum(kl) / max(samples.sampled_tokens, 1)}
+
+    def measure_without_replay(self, step_samples: StepSamples) -> dict[str, float]:
         """Return the mismatch without the replay of the engine's routing, and how many tokens then go to other experts; {} if it is not
         replayed. One forward pass."""
         if self.engine_routing is None:
             return {}
+        samples = step_samples.own
         with self.actor.routing.disable_replay(), self.actor.routing.collect_stats(samples) as routing:
             logprobs_B = self.actor.compute_logprobs(samples)[0]
         without = [replace(sample, old_logprobs=logprobs) for sample, logprobs in zip(samples, logprobs_B, strict=True)]
-        return measure_mismatch(without, WITHOUT_REPLAY) | {_DIFFERS_WITHOUT_REPLAY: routing.gather_metrics()[DIFFERS]}
+        mismatch = measure_mismatch(without, WITHOUT_REPLAY, combine=reduce.combine)
+        return mismatch | {_DIFFERS_WITHOUT_REPLAY: routing.gather_metrics()[DIFFERS]}
 
-    def update(self, samples: list[TrainingSample], version: int) -> dict[str, float]:
+    def update(self, samples: StepSamples, version: int) -> dict[str, float]:
         """Take the `updates_per_step` optimizer steps from `version` to the next, each on its mini-batch of whole groups; return means over
         them, and how far all of them moved the log-probs."""
         algorithm, updates = self._config.algorithm, []
-        size = len(samples) // algorithm.updates_per_step
-        mini_batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+        mini_batches = samples.mini_batches
         calibrate = algorithm.calibrate_every and version % algorithm.calibrate_every == 0
         if calibrate:
             self.clip.begin(mini_batches[-1])
         for number, mini_batch in enumerate(mini_batches, 1):
             if calibrate and number == len(mini_batches):
                 self.clip.end(mini_batch)
-            assign_loss_weights(mini_batch, algorithm.aggregate, self._config.rollout.max_new_tokens)
             updates.append(self.actor.update(mini_batch, PolicyLoss(self.clip.config)))
         bounds = dict(zip(_BOUNDS, self.clip.bounds, strict=True)) if algorithm.calibrate_every else {}
         names = dict.fromkeys(name for update in updates for name in update if name != TOTAL_LOSS)
         means = {name: mean(update[name] for update in updates if name in update) for name in names}
         return means | bounds | self._measure_change(samples)
 
-    def _measure_change(self, samples: list[TrainingSample]) -> dict[str, float]:
+    def _measure_change(self, samples: StepSamples) -> dict[str, float]:
         """Return how far the step moved the log-probs of its tokens, measured on every n-th sample: about an eighth of them, and one
         micro-batch of each replica at most. Of the step's forward and backward passes that is about a thirtieth."""
-        layout, tokens = self._config.train.layout, sum(sample.length for sample in samples)
-        chosen = samples[:: max(8, tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))]
-        logprobs_B = self.actor.compute_logprobs(chosen)[0]
-        change = torch.cat([logprobs - sample.old_logprobs for logprobs, sample in zip(logprobs_B, chosen, strict=True)]).abs()
-        return dict(zip(CHANGE, (float(change.mean()), float(change.max())), strict=True)) if len(change) else {}
+        layout, totals = self._config.train.layout, Totals()
+        every = max(8, samples.tokens // (layout.dp * layout.cp * self.actor.micro_batch_tokens))
+        chosen = [sample for sample in samples.own if sample.number % every == 0]
+        for logprobs, sample in zip(self.actor.compute_logprobs(chosen)[0], chosen, strict=True):
+            totals.add("change", (logprobs - sample.old_logprobs).abs())
+        totals = reduce.combine(totals)
+        change = totals.mean("change"), totals.largest("change")
+        return dict(zip(CHANGE, change, strict=True)) if totals.count("change") else {}
 
     def _current_logprobs(self, samples: list[TrainingSample], quantized: bool) -> list[torch.Tensor]:
         with nullcontext() if quantized else disable_quantization(self.actor.model):

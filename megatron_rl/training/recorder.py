@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
 import torch
 
-from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import Rank0, gather_from_ranks
+from megatron_rl.mcore import reduce
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.run_log import RunLog
 from megatron_rl.rollout.engine import Engine
-from megatron_rl.rollout.worker import build_sample_rows, select_evenly
 from megatron_rl.training.mismatch import bin_mismatch
-from megatron_rl.types import Completion
+from megatron_rl.training.samples import StepSamples
 
 _MIB = 1 << 20
 _VERSION = declare("policy_version", "optimizer steps behind the policy", "index")
 _STEP = declare("time/step", "the whole step", "seconds")
 _SECONDS = {
+    "share": declare("time/share", "giving every replica its samples", "seconds", STEP_SECONDS),
     "logprobs": declare("time/logprobs", "forward passes of actor and reference", "seconds", STEP_SECONDS),
     "attribute": declare("time/attribute", "forward passes that find the causes of the mismatch", "seconds", STEP_SECONDS),
     "train": declare("time/train", "the optimizer steps", "seconds", STEP_SECONDS),
@@ -37,10 +37,10 @@ _TRAINER, _ENGINE, _DEVICE = (
 
 
 class Recorder:
-    """Writes to `log`: rows of metrics, and `samples` completions of each step."""
+    """Writes to `log`: rows of metrics, and some completions of each step."""
 
-    def __init__(self, log: Rank0[RunLog], engines: Rank0[Engine], samples: int) -> None:
-        self._log, self._engines, self._samples = log, engines, samples
+    def __init__(self, log: Rank0[RunLog], engines: Rank0[Engine]) -> None:
+        self._log, self._engines = log, engines
         self._memory: dict[str, float] = {}
 
     @contextmanager
@@ -66,14 +66,14 @@ class Recorder:
             row[name] = max(memory[name] for memory in memory_by_rank if name in memory)
         self._log.tell(lambda log: log.write_step(row))
 
-    def write_samples(self, step: int, completions_B: Sequence[Completion], samples_B: Sequence[TrainingSample]) -> None:
-        """Write some of a step's completions, with advantages and mismatch of the samples made from them."""
-        for completion, sample in zip(completions_B, samples_B, strict=True):
-            completion.advantage = sample.advantage
-        rows = build_sample_rows(step, completions_B, self._samples)
-        for row, sample in zip(rows, select_evenly(samples_B, self._samples), strict=True):
-            row["mismatch"] = bin_mismatch(sample)
-        self._log.tell(lambda log: log.write_samples(step, rows))
+    def write_samples(self, step: int, samples: StepSamples) -> None:
+        """Write the completions that the report shows, with what the replicas that have their samples know of them. Collective."""
+        shown = set(samples.shown)
+        own = {sample.number: (sample.advantage, bin_mismatch(sample)) for sample in samples.own if sample.number in shown}
+        of_all = {number: values for part in reduce.gather_from_replicas(own) for number, values in part.items()}
+        for number, row in zip(samples.shown, samples.rows, strict=False):
+            row["advantage"], row["mismatch"] = of_all[number]
+        self._log.tell(lambda log: log.write_samples(step, samples.rows))
 
     def _measure_memory(self, phase: str) -> None:
         """Record the memory held in a phase, in MiB: on a GPU its peak, on a CPU what is held at its end."""

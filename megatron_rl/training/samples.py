@@ -1,13 +1,93 @@
-"""Turns completions into training samples."""
+"""A step's samples: rank 0 makes them of the completions, settles what rewards and lengths decide, and gives each replica its own.
+
+Old and reference log-probs and the update of a sample are computed on one replica, so log-probs never leave it. Completions stay on rank 0.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_rl.algorithm.advantages import compute_advantages
+from megatron_rl.algorithm.loss_weights import assign_loss_weights
+from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config import Config
+from megatron_rl.distributed import run_on_rank0
 from megatron_rl.hf.routing_record import RoutingShape
-from megatron_rl.rollout.worker import RolloutBatch
+from megatron_rl.mcore.replicas import count_replicas, scatter_samples
+from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics, select_evenly
+
+
+@dataclass
+class StepSamples:
+    """What a rank has of one step's samples."""
+
+    mini_batches: list[list[TrainingSample]]
+    """This replica's samples of each optimizer step."""
+    count: int
+    """Samples of all replicas."""
+    tokens: int
+    """Of all of them."""
+    sampled_tokens: int
+    shown: list[int]
+    """Numbers of those that the report shows."""
+    metrics: dict[str, float]
+    """Of the rollout."""
+    rewards: list[float] = field(default_factory=list)
+    """Rank 0: of all samples, as is `excluded`; with the KL term in the reward, advantages wait for log-probs."""
+    excluded: list[bool] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """Rank 0: the report's, of `shown`."""
+
+    @property
+    def own(self) -> list[TrainingSample]:
+        """This replica's samples of all mini-batches."""
+        return [sample for mini_batch in self.mini_batches for sample in mini_batch]
+
+
+def share_samples(
+    rollouts: list[RolloutBatch], step: int, config: Config, routing: RoutingShape | None, attention_length: float
+) -> StepSamples:
+    """Return this rank's samples of the rollout that rank 0 passes, and takes out of the list; the others pass none. Collective. Raise
+    RunError if the engine's routing does not fit `routing`.
+
+    Rank 0 sets loss weights, and advantages where no KL term is in the reward. In every mini-batch, of whole groups, each replica has about
+    the same cost (`batch.packing`). Who gets what depends on lengths and the number of replicas alone.
+    """
+    everything, known, algorithm = list[TrainingSample](), list[StepSamples](), config.algorithm
+
+    def prepare() -> tuple[int, int, int, list[int], dict[str, float]]:
+        rollout = rollouts.pop()
+        everything.extend(to_training_samples(rollout, routing))
+        rewards, excluded = [sample.reward for sample in everything], [sample.excluded for sample in everything]
+        if not algorithm.kl_in_reward:
+            advantages = compute_advantages(rewards, excluded, algorithm, config.rollout.group_size)
+            for sample, advantage in zip(everything, advantages, strict=True):
+                sample.advantage = advantage
+        for mini_batch in _split(everything, algorithm.updates_per_step):
+            assign_loss_weights(mini_batch, algorithm.aggregate, config.rollout.max_new_tokens)
+        tokens, sampled = (sum(counts) for counts in zip(*((s.length, s.sampled_count) for s in everything), strict=True))
+        shown = select_evenly(range(len(everything)), config.log.samples)
+        rows = build_sample_rows(step, rollout.completions_B, config.log.samples)
+        facts = len(everything), tokens, sampled, shown, compute_rollout_metrics(rollout)
+        known.append(StepSamples([], *facts, rewards, excluded, rows))
+        return facts
+
+    facts = run_on_rank0(prepare)
+    samples = known[0] if known else StepSamples([], *facts)
+    for mini_batch in _split(everything, algorithm.updates_per_step) if everything else [[]] * algorithm.updates_per_step:
+        shares = deal(compute_costs([sample.length for sample in mini_batch], attention_length), count_replicas())
+        samples.mini_batches.append(scatter_samples([[mini_batch[index] for index in share] for share in shares]))
+    return samples
+
+
+def _split(samples: list[TrainingSample], parts: int) -> list[list[TrainingSample]]:
+    size = len(samples) // parts
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
 def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = None) -> list[TrainingSample]:
@@ -24,6 +104,7 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
         TrainingSample(
             torch.from_numpy(completion.prompt_ids_T),
             torch.from_numpy(completion.output_ids_T),
+            number=number,
             reward=completion.score,
             excluded=completion.reward.excluded,
             rollout_logprobs=_sampled(completion.logprobs_T, completion.response_mask_T),
@@ -32,7 +113,7 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
             kept_tokens=completion.kept_tokens,
             version_lags=_sampled(completion.version_lags_T, completion.response_mask_T),
         )
-        for completion in rollout.completions_B
+        for number, completion in enumerate(rollout.completions_B)
     ]
 
 

@@ -138,7 +138,7 @@ class Session:
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format)
         trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
-        recorder = Recorder(self.log, engines, config.log.samples)
+        recorder = Recorder(self.log, engines)
         saved = -1 if state is None else state.version
         checkpoints = CheckpointManager(config, layout, self.folder, actor, hf_config, self.notify, saved)
         return Loop(config, worker, trainer, recovering_sync, recorder, checkpoints, state)

@@ -27,6 +27,7 @@ from megatron_rl.mcore.layers.quantized_linear import (
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
 from parallel.digest import make_stored_tensors, raw_bytes, view_rect
@@ -57,7 +58,7 @@ def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> 
     model = build_model(hf_config, layout, contract)
     load_checkpoint(model, folder, shards)
     actor = Actor(model, TrainConfig(**TRAIN, adam_eps=1e-4), temperature=1.0)
-    steps = [actor.update(batch, negative_log_likelihood) for batch in batches]
+    steps = [actor.update(select_own(batch), negative_log_likelihood) for batch in batches]
     geometry = ModelGeometry.from_hf_config(hf_config)
     return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, contract.format_of)
 

@@ -18,7 +18,7 @@ from megatron_rl.mcore.layers.router import Router
 from megatron_rl.rollout.worker import RolloutBatch
 from parallel.layout import Layout
 from support.models import FP8, FP32
-from support.trainer import Trainer, negative_log_likelihood
+from support.trainer import Trainer, gather, negative_log_likelihood, own
 from support.training_runs import ScriptedWorker, run_loop
 
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
@@ -36,13 +36,14 @@ def scores(
     with mock.patch.object(models, "QuantizedTransformerConfig", functools.partial(models.QuantizedTransformerConfig, **(options or {}))):
         trainer = Trainer(folder, FP32, {**TRAIN, **(train or {})}, layout=layout)
     routing, results = trainer.actor.routing, {}
-    with routing.collect_stats(batch, keep=True) as watch:
-        results["logprobs"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
-    results |= {"metrics": watch.gather_metrics(), "records": watch.gather_records()}
-    with routing.disable_replay(), routing.collect_stats(batch, keep=True) as watch:
-        results["free"] = torch.cat(trainer.actor.compute_logprobs(batch)[0])
-    results |= {"free_metrics": watch.gather_metrics(), "free_records": watch.gather_records()}
-    results["step"] = trainer.actor.update(batch, negative_log_likelihood)
+    share = own(batch)
+    with routing.collect_stats(share, keep=True) as watch:
+        results["logprobs"] = torch.cat(gather(share, trainer.actor.compute_logprobs(share)[0]))
+    results |= {"metrics": watch.gather_metrics(), "records": gather(share, watch.gather_records())}
+    with routing.disable_replay(), routing.collect_stats(share, keep=True) as watch:
+        results["free"] = torch.cat(gather(share, trainer.actor.compute_logprobs(share)[0]))
+    results |= {"free_metrics": watch.gather_metrics(), "free_records": gather(share, watch.gather_records())}
+    results["step"] = trainer.actor.update(share, negative_log_likelihood)
     return results | {"masters": trainer.collect_tensors(fp8=False)}
 
 
@@ -60,7 +61,7 @@ def balance(folder: Path, batch: list[TrainingSample], train: dict[str, Any], st
         with trainer.actor.routing.collect_stats(batch) as watch:
             trainer.actor.compute_logprobs(batch)
         metrics.append(watch.gather_metrics())
-        trainer.actor.update(batch, _nothing)
+        trainer.actor.update(own(batch), _nothing)
     return metrics
 
 
@@ -70,7 +71,7 @@ def balance_gradient(folder: Path, batch: list[TrainingSample], weight: float) -
     router = [module for module in trainer.model.modules() if isinstance(module, Router)][-1]
     seen: list[torch.Tensor] = []
     hook = router.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach().flatten(0, 1)))
-    trainer.actor.update(batch, _nothing)
+    trainer.actor.update(own(batch), _nothing)
     hook.remove()
     gradient = router.weight.main_grad.clone()  # type: ignore[union-attr]
     matrix = router.weight.detach().clone().requires_grad_()
@@ -90,7 +91,7 @@ def break_a_step(folder: Path, batch: list[TrainingSample]) -> tuple[str, float]
     routers = [module for module in trainer.model.modules() if isinstance(module, Router)]
     before = [router.expert_bias.clone() for router in routers]
     try:
-        trainer.actor.update(batch, lambda logprobs, batch: (float("nan") * (logprobs * batch.mask).sum(), {}))
+        trainer.actor.update(own(batch), lambda logprobs, batch: (float("nan") * (logprobs * batch.mask).sum(), {}))
     except RunError as error:
         moved = max(float((router.expert_bias - bias).abs().max()) for router, bias in zip(routers, before, strict=True))
         return str(error), moved

@@ -25,8 +25,8 @@ from megatron_rl.errors import RunError
 from megatron_rl.hf.align import Alignment
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import logprobs as scoring
-from megatron_rl.mcore import step_response
-from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore import reduce, step_response
+from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
@@ -37,6 +37,7 @@ from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.replicas import select_own
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
@@ -115,6 +116,24 @@ def start(layout: Layout | None = None) -> Layout:
     return layout
 
 
+def own(samples: list[TrainingSample]) -> list[TrainingSample]:
+    """This replica's share of samples that every rank has; they are numbered."""
+    return select_own([replace(sample, number=number) for number, sample in enumerate(samples)])
+
+
+def gather(share: list[TrainingSample], values: list[Any]) -> list[Any]:
+    """Values of the samples of `own`, to those of all replicas."""
+    parts = reduce.gather_from_replicas({sample.number: value for sample, value in zip(share, values, strict=True)})
+    return [value for _, value in sorted((entry for part in parts for entry in part.items()), key=lambda entry: entry[0])]
+
+
+def compute_logprobs(policy: Policy, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
+    """`Policy.compute_logprobs` of samples that every rank has: on each of them those of all replicas."""
+    share = own(samples)
+    logprobs, entropy = policy.compute_logprobs(share)
+    return gather(share, logprobs), entropy
+
+
 def leave_layout() -> None:
     """Ends Megatron's groups, which Megatron itself only forgets: each keeps two threads of gloo, and a layout has dozens."""
     if not dist.is_initialized():
@@ -166,9 +185,9 @@ def train_grpo(
     with mock.patch.object(step_response, "_ELEMENTS", 1 << 30):
         trainer = Trainer(folder, precision, train, layout=layout)
     loss = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
-    before, entropy = trainer.actor.compute_logprobs(batches[0])
-    steps = [trainer.actor.update(batch, loss) for batch in batches]
-    after, _ = trainer.actor.compute_logprobs(batches[0])
+    before, entropy = compute_logprobs(trainer.actor, batches[0])
+    steps = [trainer.actor.update(own(batch), loss) for batch in batches]
+    after, _ = compute_logprobs(trainer.actor, batches[0])
     return {
         "before": torch.cat(before),
         "entropy": entropy,
@@ -201,7 +220,7 @@ def measure_response(
 
     for batch in batches:
         engine, masters = ({name: tensor.clone() for name, tensor in tensors.items()} for tensors in read())
-        step = trainer.actor.update(batch, negative_log_likelihood)
+        step = trainer.actor.update(own(batch), negative_log_likelihood)
         new_engine, new_masters = read()
         moved = [(new_engine[name] - engine[name]).abs() for name in engine]
         stepped = sum(float((new_masters[name] - masters[name]).abs().double().sum()) for name in engine)
@@ -225,7 +244,7 @@ def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], b
     """Supervised steps on one batch: losses, dtypes of the parameters, and how far each parameter moved."""
     trainer = Trainer(folder, precision, train)
     start_values = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    losses = [trainer.actor.update(batch, negative_log_likelihood)["loss/total"] for _ in range(steps)]
+    losses = [trainer.actor.update(own(batch), negative_log_likelihood)["loss/total"] for _ in range(steps)]
     named = dict(trainer.model.named_parameters())
     return {
         "losses": losses,
@@ -260,14 +279,14 @@ def poison_updates(
     """Updates whose "loss", whose "gradient" alone or an "activation" of which is not finite, after a good one, so that the state is not
     the initial one: fault -> (message of the error, names whose bytes changed)."""
     trainer = Trainer(folder, precision, layout=layout)
-    trainer.actor.update(batch, negative_log_likelihood)
+    trainer.actor.update(own(batch), negative_log_likelihood)
     before, results = trainer.dump_bytes(), {}
     for fault in faults:
         if fault == "activation":
             layer = trainer.model.decoder.layers[1].mlp.linear_fc1
             layer.register_forward_hook(lambda _, __, output: (output[0] * float("inf"), *output[1:]))
         try:
-            trainer.actor.update(batch, _POISONED_LOSSES.get(fault, negative_log_likelihood))
+            trainer.actor.update(own(batch), _POISONED_LOSSES.get(fault, negative_log_likelihood))
             message = ""
         except RunError as error:
             message = str(error)
@@ -295,7 +314,7 @@ def save_checkpoint(
 ) -> dict[str, dict[str, torch.Tensor]]:
     """One step, then a checkpoint; returns masters and blocks as they were saved."""
     trainer = Trainer(folder, precision, layout=layout)
-    trainer.actor.update(batch, negative_log_likelihood)
+    trainer.actor.update(own(batch), negative_log_likelihood)
     state = {"step": 1, "policy_version": 1, "precision": trainer.precision.model_dump(mode="json")}
     CheckpointWriter(to, trainer.model, trainer.hf_config, folder, state).finish()
     return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
@@ -329,7 +348,7 @@ def packed_and_alone(
     for bound in bounds:
         trainer.actor.micro_batch_tokens = bound
         logprobs, _ = trainer.actor.compute_logprobs(batch)
-        trainer.actor.update(batch, negative_log_likelihood)
+        trainer.actor.update(own(batch), negative_log_likelihood)
         packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
     return _unpacked(trainer, batch), packed
 
@@ -374,14 +393,14 @@ def train_with_offload(
     for number, batch in enumerate(batches):
         offloader.reload()
         offloader.reload()
-        actor.update(batch, PolicyLoss(AlgorithmConfig()))
+        actor.update(own(batch), PolicyLoss(AlgorithmConfig()))
         addresses.append(_addresses(actor.optimizer))
         if offload:
             offloader.offload()
             offloader.offload()
         addresses.append(_addresses(actor.optimizer))
         gradients.append(sum(buffer.grad_data.untyped_storage().nbytes() for buffer in offloader.gradient_buffers))
-        logprobs.append(torch.cat(actor.compute_logprobs(batch)[0]))
+        logprobs.append(torch.cat(compute_logprobs(actor, batch)[0]))
         state = {"step": number, "precision": trainer.precision.model_dump(mode="json")}
         CheckpointWriter(to / f"step_{number:05d}", trainer.model, trainer.hf_config, folder, state, actor.optimizer).finish()
     return {"gradients": gradients, "logprobs": torch.cat(logprobs), "addresses": addresses, "weights": trainer.dump_bytes()}

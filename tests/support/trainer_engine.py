@@ -45,7 +45,8 @@ from parallel.shards import Rect
 from support.engine_faults import Faults, strike_while, sync_through
 from support.models import write_model
 from support.planted_differences import plant_difference
-from support.trainer import Trainer
+from support.trainer import Trainer, own
+from support.trainer import compute_logprobs as compute_all_logprobs
 from support.trainer import start as start_trainer
 
 MIB = 1 << 20
@@ -120,7 +121,7 @@ class TrainerAndEngines:
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> torch.Tensor:
         """The trainer's log-probs of all sampled tokens, one sample after the other."""
-        return torch.cat(self.trainer.actor.compute_logprobs(samples)[0])
+        return torch.cat(compute_all_logprobs(self.trainer.actor, samples)[0])
 
 
 def _save(trainer: Trainer, to: Path) -> Path:
@@ -187,7 +188,7 @@ def prove() -> int:
 
 def train(batch: list[TrainingSample]) -> None:
     """Take one optimizer step."""
-    current().trainer.actor.update(batch, PolicyLoss(AlgorithmConfig()))
+    current().trainer.actor.update(own(batch), PolicyLoss(AlgorithmConfig()))
 
 
 def sync(version: int, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from megatron_rl.training.train_state import TrainState
 from megatron_rl.types import Completion, Problem, Reward
 from parallel.layout import Layout
 from support.models import random_sequences
-from support.trainer import Trainer, negative_log_likelihood, start
+from support.trainer import Trainer, negative_log_likelihood, own, start
 
 T = TypeVar("T")
 
@@ -176,7 +176,7 @@ def loop_of(
     causes = MismatchAttribution(trainer.actor, trainer.collect_named_tensors, trainer.contract.engine_format)
     on_rank0 = Rank0(lambda: engines or NullEngine())
     policy = PolicyTrainer(config, trainer.actor, reference, causes, on_rank0)
-    recorder = Recorder(Rank0(lambda: log), on_rank0, config.log.samples)
+    recorder = Recorder(Rank0(lambda: log), on_rank0)
     return Loop(config, Rank0(lambda: worker), policy, sync, recorder, checkpoints, state)
 
 
@@ -237,11 +237,11 @@ class StreamedWorker:
         return RolloutBatch([])
 
 
-def config_of(folder: Path, steps: int, precision: dict[str, Any], every: int = 1) -> Config:
+def config_of(folder: Path, steps: int, precision: dict[str, Any], every: int = 1, algorithm: dict[str, Any] | None = None) -> Config:
     return Config.model_validate(
         {
             "model": {"path": folder}, "precision": precision, "train": {"steps": steps, "learning_rate": 3e-3, "warmup_steps": 6},
-            "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis"},
+            "algorithm": {"updates_per_step": 2, "calibrate_every": 1, "kl_coef": 0.01, "correction": "tis", **(algorithm or {})},
             "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE, "max_new_tokens": 8}, "checkpoint": {"every": every, "keep": 2},
         }
     )  # fmt: skip
@@ -255,13 +255,14 @@ def train_to(
     go_on: bool = False,
     layout: Layout | None = None,
     broken: str = "",
+    algorithm: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A run up to `steps`, new or going on from its newest whole checkpoint: the log's rows, the bytes this rank holds, messages.
 
     `broken`: where policy version 2 breaks, in its "sync" or in its second "optimizer step"; a last checkpoint is then tried.
     """
     layout = start(layout)
-    config = config_of(folder, steps, precision, every=0 if broken == "sync" else 1)
+    config = config_of(folder, steps, precision, 0 if broken == "sync" else 1, algorithm)
     trainer = Trainer(folder, precision, config.train.model_dump(mode="json"), layout=layout)
     actor, worker, messages = trainer.actor, StreamedWorker(), list[str]()
     # bounds that move back to the configured ones, half the way at every step
@@ -288,7 +289,7 @@ def train_to(
     except RunError as error:
         messages.append(str(error))
         messages += last_checkpoint(loop)
-    return {"rows": log.rows, "bytes": trainer.dump_bytes() | moments(actor), "messages": messages}
+    return {"rows": log.rows, "samples": log.samples_seen, "bytes": trainer.dump_bytes() | moments(actor), "messages": messages}
 
 
 class BrokenSync(NullSync):
@@ -337,7 +338,7 @@ def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[
     for shared in (True, False):
         settings = {"distributed_optimizer": shared, "clip_grad": 0.0}  # clipped, the norm would be summed in another order
         actor = Trainer(folder, precision, settings, layout=Layout(dp=2)).actor
-        actor.update(batch, negative_log_likelihood)
+        actor.update(own(batch), negative_log_likelihood)
         states.append(whole_state(actor))
         if shared:
             optimizer_state(actor).load({name: tensor + 1 for name, tensor in states[0].items()}, step=1)
@@ -363,7 +364,7 @@ def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, 
     )
     masters = trainer.collect_tensors(fp8=False)
     trainer.actor.steps_done = saved.state["optimizer_steps"]
-    trainer.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
+    trainer.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
     return {
         "masters": masters,
         "after": trainer.collect_tensors(fp8=False),
@@ -376,7 +377,7 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     checkpoint's in both, and names of named_tensors that differ."""
     first, second = (Trainer(folder, precision) for _ in range(2))
     if trained:
-        first.actor.update(random_sequences(4, seed=5), negative_log_likelihood)
+        first.actor.update(own(random_sequences(4, seed=5)), negative_log_likelihood)
     config = config_of(folder, 99, precision)
     state = TrainState(1, first.actor.steps_done, (0.8, 1.2), {})
     CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
@@ -440,11 +441,11 @@ def measure_causes(folder: Path, precision: dict[str, Any], batch: list[Training
         named_tensors[name].view(-1)[0] *= 2
     with emulate_engine(actor.model, named_tensors, format):
         sampled = actor.compute_logprobs(batch)[0]
-    for answer, engine, own in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
+    for answer, engine, trainers in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
         answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
             fault == "kernels"
         )
-        answer.old_logprobs = own
+        answer.old_logprobs = trainers
     causes = MismatchAttribution(actor, lambda: named_tensors, format)
     causes.measure(batch)
     if fault == "version":

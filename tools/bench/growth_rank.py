@@ -26,6 +26,7 @@ from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout, parse_sizes
 
@@ -75,7 +76,7 @@ def run_phases(folder: Path, layout: Layout, tokens: int) -> dict[str, Usage]:
         model = build_model(hf_config, layout, PrecisionContract.from_config(precision), train)
         load_checkpoint(model, folder / "model", build_rank_shards(hf_config, layout))
         actor = Actor(model, train, temperature=1.0)
-    samples = make_samples(tokens, 32, 32, hf_config["vocab_size"])
+    samples = select_own(make_samples(tokens, 32, 32, hf_config["vocab_size"]))
     with meter.phase("step"):
         for sample, logprobs in zip(samples, actor.compute_logprobs(samples)[0], strict=True):
             sample.old_logprobs = logprobs

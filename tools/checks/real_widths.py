@@ -37,6 +37,7 @@ from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron
+from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
@@ -81,7 +82,7 @@ def make_checkpoint(folder: Path, hf_config: dict[str, Any]) -> None:
 def make_samples(vocabulary: int) -> list[TrainingSample]:
     """Return eight answers of random tokens with advantages of both signs."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(vocabulary, (8, 48), generator=generator).tolist()
+    ids = torch.randint(vocabulary, (8, 48), generator=generator)
     return [TrainingSample(row[:16], row[16:], advantage=(-1.0) ** number) for number, row in enumerate(ids)]
 
 
@@ -99,7 +100,7 @@ def train_and_sync(folder: Path, layout: Layout, rollout: EngineLayout, rank: in
     plan = SyncPlan.make(geometry, layout, rollout, contract, settings.chunk_bytes)
     engine: Rank0[Any] = Rank0(lambda: InProcessEngine(plan.targets, contract))
     sync = WeightSync(plan, engine, partial(collect_named_tensors, model, shards, contract), settings)
-    reports, steps, samples = [sync.run(0)], [], make_samples(hf_config["vocab_size"])
+    reports, steps, samples = [sync.run(0)], [], select_own(make_samples(hf_config["vocab_size"]))
     for version in (1, 2):
         logprobs_B, entropy = actor.compute_logprobs(samples)
         for sample, logprobs in zip(samples, logprobs_B, strict=True):

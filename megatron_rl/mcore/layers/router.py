@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler, TopKRoute
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
+from megatron_rl.mcore import reduce
 from megatron_rl.metrics import declare
 
 _LOAD, _ENTROPY = "most / mean", "router entropy (nats per token)"
@@ -92,7 +93,7 @@ class RoutedMicroBatch:
     """A micro-batch as routers see it: this rank's t tokens."""
 
     token_indices: torch.Tensor
-    """int64 [t]: index of the position among those of all samples; -1 for padding."""
+    """int64 [t]: index of the position among those of all the replica's samples; -1 for padding."""
     padding: torch.Tensor
     """bool [t]."""
     empty: bool
@@ -141,10 +142,10 @@ class RoutingReplay:
 
 
 class RoutingStats:
-    """Statistics of all routers of a model over forward passes of all these samples, once each."""
+    """Statistics of all routers of a model over forward passes of all these samples of a replica, once each."""
 
     def __init__(self, shape: RoutingShape | None, samples: list[TrainingSample], device: torch.device, keep: bool) -> None:
-        self._shape, self._replayable = shape, bool(samples and len(samples[0].routed_experts))
+        self._shape, self._replayable = shape, float(any(len(sample.routed_experts) for sample in samples))
         self._lengths = [sample.length - 1 for sample in samples]
         if shape is None:
             return
@@ -179,10 +180,10 @@ class RoutingStats:
         """
         if self._shape is None:
             return {}
-        counts = torch.tensor([self.sent, self.arrived], dtype=torch.float64, device=self._loads.device)
+        counts = torch.tensor([self.sent, self.arrived, self._replayable], dtype=torch.float64, device=self._loads.device)
         flat = torch.cat([self._loads.flatten(), self._sums.flatten(), counts])
         dist.all_reduce(flat)
-        parts = flat.cpu().split([self._loads.numel(), self._sums.numel(), 2])
+        parts = flat.cpu().split([self._loads.numel(), self._sums.numel(), 3])
         loads, sums = parts[0].view(self._loads.shape), parts[1].view(self._sums.shape)
         layers = list(self._shape.moe_layers)
         imbalance = [float(loads[layer].max() / loads[layer].mean()) for layer in layers]
@@ -191,12 +192,12 @@ class RoutingStats:
         metrics |= {_LOAD_MEAN: sum(imbalance) / len(layers), _LOAD_MAX: max(imbalance)}
         metrics |= {_ENTROPY_MEAN: sum(entropy) / len(layers), _ENTROPY_MIN: min(entropy)}
         metrics[_DROPPED] = float(parts[2][0] - parts[2][1])
-        return metrics | ({DIFFERS: sum(differs) / len(layers)} if self._replayable else {})
+        return metrics | ({DIFFERS: sum(differs) / len(layers)} if parts[2][2] else {})
 
     def gather_records(self) -> list[torch.Tensor]:
-        """Return the chosen experts of every sample's tokens, on the CPU of every rank; collective. Needs `keep`."""
+        """Return the chosen experts of every sample's tokens, on the CPU of every rank of the replica; collective. Needs `keep`."""
         records = self._records[:-1]
-        dist.all_reduce(records.view(torch.uint8))  # every byte is written by one rank, and 0 elsewhere
+        reduce.sum_replica(records.view(torch.uint8))  # every byte is written by one rank, and 0 elsewhere
         return list(records.cpu().split(self._lengths))
 
 
@@ -239,7 +240,8 @@ class ModelRouters:
 
     @contextmanager
     def collect_stats(self, samples: list[TrainingSample], keep: bool = False) -> Iterator[RoutingStats]:
-        """Collect statistics of the forward passes within, which must cover all these samples; `keep` for `RoutingStats.gather_records`."""
+        """Collect statistics of the forward passes within, which must cover all these samples of the replica; `keep` for
+        `RoutingStats.gather_records`."""
         stats = RoutingStats(self.shape, samples, next(self._chunks[0].parameters()).device, keep)
 
         def count_arrived(_: Any, inputs: tuple[Any, ...]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.micro_batches import iter_target_positions
 
-from megatron_rl.algorithm.advantages import assign_advantages
+from megatron_rl.algorithm.advantages import compute_advantages, measure_kl
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.algorithm.length_penalty import compute_overlong_penalty
 from megatron_rl.algorithm.loss_weights import assign_loss_weights
@@ -320,12 +320,12 @@ def test_kl_in_the_reward(estimator):
         old, reference = torch.tensor(old), torch.tensor(reference)
         sequences.append(TrainingSample([1], [2, 2, 2], old_logprobs=old, reference_logprobs=reference, reward=reward))
     config = AlgorithmConfig(name="rloo", kl_coef=0.1, kl_estimator=estimator)
-    metrics = assign_advantages(sequences, config, 2)
+    measured = [measure_kl(sequence, config) for sequence in sequences]
     kl = [sum(KL[estimator](r - p) for p, r in zip(s.old_logprobs.tolist(), s.reference_logprobs.tolist(), strict=True)) for s in sequences]
     shaped = [s.reward - 0.1 * value for s, value in zip(sequences, kl, strict=True)]
     first, second = shaped[0] - shaped[1], shaped[2] - shaped[3]
-    assert [s.advantage for s in sequences] == pytest.approx([first, -first, second, -second], abs=1e-6)  # float32 log-probs
-    assert metrics["reward/kl"] == pytest.approx(sum(kl) / 12, abs=1e-6)
+    assert measured == pytest.approx(kl, abs=1e-6)  # float32 log-probs
+    assert compute_advantages(shaped, [False] * 4, config, 2) == pytest.approx([first, -first, second, -second], abs=1e-12)
 
 
 def test_overlong_punishment_with_the_papers_numbers():

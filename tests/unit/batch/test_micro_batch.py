@@ -9,7 +9,7 @@ from support.micro_batches import iter_target_positions
 
 from megatron_rl.batch.kept_tokens import extend_kept_tokens, make_kept_tokens
 from megatron_rl.batch.micro_batch import make_micro_batches
-from megatron_rl.batch.packing import context_parallel_positions, pack
+from megatron_rl.batch.packing import compute_costs, context_parallel_positions, deal, pack
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS
 
@@ -75,12 +75,15 @@ def test_the_mask_selects_the_answer_tokens_and_what_is_known_of_them(samples, m
 
 @given(sequences(), BOUND, st.integers(1, 4))
 def test_replicas_share_all_sequences_and_take_as_many_steps_as_each_other(samples, most, replicas):
-    dealt = [make_micro_batches(samples, most, replica, replicas) for replica in range(replicas)]
-    assert sorted(row for batches in dealt for batch in batches for row in batch.sample_indices) == list(range(len(samples)))
-    assert len({len(batches) for batches in dealt}) == 1
-    for batch in (batch for batches in dealt for batch in batches):
-        assert batch.tokens.numel() > 0
-        assert batch.mask.sum() == sum(len(samples[row].response_ids) for row in batch.sample_indices)
+    shares = [[samples[index] for index in share] for share in deal([sample.length for sample in samples], replicas)]
+    assert sorted(sample.ids[0].item() for share in shares for sample in share) == [sample.ids[0].item() for sample in samples]
+    needed = max(len(make_micro_batches(share, most)) for share in shares)
+    for share in shares:
+        batches = make_micro_batches(share, most, agree=lambda count: max(count, needed))
+        assert sorted(row for batch in batches for row in batch.sample_indices) == list(range(len(share))) and len(batches) == needed
+        for batch in batches:
+            assert batch.tokens.numel() > 0
+            assert batch.mask.sum() == sum(len(share[row].response_ids) for row in batch.sample_indices)
 
 
 @given(sequences(), BOUND, st.integers(1, 3), st.integers(2, 4), st.integers(1, 3))
@@ -111,8 +114,23 @@ def test_bins_hold_every_sequence_once_keep_the_bound_and_are_alike(lengths, bou
         assert load <= bound or len(members) == 1
     if lengths:
         assert loads[0] - loads[-1] <= max(lengths)
-        shares = [sum(loads[replica::replicas]) for replica in range(replicas)]
+        shares = [sum(lengths[index] for index in share) for share in deal(lengths, replicas)]
         assert max(shares) - min(shares) <= max(lengths)
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=60), st.integers(1, 400), st.integers(1, 4), st.integers(0, 9))
+def test_bins_of_like_cost_keep_the_bound_of_tokens_and_the_least_number(lengths, bound, multiple, at_least):
+    """Attention makes a sequence of 100 tokens twice as dear."""
+    costs = compute_costs(lengths, 100)
+    assert costs == [length * (1 + length / 100) for length in lengths]
+    bins = pack(lengths, bound, multiple, at_least, costs)
+    assert sorted(index for members in bins for index in members) == list(range(len(lengths)))
+    assert len(bins) >= at_least and len(bins) % multiple == 0
+    for members in bins:
+        assert len(members) <= 1 or sum(lengths[index] for index in members) <= bound
+    free = pack(lengths, 10**6, multiple, at_least, costs)
+    loads = [sum(costs[index] for index in members) for members in free]
+    assert max(loads) - min(loads) <= max(costs) + 1e-9
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 1000))
@@ -131,7 +149,7 @@ def test_one_micro_batch_by_hand_and_none():
     assert context_parallel_positions([8, 4], 1, 2) == [2, 3, 4, 5, 9, 10]
     (batch,) = make_micro_batches([TrainingSample([1, 2], [3, 4])], 64)
     assert not batch.old_logprobs.any() and not batch.reference_logprobs.any() and not batch.advantages.any(), "unknown ones are zeros"
-    assert make_micro_batches([], 64, 0, 1) == make_micro_batches([], 64, 0, 2) == []
+    assert make_micro_batches([], 64) == []
     copy = batch.to(torch.device("meta"))
     assert copy.sample_indices == batch.sample_indices
     for name, value in vars(batch).items():

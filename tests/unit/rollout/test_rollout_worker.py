@@ -19,7 +19,7 @@ def completion(
 ) -> Completion:
     reward = Reward(float(correct) if value is None else value, correct, error)
     problem = Problem(f"id-{level}", f"prompt {level}", "42", level=level, source=source)
-    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward, 0.25)
+    return Completion(problem, [1], [2] * length, [-0.5] * length, finish, 0, f"text {level}", reward)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_sample_row_tells_all_of_a_completion_and_is_json():
     (row,) = build_sample_rows(7, [completion(3, False, finish="length", error="timed out", value=0.125)], 8)
     assert json.loads(json.dumps(row)) == {
         "step": 7, "level": 3, "prompt": "prompt 3", "completion": "text 3", "answer": "42", "reward": 0.125, "correct": False,
-        "parts": {}, "advantage": 0.25, "finish_reason": "length", "error": "timed out",
+        "parts": {}, "finish_reason": "length", "error": "timed out",
     }  # fmt: skip
 
 

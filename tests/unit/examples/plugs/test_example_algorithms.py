@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.micro_batches import iter_target_positions
 
-from megatron_rl.algorithm.advantages import assign_advantages
+from megatron_rl.algorithm.advantages import compute_advantages
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
@@ -39,6 +39,6 @@ def test_sapo_is_its_formula(taus):
 
 
 def test_group_median_leaves_out_who_is_excluded():
-    samples = [TrainingSample([1], [2], reward=reward, excluded=reward > 50) for reward in (1.0, 0.0, 0.25, 99.0, 1.0, 3.0, 2.0, 9.0)]
-    assign_advantages(samples, AlgorithmConfig(advantage="examples.plugs.group_median:group_median"), 4)
-    assert [sample.advantage for sample in samples] == [0.75, -0.25, 0.0, 0.0, -1.5, 0.5, -0.5, 6.5]
+    rewards = (1.0, 0.0, 0.25, 99.0, 1.0, 3.0, 2.0, 9.0)
+    config = AlgorithmConfig(advantage="examples.plugs.group_median:group_median")
+    assert compute_advantages(rewards, [reward > 50 for reward in rewards], config, 4) == [0.75, -0.25, 0.0, 0.0, -1.5, 0.5, -0.5, 6.5]

@@ -1,0 +1,65 @@
+"""Counts, sums and largest of tokens' values, which data-parallel replicas add up: each has the tokens of its own samples.
+
+Sums are FP64: how samples are dealt out to replicas changes no more than their last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class _Total:
+    count: int
+    sum: float
+    largest: float
+
+
+class Totals:
+    """Totals by name."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, _Total] = {}
+
+    @classmethod
+    def merge(cls, parts: Iterable[Totals]) -> Totals:
+        """Return the totals of all parts."""
+        merged = cls()
+        for part in parts:
+            for name, total in part._by_name.items():
+                merged._add(name, total)
+        return merged
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Add values of any shape and dtype."""
+        if values.numel():
+            self._add(name, _Total(values.numel(), float(values.double().sum()), float(values.max())))
+
+    def _add(self, name: str, total: _Total) -> None:
+        known = self._by_name.get(name, _Total(0, 0.0, total.largest))
+        largest = known.largest if known.largest > total.largest or math.isnan(known.largest) else total.largest  # NaN stays
+        self._by_name[name] = _Total(known.count + total.count, known.sum + total.sum, largest)
+
+    def count(self, name: str) -> int:
+        return self._by_name[name].count if name in self._by_name else 0
+
+    def mean(self, name: str) -> float:
+        """Return 0 of no values."""
+        return self._by_name[name].sum / self._by_name[name].count if name in self._by_name else 0.0
+
+    def largest(self, name: str) -> float:
+        """Return 0 of no values."""
+        return self._by_name[name].largest if name in self._by_name else 0.0
+
+
+Combine = Callable[[Totals], Totals]
+"""Returns the totals of all replicas from those of this one; collective (`mcore.reduce.combine`)."""
+
+
+def combine_alone(totals: Totals) -> Totals:
+    """The `Combine` of a single replica."""
+    return totals

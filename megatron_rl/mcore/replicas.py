@@ -1,0 +1,69 @@
+"""Data-parallel replicas, each the tensor-, pipeline- and context-parallel ranks that train on the same samples.
+
+Rank 0 sends every replica its samples, and no rank but rank 0 ever holds more than its replica's share: pieces of bounded size go to the
+replica's first rank, from there along its pipeline, and at every stage to the ranks that share its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_rl.batch.packing import compute_costs, deal
+from megatron_rl.batch.sample_bytes import SampleBytes, read_samples
+from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.distributed import is_rank0, run_on_rank0
+
+PIECE_BYTES = 64 << 20
+
+
+def count_replicas() -> int:
+    return parallel_state.get_data_parallel_world_size()
+
+
+def select_own(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return this replica's share of samples that every rank has."""
+    shares = deal(compute_costs([sample.length for sample in samples]), count_replicas())
+    return [samples[index] for index in shares[parallel_state.get_data_parallel_rank()]]
+
+
+def scatter_samples(shares: Sequence[list[TrainingSample]]) -> list[TrainingSample]:
+    """Return this replica's samples, without what a trainer computes, as views of one buffer. Rank 0 passes each replica's share, the
+    others nothing. Collective."""
+    outgoing = [SampleBytes(share) for share in shares] if is_rank0() else []
+    sizes = run_on_rank0(lambda: [samples.total for samples in outgoing])
+    replica, firsts = parallel_state.get_data_parallel_rank(), dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+    own = torch.empty(sizes[replica], dtype=torch.uint8)
+    for target in range(1, len(outgoing)):
+        for piece in outgoing[target].iterate(PIECE_BYTES):
+            _on_device(piece, partial(dist.send, dst=firsts[target]))
+    pieces = outgoing[0].iterate(PIECE_BYTES) if outgoing else None
+    for part in own.split(PIECE_BYTES):
+        if pieces is not None:
+            part.copy_(next(pieces))
+        _on_device(part, partial(_pass_on, received=pieces is not None))
+    return read_samples(own)
+
+
+def _pass_on(data: torch.Tensor, received: bool) -> None:
+    """Fill `data` on every rank of the replica; `received` where it is there already."""
+    pipeline, stage = parallel_state.get_pipeline_model_parallel_group(), parallel_state.get_tensor_and_context_parallel_group()
+    if stage.rank() == 0:
+        if pipeline.rank() == 0 and not received:
+            dist.recv(data, 0)
+        if pipeline.size() > 1:
+            dist.broadcast(data, dist.get_global_rank(pipeline, 0), group=pipeline)
+    if stage.size() > 1:
+        dist.broadcast(data, dist.get_global_rank(stage, 0), group=stage)
+
+
+def _on_device(data: torch.Tensor, transfer: Callable[[torch.Tensor], object]) -> None:
+    """Transfer host memory, in place; NCCL reads and writes a GPU's."""
+    staged = data.cuda() if torch.cuda.is_available() else data
+    transfer(staged)
+    if staged is not data:
+        data.copy_(staged)

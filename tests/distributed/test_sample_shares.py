@@ -1,0 +1,52 @@
+"""Replicas train on their own samples alone, and the run is that of one process: every sample, metric and weight."""
+
+from __future__ import annotations
+
+import pytest
+from support import sample_shares, training_runs
+from support.models import FP32
+from support.samples import assert_equal_samples, make_samples
+
+from parallel.layout import Layout
+
+ALL = ("mask", "experts", "kept", "lags")
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2, dp=2), Layout(pp=2, dp=2)], ids=["tp2", "pp2"])
+def test_ranks_of_a_replica_have_its_samples_and_no_others(worlds, layout):
+    samples = make_samples([(1 + number % 4, 3 * number % 11) for number in range(7)], ALL)
+    results = worlds(4).call(sample_shares.scatter, samples, layout, 1000)
+    numbers = [[sample.number for sample in result] for result in results]
+    shares = sorted({tuple(share) for share in numbers})
+    assert len(shares) == 2 and sorted(sum(shares, ())) == list(range(7)) and numbers.count(list(shares[0])) == 2
+    for result, share in zip(results, numbers, strict=True):
+        assert_equal_samples(result, [samples[number] for number in share])
+
+
+def test_fewer_samples_than_replicas(worlds):
+    (sample,) = samples = make_samples([(3, 4)], ALL)
+    first, second = worlds(2).call(sample_shares.scatter, samples, Layout(dp=2), 64)
+    assert_equal_samples(first, [sample])
+    assert second == []
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"name": "rloo", "updates_per_step": 1, "calibrate_every": 0}], ids=["grpo", "rloo"])
+def test_the_loop_with_replicas_is_that_of_one_process(worlds, checkpoint, tmp_path, algorithm):
+    """Corrections, calibrated clipping, the mismatch, and rloo's advantages, with a KL term in the reward, need all replicas' log-probs."""
+
+    def train(layout: Layout) -> tuple[list[dict], list[dict]]:
+        arguments = checkpoint, tmp_path / f"run{layout.world_size}", 2, FP32, False, layout, "", algorithm
+        ranks = worlds(layout.world_size).call(training_runs.train_to, *arguments)
+        keep = ("time/", "memory/", "tokens/padding", "precision/")
+        return [{name: value for name, value in row.items() if not name.startswith(keep)} for row in ranks[0]["rows"]], ranks[0]["samples"]
+
+    (rows, samples), (expected_rows, expected_samples) = train(Layout(pp=2, dp=2)), train(Layout())
+    first = {"correction/max_positive", "mismatch/abs_max", "update/abs_mean", "mismatch/position/0/tokens"}
+    assert first <= rows[1].keys() and ("reward/kl" in rows[1]) == bool(algorithm)
+    for row, expected in zip(rows, expected_rows, strict=True):
+        assert row == pytest.approx(expected, rel=2e-4, abs=1e-6)
+    assert len(samples) == len(expected_samples) > 0
+    for sample, expected in zip(samples, expected_samples, strict=True):
+        assert sample["advantage"] == pytest.approx(expected["advantage"], abs=1e-5)
+        for (count, mean), (expected_count, expected_mean) in zip(sample["mismatch"], expected["mismatch"], strict=True):
+            assert (count, mean) == (expected_count, pytest.approx(expected_mean, rel=1e-4))
