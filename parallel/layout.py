@@ -89,6 +89,8 @@ class EngineLayout(NamedTuple):
     ep: int = 1
     """Ranks among them that share the experts."""
     engines: int = 1
+    nodes: int = 1
+    """Nodes that the ranks of an engine lie over, in order."""
 
 
 def parse_sizes(option: str, text: str, allowed: Sequence[str]) -> dict[str, int]:

@@ -40,13 +40,13 @@ _KEEP_ALIVE_SECONDS = 2.0
 
 
 class SGLangEngine(RankRequests):
-    """Client and owner of one engine process. All calls are bounded by `rollout.request_timeout`.
+    """Client and owner of one engine's processes. All calls are bounded by `rollout.request_timeout`.
 
     An engine that ended, does not answer, or whose connection broke is lost: calls raise EngineLostError from then on.
     """
 
     def __init__(self, launch_spec: EngineLaunchSpec) -> None:
-        """Start the process; see `wait_until_ready`."""
+        """Start the processes; see `wait_until_ready`."""
         self._launch_spec, self._rollout = launch_spec, launch_spec.config.rollout
         record_routing = launch_spec.config.algorithm.routing_replay == "engine"
         self._routing = RoutingShape.from_hf_config(read_config(launch_spec.model_path)) if record_routing else None
@@ -89,8 +89,8 @@ class SGLangEngine(RankRequests):
         seconds = self._rollout.start_timeout
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.process.exit_code() is not None:
-                raise self._make_error(f"the engine did not start (exit code {self.process.exit_code()})")
+            if self.process.has_ended():
+                raise self._make_error(f"the engine did not start ({self.process.describe_end()})")
             try:
                 if self._http.get("/health", timeout=5).status_code == httpx.codes.OK:
                     self.process.remember_children()
@@ -224,12 +224,15 @@ class SGLangEngine(RankRequests):
         self.process.kill() if force else self.process.stop()
 
     def _ping(self) -> None:
-        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if one does not in time."""
+        """Return when every rank has answered, which it does between two batches. Raise EngineLostError if one does not in time, or the
+        process of a node has ended, for which the others might wait."""
+        if self.process.has_ended():
+            raise self._make_error(f"the engine ended ({self.process.describe_end()})", EngineLostError)
         self._ask_ranks({"verb": "ping"}, self._rollout.health_timeout)
 
     def _kill_unresponsive(self) -> None:
-        """End the process, so that every waiting request fails."""
-        self._hung = self.process.exit_code() is None  # not if it ended by itself
+        """End the processes, so that every waiting request fails."""
+        self._hung = not self.process.has_ended()  # not if it ended by itself
         self.process.kill()
 
     def _ask_ranks(self, request: dict[str, Any], seconds: float | None = None) -> list[dict[str, str]]:
@@ -264,16 +267,16 @@ class SGLangEngine(RankRequests):
         """Say what became of the process after `error`."""
         if self._hung:
             return f"it was silent for {self._rollout.health_timeout:g} s, rollout.health_timeout, and was ended"
-        if self.process.wait_for_exit(_EXIT_SECONDS):
-            return f"its process ended with exit code {self.process.exit_code()}"
+        if self.process.wait_for_end(_EXIT_SECONDS):
+            return f"its process ended with {self.process.describe_end()}"
         return f"{type(error).__name__}; its process still runs"
 
     def _make_error(self, message: str, error_class: type[RunError] = RunError) -> RunError:
         return error_class(f"{message}; log: {self.process.log}", self.process.log_tail())
 
     def _make_refusal(self, path: str, response: httpx.Response) -> RunError:
-        """Return the error for a refused request: EngineLostError if the engine is ending, which it may say by a status of 500 or more."""
-        lost = response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR and self.process.wait_for_exit(_EXIT_SECONDS)
+        """Return the error for a refused request: EngineLostError if the engine is ending, as where a rank cannot reach another."""
+        lost = self.process.wait_for_end(_EXIT_SECONDS)
         error_class = EngineLostError if lost else RunError
         return error_class(f"the engine refused {path}: {response.status_code} {response.text[:500]}", self.process.log_tail())
 

@@ -1,4 +1,4 @@
-"""Start an engine's process: its arguments, environment, port and key."""
+"""Start an engine's processes, one on each of its nodes: their arguments, environment, ports and key."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from megatron_rl.config import Config, RolloutConfig
 from megatron_rl.errors import UserError
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.ops.threads import count_threads
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, EnginePlacement, get_base_gpu_id, place_engine
+from megatron_rl.rollout.engine_placement import (
+    LAUNCHER_VARIABLE,
+    EnginePlacement,
+    count_ranks_on_machine,
+    find_meeting_host,
+    get_base_gpu_id,
+    place_engine,
+)
 from rollout_sglang.hooks import gpu_activation_quant
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
-from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 
 _PRECOMPILE = "SGLANG_JIT_DEEPGEMM_PRECOMPILE"
 """By default SGLang compiles DeepGEMM's kernels for 16,384 batch sizes before it is ready, by its own words in 10 to 20 minutes, longer
@@ -29,7 +36,7 @@ than `rollout.start_timeout`. Switched off, each kernel is compiled at its first
 class LaunchedServer(NamedTuple):
     """A started server."""
 
-    process: EngineProcess
+    process: EngineProcesses
     url: str
     api_key: str
     """Every request must carry it."""
@@ -49,18 +56,28 @@ class EngineLaunchSpec:
     """More arguments of SGLang, for benchmarks."""
 
     def start_process(self) -> LaunchedServer:
-        """Start the server without waiting for it. Raise UserError if the host cannot be bound."""
+        """Start the server without waiting for it, on all its nodes. Raise UserError if the first cannot be bound."""
         rollout, contract = self.config.rollout, PrecisionContract.from_config(self.config.precision)
-        placement = place_engine(rollout, self.number)
-        port, key = _free_port(placement, rollout.engines_per_node), secrets.token_hex(24)
-        arguments = _server_arguments(self.config, contract, self.model_path, port, placement)
-        arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
-        environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout, contract, placement)}
-        log = self.log_dir / (f"engine{self.number}.log" if rollout.engines > 1 else "engine.log")
-        return LaunchedServer(EngineProcess(arguments, environment, log), f"http://{placement.host}:{port}", key)
+        placements = place_engine(rollout, self.number)
+        key, (port, meeting_port) = secrets.token_hex(24), _free_ports(placements[0], rollout.engines_per_node)
+        meeting = f"{find_meeting_host(placements, self.config.sync.host)}:{meeting_port}"
+        processes = []
+        for placement in placements:
+            arguments = _server_arguments(self.config, contract, self.model_path, port, placement, meeting)
+            arguments += [*(["--load-format", "dummy"] if self.empty else []), *self.arguments]
+            environment = {API_KEY_VARIABLE: key, LAUNCHER_VARIABLE: placement.launcher, **_environment(rollout, contract, placement)}
+            processes.append(EngineProcess(arguments, environment, self._name_log(placement)))
+        return LaunchedServer(EngineProcesses(processes), f"http://{placements[0].host}:{port}", key)
+
+    def _name_log(self, placement: EnginePlacement) -> Path:
+        engine = f"engine{self.number}" if self.config.rollout.engines > 1 else "engine"
+        return self.log_dir / (f"{engine}.node{placement.node}.log" if placement.node else f"{engine}.log")
 
 
-def _server_arguments(config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement) -> list[str]:
+def _server_arguments(
+    config: Config, contract: PrecisionContract, model_path: Path, port: int, placement: EnginePlacement, meeting: str
+) -> list[str]:
+    """`meeting`: where the ranks of several nodes find each other."""
     rollout = config.rollout
     options: dict[str, Any] = {
         "host": placement.host,
@@ -75,6 +92,8 @@ def _server_arguments(config: Config, contract: PrecisionContract, model_path: P
         "weight-version": "0",
         "log-level": "warning",
     }
+    if rollout.nodes_per_engine > 1:
+        options |= {"nnodes": rollout.nodes_per_engine, "node-rank": placement.node, "dist-init-addr": meeting}
     flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
     flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
     if config.algorithm.routing_replay == "engine":
@@ -96,13 +115,14 @@ def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement:
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
         return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
-    cores = os.cpu_count() or 1
+    cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
+    interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`
     return {
         "SGLANG_PLATFORM": CPU_PLATFORM,
         "OMP_NUM_THREADS": "1",
-        THREADS_VARIABLE: str(count_threads(rollout.engines_per_node * rollout.tp)),  # the trainer sleeps while engines work
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((placement.index * rollout.tp + rank) % cores) for rank in range(rollout.tp)),
-        "GLOO_SOCKET_IFNAME": "lo",
+        THREADS_VARIABLE: str(count_threads(count_ranks_on_machine(rollout, placement))),  # the trainer sleeps while engines work
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((first + rank) % cores) for rank in range(rollout.ranks_per_node)),
+        **interface,
         # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
         # `memory_release` gives them back
         "MALLOC_MMAP_MAX_": "0",
@@ -111,14 +131,17 @@ def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement:
     }
 
 
-def _free_port(placement: EnginePlacement, engines_on_node: int) -> int:
-    """Return a port below those that Linux hands out by itself: an engine binds it seconds later, and until then nobody is given it."""
+def _free_ports(placement: EnginePlacement, engines_on_node: int) -> tuple[int, int]:
+    """Return two ports below those that Linux hands out by itself: an engine binds them seconds later, and until then nobody is given
+    them."""
+    step = 2 * engines_on_node
     while True:
-        port = 20000 + secrets.randbelow(10000 // engines_on_node) * engines_on_node + placement.index
+        port = 20000 + secrets.randbelow(10000 // step) * step + 2 * placement.index
         try:
             if not placement.launcher:  # elsewhere a taken port fails the start; engines of one node never choose the same
-                socket.create_server((placement.host, port)).close()
-            return port
+                for each in (port, port + 1):
+                    socket.create_server((placement.host, each)).close()
+            return port, port + 1
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 fix = "use 127.0.0.1 or an address of this machine"

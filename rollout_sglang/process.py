@@ -1,4 +1,4 @@
-"""Start, watch and end one engine process with all its descendants."""
+"""Start, watch and end the server processes of an engine, one on each of its nodes, with all their descendants."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -19,6 +21,7 @@ THREADS_VARIABLE = "MEGATRON_RL_ENGINE_THREADS"
 """Carries how many threads each of an engine's scheduler processes has on a CPU."""
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10.0
+_POLL_SECONDS = 0.05
 _TORCHRUN_NAMES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "ROLE_")
 
@@ -73,12 +76,6 @@ class EngineProcess:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
         return ""
 
-    def wait_for_exit(self, seconds: float) -> bool:
-        """Return whether the process ends within `seconds`, or has ended."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(timeout=seconds)
-        return self.exit_code() is not None
-
     def stop(self) -> None:
         """End the server and all its descendants by SIGTERM, and by SIGKILL those that still run after the grace period."""
         self._end(psutil.Process.terminate)
@@ -106,6 +103,68 @@ class EngineProcess:
                 process.kill()
         psutil.wait_procs(running, timeout=_GRACE_SECONDS)
         self._process.wait(timeout=_GRACE_SECONDS)
+
+
+class EngineProcesses:
+    """The server processes of one engine, that of its first node first. The engine is lost with the first of them that ends."""
+
+    def __init__(self, nodes: Sequence[EngineProcess]) -> None:
+        self._nodes = nodes
+        self._ended: list[EngineProcess] = []
+
+    @property
+    def pids(self) -> list[int]:
+        return [node.pid for node in self._nodes]
+
+    @property
+    def log(self) -> Path:
+        """Of the process that ended first, or of the first node."""
+        return (self._find_ended() or self._nodes)[0].log
+
+    def has_ended(self) -> bool:
+        """Return whether any of the processes has ended."""
+        return bool(self._find_ended())
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Return whether any of the processes ends within `seconds`, or has ended."""
+        deadline = time.monotonic() + seconds
+        while not self.has_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return self.has_ended()
+
+    def describe_end(self) -> str:
+        """Return how those processes ended that did so first, such as "exit code -9"."""
+        many = len(self._nodes) > 1
+        return ", ".join(f"exit code {node.exit_code()}" + f" on node {self._nodes.index(node)}" * many for node in self._find_ended())
+
+    def log_tail(self) -> str:
+        """Return the last lines of the log of each process that ended first, or of the first node's."""
+        return "\n".join(node.log_tail() for node in self._find_ended() or self._nodes[:1])
+
+    def remember_children(self) -> None:
+        for node in self._nodes:
+            node.remember_children()
+
+    def get_memory_mb(self) -> float:
+        return sum(node.get_memory_mb() for node in self._nodes)
+
+    def stop(self) -> None:
+        """See `EngineProcess.stop`; all nodes at a time."""
+        self._end(EngineProcess.stop)
+
+    def kill(self) -> None:
+        """See `EngineProcess.kill`; all nodes at a time."""
+        self._end(EngineProcess.kill)
+
+    def _end(self, end: Callable[[EngineProcess], None]) -> None:
+        self._find_ended()  # those that are ended here are no failures
+        with ThreadPoolExecutor(len(self._nodes)) as threads:
+            list(threads.map(end, self._nodes))
+
+    def _find_ended(self) -> list[EngineProcess]:
+        """Return the processes that had ended when one was first seen to have ended."""
+        self._ended = self._ended or [node for node in self._nodes if node.exit_code() is not None]
+        return self._ended
 
 
 def _kill(process: psutil.Process) -> None:

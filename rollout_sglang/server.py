@@ -7,12 +7,16 @@ passed to SGLang are defined here.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import multiprocessing.connection
 import os
 import shlex
 import signal
 import sys
 from typing import Any
+
+import psutil
 
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from rollout_sglang import process
@@ -56,7 +60,7 @@ def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> Non
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until a signal ends the process. `arguments`: `--parent PID` and `--host ADDRESS` first, then SGLang's other arguments."""
+    """Serve until a signal ends the process. `arguments`: `--parent PID` first, then SGLang's arguments."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a cluster warns every process by it; only the trainer reacts
     launcher = os.environ.pop(LAUNCHER_VARIABLE, "")
     if (parent := int(arguments[1])) != _NO_PARENT:
@@ -65,20 +69,50 @@ def main(arguments: list[str]) -> None:
         command = [*shlex.split(launcher), sys.executable, "-m", "rollout_sglang.server", "--parent", str(_NO_PARENT), *arguments[2:]]
         os.execvp(command[0], command)
     os.umask(0o077)  # SGLang's processes talk over Unix sockets in the temporary folder
-    from parallel.transport.store import listening_store
     from rollout_sglang.hooks import registry
 
     registry.verify()
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
 
-    store = listening_store(arguments[3], _RENDEZVOUS_SECONDS)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the ranks find each other there; a store of their own would listen everywhere
+    store, meeting = _meet_ranks(arguments[2:])
+    key = os.environ.pop(process.API_KEY_VARIABLE)
     launch_server(
-        prepare_server_args([*arguments[2:], "--nccl-port", str(store.port), "--api-key", os.environ.pop(process.API_KEY_VARIABLE)]),
+        prepare_server_args([*arguments[2:], *meeting, "--api-key", key]),
         run_scheduler_process_func=run_scheduler,
         run_detokenizer_process_func=run_detokenizer,
     )
+    if store is None:
+        _wait_for_schedulers()
+
+
+def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
+    """Return the store in which the ranks find each other, to be kept, or None where another node has it, and SGLang's arguments for it."""
+    from parallel.transport.store import find_local_address, listening_store
+
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # a store of the ranks' own would listen everywhere
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--host")
+    parser.add_argument("--node-rank", type=int, default=0)
+    parser.add_argument("--dist-init-addr", default="")
+    options, _ = parser.parse_known_args(arguments)
+    if not options.dist_init_addr:
+        store = listening_store(options.host, _RENDEZVOUS_SECONDS)
+        return store, ["--nccl-port", str(store.port)]
+    # SGLang would wait for rank 0's word on SIGTERM, and the launcher's end must be this process's; see `_wait_for_schedulers`
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    host, _, port = options.dist_init_addr.rpartition(":")
+    address = find_local_address(host)
+    for name, entries in psutil.net_if_addrs().items():
+        if address in [entry.address for entry in entries]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    return listening_store(host, _RENDEZVOUS_SECONDS, int(port)) if options.node_rank == 0 else None, []
+
+
+def _wait_for_schedulers() -> None:
+    """Wait until one of this node's schedulers ends, then end this process, and so the others."""
+    multiprocessing.connection.wait([scheduler.sentinel for scheduler in multiprocessing.active_children()])
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -21,5 +21,13 @@ def require_single_interface(host: str) -> str:
     return host
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches `host`, a numeric address or localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
+
+
 Host = Annotated[str, AfterValidator(require_single_interface)]
 """A name or address of one interface."""

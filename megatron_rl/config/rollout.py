@@ -40,6 +40,8 @@ class RolloutConfig(ConfigSection):
     """Tensor parallel ranks of each engine."""
     ep: int = Field(1, ge=1)
     """Ranks among them that share the experts of a mixture-of-experts model; divides `tp`."""
+    nodes_per_engine: int = Field(1, ge=1)
+    """Nodes that the ranks of each engine lie over, as many on each; divides `tp` and the number of `hosts`. See docs/guides/slurm.md."""
     prompts_per_step: int = Field(32, ge=1)
     group_size: int = Field(8, ge=2)
     """Completions per prompt."""
@@ -71,7 +73,13 @@ class RolloutConfig(ConfigSection):
 
     @property
     def engines_per_node(self) -> int:
-        return self.engines // len(self.hosts)
+        """Engines that have ranks on a node."""
+        return self.engines * self.nodes_per_engine // len(self.hosts)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks that an engine has on each of its nodes."""
+        return self.tp // self.nodes_per_engine
 
     def to_sampling(self) -> SamplingParams:
         """Return how completions to train on are sampled."""
@@ -79,4 +87,4 @@ class RolloutConfig(ConfigSection):
         return SamplingParams(**{name: getattr(self, name) for name in names}, record_kept_tokens=self.top_k != -1)
 
     def to_layout(self) -> EngineLayout:
-        return EngineLayout(self.tp, self.ep, self.engines)
+        return EngineLayout(self.tp, self.ep, self.engines, self.nodes_per_engine)

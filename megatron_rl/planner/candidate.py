@@ -79,15 +79,18 @@ class Candidate:
     placement: Placement = "colocated"
     recompute: Recompute = "none"
     """What the backward pass recomputes: nothing, MLPs and experts (`selective`), or everything within a layer (`full`)."""
+    nodes_per_engine: int = 1
+    """An engine of several has all their GPUs."""
 
     @classmethod
     def from_config(cls, config: Config) -> Candidate:
         """Return the configured placement. Raise UserError for sizes that are no layout."""
-        return cls(config.train.layout.to_layout(), *config.rollout.to_layout(), config.placement.kind, config.train.recompute)
+        tp, ep, engines, nodes = config.rollout.to_layout()
+        return cls(config.train.layout.to_layout(), tp, ep, engines, config.placement.kind, config.train.recompute, nodes)
 
     @property
     def rollout(self) -> EngineLayout:
-        return EngineLayout(self.rollout_tp, self.rollout_ep, self.engines)
+        return EngineLayout(self.rollout_tp, self.rollout_ep, self.engines, self.nodes_per_engine)
 
     @property
     def colocated(self) -> bool:
@@ -149,6 +152,7 @@ class Candidate:
             fields["train.layout.etp"] = layout.etp
         fields |= {"train.recompute": self.recompute, "placement.kind": self.placement}
         fields |= {"rollout.tp": self.rollout_tp, "rollout.ep": self.rollout_ep, "rollout.engines": self.engines}
+        fields["rollout.nodes_per_engine"] = self.nodes_per_engine
         staleness = 0 if self.colocated else config.placement.max_staleness or 1  # generation goes on while the trainer trains
         fields["placement.max_staleness"] = staleness
         placement = config.placement.model_copy(update={"max_staleness": staleness})
@@ -164,5 +168,6 @@ class Candidate:
         return " ".join(words or ["one rank"])
 
     def describe_engines(self) -> str:
-        """Return the engines as in `4 x tp 8 ep 8`."""
-        return f"{self.engines} x tp {self.rollout_tp}" + (f" ep {self.rollout_ep}" if self.rollout_ep > 1 else "")
+        """Return the engines as in `4 x tp 16 ep 16 on 2 nodes each`; sizes of 1 are left out."""
+        ep = f" ep {self.rollout_ep}" if self.rollout_ep > 1 else ""
+        return f"{self.engines} x tp {self.rollout_tp}{ep}" + f" on {self.nodes_per_engine} nodes each" * (self.nodes_per_engine > 1)

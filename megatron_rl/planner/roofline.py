@@ -21,7 +21,9 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 COMPUTE_EFFICIENCY = 0.35
 """Share of the peak rate of dense products that training reaches. An assumption."""
 DECODE_ALL_REDUCE_LATENCY = 20e-6
-"""Seconds of one all-reduce of few tokens within an engine; two in every layer."""
+"""Seconds of one all-reduce of few tokens within an engine; two in every layer. An assumption."""
+NETWORK_ALL_REDUCE_LATENCY = 60e-6
+"""The same in an engine on several nodes, where the bytes take time too. An assumption."""
 
 
 def bubble_fraction(pp: int, vpp: int, micro_batches: int) -> float:
@@ -143,5 +145,8 @@ def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster,
     cache = running * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)
     linear, rest = count_flops_per_token(job)
     compute = running * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
-    all_reduces = 2 * job.model.layers * DECODE_ALL_REDUCE_LATENCY if candidate.rollout_tp > 1 else 0.0
-    return max((weights + cache) / (LINK_EFFICIENCY * cluster.gpu.hbm), compute) + all_reduces
+    all_reduce = DECODE_ALL_REDUCE_LATENCY if candidate.rollout_tp > 1 else 0.0
+    if candidate.nodes_per_engine > 1:
+        sums = running * job.model.hidden * job.high_bytes
+        all_reduce = NETWORK_ALL_REDUCE_LATENCY + _all_reduce_factor(candidate.rollout_tp) * sums / (LINK_EFFICIENCY * NETWORK_BANDWIDTH)
+    return max((weights + cache) / (LINK_EFFICIENCY * cluster.gpu.hbm), compute) + 2 * job.model.layers * all_reduce

@@ -2,11 +2,13 @@
 
 Colocated candidates use all GPUs for both sides; disaggregated ones give an eighth, a quarter, half or three quarters of them to engines.
 Tensor parallel sizes stay within a node; pipeline, expert and data parallel sizes are all that the rest allows, with one, two or four
-virtual stages. Context parallelism is tried where a sequence is longer than a micro-batch, full recomputation where nothing else fits.
+virtual stages. Context parallelism is tried where a sequence is longer than a micro-batch, full recomputation where nothing else fits, and
+engines over several nodes where no engine of one node fits.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -83,7 +85,8 @@ class Planner:
         tried, dropped = 0, Counter[str]()
         fitting: dict[tuple[Layout, Placement], CandidateEstimate] = {}
         closest: CandidateEstimate | None = None
-        for candidate in self._candidates():
+        passes = (self._candidates(nodes) for nodes in _powers(self.cluster.nodes) if not fitting)
+        for candidate in itertools.chain.from_iterable(passes):
             tried += 1
             try:
                 estimate = self.estimate(candidate)
@@ -113,20 +116,22 @@ class Planner:
                 return True
         return False
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self, nodes_per_engine: int) -> Iterator[Candidate]:
         total = self.cluster.gpus
         apart = sorted({total * eighths // 8 for eighths in _ENGINE_EIGHTHS})
         shares: list[tuple[Placement, int, int]] = [("colocated", total, total)]
         shares += [("disaggregated", total - engine_gpus, engine_gpus) for engine_gpus in apart]
         for placement, trainer_gpus, engine_gpus in shares:
-            for rollout in self._rollouts(engine_gpus):
+            for rollout in self._rollouts(engine_gpus, nodes_per_engine):
                 for layout in self._layouts(trainer_gpus):
-                    yield Candidate(layout, *rollout, placement)
+                    yield Candidate(layout, *rollout, placement, nodes_per_engine=nodes_per_engine)
 
-    def _rollouts(self, gpus: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (tp, ep, engines) that use these GPUs, no engine over two nodes."""
-        for tp in _powers(min(gpus, self.cluster.gpus_per_node)):
-            if gpus and gpus % tp == 0 and self.cluster.gpus_per_node % tp == 0:
+    def _rollouts(self, gpus: int, nodes_per_engine: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (tp, ep, engines) that use these GPUs: of an engine on one node, or on all GPUs of several."""
+        node = self.cluster.gpus_per_node
+        sizes = [tp for tp in _powers(node) if node % tp == 0] if nodes_per_engine == 1 else [node * nodes_per_engine]
+        for tp in sizes:
+            if gpus and gpus % tp == 0:
                 yield tp, 1, gpus // tp
                 if self.job.model.experts is not None and tp > 1:
                     yield tp, tp, gpus // tp

@@ -22,12 +22,23 @@ def ranks_are_those_of_the_layout(facts: Facts) -> None:
         raise UserError("train.layout", None, rule, f"start with torchrun --nproc-per-node {needed}, or change train.layout")
 
 
+@rule(Needs.ENGINE)
+def nodes_have_as_many_ranks_of_an_engine(facts: Facts) -> None:
+    tp, nodes = facts.engine.tp, facts.engine.nodes
+    if tp % nodes:
+        raise UserError("rollout.nodes_per_engine", nodes, f"must divide rollout.tp ({tp})", "change one of them")
+
+
 @rule(Needs.ENGINE | Needs.LAUNCH)
 def nodes_have_as_many_engines(facts: Facts) -> None:
-    engines, nodes = facts.engine.engines, facts.engine_nodes
-    if engines % nodes:
-        rule = f"must be a multiple of the nodes with engines ({nodes}), for each runs as many"
-        raise UserError("rollout.engines", engines, rule, f"use {-(-engines // nodes) * nodes}, or other nodes")
+    engines, nodes, per_engine = facts.engine.engines, facts.engine_nodes, facts.engine.nodes
+    if nodes % per_engine:
+        rule = f"must divide the number of nodes with engines ({nodes})"
+        raise UserError("rollout.nodes_per_engine", per_engine, rule, "change it, or give other nodes")
+    if engines % (groups := nodes // per_engine):
+        of = f" / rollout.nodes_per_engine = {nodes} / {per_engine}" if per_engine > 1 else f" ({nodes})"
+        rule = f"must be a multiple of the nodes with engines{of}, for each runs as many"
+        raise UserError("rollout.engines", engines, rule, f"use {-(-engines // groups) * groups}, or other nodes")
 
 
 @rule(Needs.MODEL)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from megatron_rl.config.hosts import is_loopback
 from megatron_rl.errors import UserError
 from megatron_rl.precision.backends import requirements
 from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.rollout.engine import find_engine_launcher
-from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, get_base_gpu_id, list_launchers, place_engine
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE, find_meeting_host, get_base_gpu_id, list_launchers, place_engine
 
 
 @rule(Needs.TRAINER | Needs.MACHINE)
@@ -26,19 +27,23 @@ def transport_works_here(facts: Facts) -> None:
 
 @rule(Needs.ENGINE | Needs.NODE)
 def engine_fits_on_a_node(facts: Facts) -> None:
-    tp, gpus = facts.engine.tp, facts.node_gpus
-    if 0 < gpus < tp:
-        raise UserError("rollout.tp", tp, f"is more than a node's {gpus} GPUs, and an engine has one node", "lower it")
+    tp, nodes, gpus = facts.engine.tp, facts.engine.nodes, facts.node_gpus
+    if 0 < gpus < tp // nodes:
+        rule = f"is more than {gpus} GPUs of a node * rollout.nodes_per_engine = {gpus * nodes}"
+        raise UserError("rollout.tp", tp, rule, "lower it, or raise rollout.nodes_per_engine")
+    if nodes > 1 and tp // nodes < gpus:
+        rule = f"leaves some of {gpus} GPUs of a node * rollout.nodes_per_engine = {gpus * nodes} unused"
+        raise UserError("rollout.tp", tp, rule, "raise it, or lower rollout.nodes_per_engine")
 
 
 @rule(Needs.ENGINE | Needs.NODE | Needs.MACHINE)
 def engines_fit_on_their_nodes(facts: Facts) -> None:
     """A node is assumed to be like this machine."""
     rollout, gpus = facts.config.rollout, facts.node_gpus
-    trainer_gpus = get_base_gpu_id(facts.config, place_engine(rollout, 0))
-    if 0 < gpus < trainer_gpus + rollout.engines_per_node * rollout.tp:
+    trainer_gpus = get_base_gpu_id(facts.config, place_engine(rollout, 0)[0])
+    if 0 < gpus < trainer_gpus + rollout.engines_per_node * rollout.ranks_per_node:
         share = f" / {len(rollout.hosts)} nodes" if len(rollout.hosts) > 1 else ""
-        needed = f"{rollout.engines_per_node} * {rollout.tp} GPUs of a machine (rollout.engines{share} * rollout.tp)"
+        needed = f"{rollout.engines_per_node} * {rollout.ranks_per_node} GPUs of a machine (rollout.engines{share} * rollout.tp)"
         beside = f" beside the trainer's {trainer_gpus}" if trainer_gpus else ""
         raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {gpus}", "lower one of them")
 
@@ -59,6 +64,15 @@ def nodes_have_launchers_of_their_own(facts: Facts) -> None:
         where = f"by {repeated[0]!r}" if repeated[0] else "on this machine"
         rule = f"starts the engines of two nodes {where}, on the same devices"
         raise UserError(LAUNCHER_VARIABLE, None, rule, "give it a line of its own for each of rollout.hosts")
+
+
+@rule(Needs.ENGINE | Needs.MACHINE)
+def nodes_of_an_engine_reach_its_first(facts: Facts) -> None:
+    rollout, host = facts.config.rollout, facts.config.sync.host
+    engines = (place_engine(rollout, number) for number in range(rollout.engines))
+    if any(is_loopback(find_meeting_host(engine, host)) and not is_loopback(node.host) for engine in engines for node in engine):
+        rule = f"is this machine alone, and an engine's ranks on {rollout.nodes_per_engine} nodes are to meet there"
+        raise UserError("sync.host", host, rule, "give the address by which other nodes reach this one")
 
 
 @rule(Needs.TRAINER | Needs.MACHINE)

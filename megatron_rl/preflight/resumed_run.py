@@ -16,8 +16,8 @@ from megatron_rl.preflight.rule import Facts, Needs, rule
 
 _CHANGEABLE_FIELDS = (
     "train.steps", "train.layout", "train.distributed_optimizer", "train.recompute", "rollout.engines", "rollout.tp", "rollout.ep",
-    "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout", "rollout.request_timeout",
-    "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
+    "rollout.nodes_per_engine", "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout",
+    "rollout.request_timeout", "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
     "data.eval_every", "eval", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
 )  # fmt: skip
 """Fields that may differ: they decide no number, or a notice says that they do (a layout changes the order of sums)."""

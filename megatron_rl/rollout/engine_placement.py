@@ -1,14 +1,17 @@
-"""Where each engine runs: its node, how it is started there, and its devices. Imports without torch.
+"""Where each engine runs: its nodes, how it is started there, and its devices. Imports without torch.
 
-Engines are spread evenly over the nodes of `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first.
+Engines are spread evenly over the nodes of `rollout.hosts`, in order: of four engines on two nodes, 0 and 1 run on the first. An engine of
+`rollout.nodes_per_engine` nodes has as many of its ranks on each: rank 0, and the HTTP server, on the first.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl.config import Config, RolloutConfig
+from megatron_rl.config.hosts import is_loopback
 
 LAUNCHER_VARIABLE = "MEGATRON_RL_ENGINE_LAUNCHER"
 """Command prefixes that start an engine on another machine, such as `srun --nodelist=node2`: one line for each of `rollout.hosts`, empty
@@ -18,7 +21,7 @@ folders as this machine."""
 
 @dataclass(frozen=True)
 class EnginePlacement:
-    """Where one engine runs."""
+    """Where an engine's ranks on one of its nodes run."""
 
     host: str = "127.0.0.1"
     """Address it listens on."""
@@ -26,21 +29,37 @@ class EnginePlacement:
     """Prefix of its command; empty on this machine."""
     index: int = 0
     """Its number among the engines of its node, which take the node's devices in order."""
+    node: int = 0
+    """The node's number among those of the engine."""
 
 
-def place_engine(rollout: RolloutConfig, number: int) -> EnginePlacement:
-    """Return the placement of engine `number`; a successor gets the same."""
-    node, index = divmod(number, rollout.engines_per_node)
-    launchers = list_launchers()
-    return EnginePlacement(rollout.hosts[node], launchers[node] if node < len(launchers) else "", index)
+def place_engine(rollout: RolloutConfig, number: int) -> list[EnginePlacement]:
+    """Return the placements of engine `number`, one for each of its nodes; a successor gets the same."""
+    group, index = divmod(number, rollout.engines_per_node)
+    first, launchers = group * rollout.nodes_per_engine, list_launchers()
+    launchers += [""] * (len(rollout.hosts) - len(launchers))
+    nodes = range(first, first + rollout.nodes_per_engine)
+    return [EnginePlacement(rollout.hosts[node], launchers[node], index, node - first) for node in nodes]
 
 
 def get_base_gpu_id(config: Config, placement: EnginePlacement) -> int:
-    """Return the first of the engine's `rollout.tp` devices on its node: after those of earlier engines, and after the trainer's if
-    the trainer is on this machine and does not share devices."""
+    """Return the first of the engine's devices on this node: after those of earlier engines, and after the trainer's if the trainer is on
+    this machine and does not share devices."""
     trainer_has_own = config.placement.kind == "disaggregated" and not placement.launcher
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)  # without torchrun there is one rank
-    return (ranks if trainer_has_own else 0) + placement.index * config.rollout.tp
+    return (ranks if trainer_has_own else 0) + placement.index * config.rollout.ranks_per_node
+
+
+def find_meeting_host(placements: Sequence[EnginePlacement], own_host: str) -> str:
+    """Return the address at which all ranks of an engine reach its first node. `own_host`: of this machine, for other nodes."""
+    first, *others = (placement.host for placement in placements)
+    return own_host if is_loopback(first) and not all(map(is_loopback, others)) else first
+
+
+def count_ranks_on_machine(rollout: RolloutConfig, placement: EnginePlacement) -> int:
+    """Return how many engine ranks share the cores of this node's machine. Nodes with loopback addresses are all this machine."""
+    loopbacks = sum(map(is_loopback, rollout.hosts))
+    return rollout.engines_per_node * rollout.ranks_per_node * (loopbacks if is_loopback(placement.host) else 1)
 
 
 def list_launchers() -> list[str]:

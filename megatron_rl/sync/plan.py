@@ -32,6 +32,6 @@ class SyncPlan:
         Raises GeometryError where the layouts do not fit the model or cut blocks, or where a row of a tensor exceeds `chunk_bytes`.
         """
         sources = build_trainer_shards(model, train, format_of=contract.format_of)
-        targets = build_engine_shards(model, *rollout)
+        targets = build_engine_shards(model, *rollout[:3])
         transfers = add_scale_transfers(reshard(sources, targets, contract.format_of))
         return cls(tuple(transfers), tuple(make_chunks(transfers, chunk_bytes)), targets, contract)

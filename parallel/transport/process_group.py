@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
 from parallel.transport import base, gloo_backend
-from parallel.transport.store import listening_store
+from parallel.transport.store import find_local_address, listening_store
 
 
 class Outbox(base.Outbox):
@@ -142,8 +142,7 @@ def _make_group(store: Any, rank: int, size: int, host: str, timeout: float, dev
         options._timeout = wait
         return dist.ProcessGroupNCCL(store, rank, size, options)
     gloo: Any = dist.ProcessGroupGloo
-    gloo_device = gloo.create_device(hostname=host) if host == "127.0.0.1" else gloo.create_default_device()
-    return gloo_backend.group(store, rank, size, wait, [gloo_device])
+    return gloo_backend.group(store, rank, size, wait, [gloo.create_device(hostname=find_local_address(host))])
 
 
 def _make_buffers(nbytes: int, device: torch.device) -> list[torch.Tensor]:

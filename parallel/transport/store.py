@@ -12,12 +12,21 @@ from datetime import timedelta
 import torch.distributed as dist
 
 
-def listening_store(host: str, seconds: float) -> dist.TCPStore:
-    """Start the store's server on a free port (`.port`) of `host`; `seconds` bounds its waits. Raise OSError if `host` cannot be bound."""
-    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+def listening_store(host: str, seconds: float, port: int = 0) -> dist.TCPStore:
+    """Start the store's server on a port of `host`, by default a free one (`.port`); `seconds` bounds its waits. Raise OSError if it cannot
+    be bound."""
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind(address)
         listener.listen()
         port, descriptor = listener.getsockname()[1], listener.detach()  # the store owns the socket from here on
     wait = timedelta(seconds=seconds)
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=descriptor)
+
+
+def find_local_address(host: str) -> str:
+    """Return this machine's address on the way to `host`; nothing is sent. Raise OSError if there is no way."""
+    family, *_, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as datagram:
+        datagram.connect(address)
+        return datagram.getsockname()[0]

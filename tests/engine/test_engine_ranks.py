@@ -7,6 +7,7 @@ import pytest
 from support import trainer_engine, transformers_reference
 from support.models import FP8, random_sequences
 from support.processes import World
+from support.trainer_engine import TWO_NODES
 
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
@@ -38,18 +39,18 @@ def assert_same_logprobs(world, folder, transformers_side, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind, layout, tp, ep, empty",
+    "kind, layout, rollout, transport, empty",
     [
-        ("qwen3_moe", Layout(ep=2, dp=2), 2, 2, True),
-        ("deepseek_v3", Layout(), 1, 1, True),
-        ("llama", Layout(cp=2), 1, 1, False),
-        pytest.param("qwen3", Layout(pp=2, vpp=2), 2, 1, False, marks=pytest.mark.long),
-        pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), 2, 1, False, marks=pytest.mark.long),
+        ("qwen3_moe", Layout(ep=2, dp=2), {**TWO_NODES, "ep": 2}, "process_group", True),
+        ("deepseek_v3", Layout(), {}, "shared_memory", True),
+        ("llama", Layout(cp=2), {}, "shared_memory", False),
+        pytest.param("qwen3", Layout(pp=2, vpp=2), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", Layout(tp=2, ep=2, etp=1), {"tp": 2}, "shared_memory", False, marks=pytest.mark.long),
     ],
 )
-def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout, tp, ep, empty, transformers_side, tmp_path):
+def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout, rollout, transport, empty, transformers_side, tmp_path):
     with World(layout.world_size, tmp_path / "world") as world:
-        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, tp, ep, empty)
+        world.call(trainer_engine.start_architecture, kind, tmp_path, FP8, layout, rollout, empty)
         world.call(trainer_engine.check_live)
         if empty:
             with pytest.raises(RunError, match="the engine has no weights yet: it serves nothing before the first proved sync"):
@@ -59,10 +60,10 @@ def test_an_engine_that_is_empty_or_has_loaded_is_filled_by_a_sync(kind, layout,
         world.call(trainer_engine.change_weights, kind, 1)
         with pytest.raises(RunError, match="the sync is not proved"):
             world.call(trainer_engine.prove)
-        report = world.call(trainer_engine.sync, 1)[0]
+        report = world.call(trainer_engine.sync, 1, 1 << 20, {"transport": transport})[0]
         assert report["proved"] == report["tensors"] >= LEAST
         assert world.call(trainer_engine.prove)[0] == report["proved"]
         # for MLA this holds too that w_kc and w_vc are made anew from the kv_b_proj that was written
         assert_same_logprobs(world, tmp_path, transformers_side, 1)
         world.call(trainer_engine.change_weights, kind, 2)
-        assert world.call(trainer_engine.sync, 2, 1 << 20, {"staged": True})[0]["proved"] == report["proved"]
+        assert world.call(trainer_engine.sync, 2, 1 << 20, {"transport": transport, "staged": True})[0]["proved"] == report["proved"]

@@ -40,7 +40,7 @@ def count_tensors(family: str, precision: dict[str, str]) -> int:
 )
 def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
     with World(1, tmp_path / "world") as world:
-        world.call(trainer_engine.start_architecture, family, tmp_path, MODES[mode], Layout(), 1, 1, True)
+        world.call(trainer_engine.start_architecture, family, tmp_path, MODES[mode], Layout(), {}, True)
         world.call(trainer_engine.check_live)
         differences, training, rollout = world.call(trainer_engine.compare_graphs)[0]
         assert differences == [] and set(rollout.edges) == set(training.select_forward().edges)

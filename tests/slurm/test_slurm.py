@@ -130,6 +130,16 @@ def test_every_node_of_a_colocated_job_has_engines(stand_in):
     assert_engines(job, ["node1", "node1", "node2", "node2"])
 
 
+def test_an_engine_over_two_nodes_has_a_process_on_each(stand_in):
+    over_two = ("--model.path=model", "--rollout.tp=2", "--rollout.nodes_per_engine=2")
+    job = stand_in("engines", arguments=over_two, PYTHONPATH=f"{ROOT}:{ROOT}/tests")
+    assert job.wait(1200) == "COMPLETED 0", job.texts()
+    reports = [read_report(job.folder / name) for name in ("engine.log", "engine.node1.log")]
+    assert [(report["node"], report["rank"]) for report in reports] == [("node1", "0"), ("node2", "1")]
+    assert len({report["meeting"] for report in reports}) == 1 and reports[0]["meeting"].startswith("127.0.0.1:")
+    assert_nothing_is_left(job.folder)
+
+
 def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
     named = {"script": DISAGGREGATED, "nodes": 3, "ENGINE_NODES": "2", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     job = stand_in("engines", arguments=FOUR_ENGINES, **named)
@@ -140,10 +150,13 @@ def test_the_last_nodes_of_a_disaggregated_job_are_the_engines(stand_in):
     assert_engines(job, ["node2", "node2", "node3", "node3"])
 
 
+def read_report(log: Path) -> dict[str, Any]:
+    return json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))
+
+
 def assert_engines(job: Job, nodes: list[str]) -> None:
     """Engines 0, 1, ... reported these nodes and counted their devices node by node. `support.slurm_trainer` has seen them end."""
-    logs = [(job.folder / f"engine{number}.log").read_text().splitlines() for number in range(len(nodes))]
-    reports = [json.loads(next(line for line in log if line.startswith("{"))) for log in logs]
+    reports = [read_report(job.folder / f"engine{number}.log") for number in range(len(nodes))]
     assert [(report["node"], report["host"]) for report in reports] == [(node, "127.0.0.1") for node in nodes]
     cores = os.cpu_count() or 1
     assert [report["cores"] for report in reports] == [str(nodes[:number].count(node) % cores) for number, node in enumerate(nodes)]
@@ -212,7 +225,7 @@ def quickstart(cluster: Cluster, folder: Path, changes: dict[str, object], scrip
 
 
 def stopped_and_started_again(cluster: Cluster, folder: Path) -> Job:
-    job = quickstart(cluster, folder, {"rollout.hosts": '["127.0.0.1"]'}, COLOCATED)  # one engine, on the first node
+    job = quickstart(cluster, folder, {"rollout.tp": 2, "rollout.nodes_per_engine": 2}, COLOCATED)  # one engine, on both nodes
     run = folder / "runs" / "small" / "latest"
     until(lambda: len(rows(run)) >= 2 or job.state()["JobState"] == "FAILED", 1500, f"the first step\n{job.texts()}")
     cluster.run("scancel", "--batch", "--signal=USR1", job.id)

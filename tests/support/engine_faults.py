@@ -30,8 +30,8 @@ Faults = dict[int, str]
 
 
 def engine_family(engines: EnginePool, number: int) -> list[psutil.Process]:
-    """An engine's server and what runs below it."""
-    return family(engines.replicas[number].engine.process.pid)
+    """An engine's servers and what runs below them, that of its first node first."""
+    return [process for pid in engines.replicas[number].engine.process.pids for process in family(pid)]
 
 
 def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
@@ -70,6 +70,15 @@ def _kill(engines: EnginePool, number: int) -> None:
     engine_family(engines, number)[0].kill()
 
 
+def _kill_last_node(engines: EnginePool, number: int) -> None:
+    psutil.Process(engines.replicas[number].engine.process.pids[-1]).kill()
+
+
+def _hang_last_node(engines: EnginePool, number: int) -> None:
+    for process in family(engines.replicas[number].engine.process.pids[-1]):
+        process.suspend()
+
+
 def _hang(engines: EnginePool, number: int) -> None:
     """Every process of the engine stands still."""
     for process in engine_family(engines, number):
@@ -85,7 +94,13 @@ def _cut_requests(engines: EnginePool, number: int) -> None:
                 client.shutdown(socket.SHUT_RDWR)
 
 
-_FAULTS: dict[str, Callable[[EnginePool, int], None]] = {"kill": _kill, "hang": _hang, "cut requests": _cut_requests}
+_FAULTS: dict[str, Callable[[EnginePool, int], None]] = {
+    "kill": _kill,
+    "kill last node": _kill_last_node,
+    "hang": _hang,
+    "hang last node": _hang_last_node,
+    "cut requests": _cut_requests,
+}
 
 
 def fail_to_start(model: Path, folder: Path, start_timeout: float, *arguments: str) -> tuple[str, str]:

@@ -42,7 +42,7 @@ from parallel.shards import Shard
 from rollout_sglang import rank_handler
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import LaunchedServer
-from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess
+from rollout_sglang.process import API_KEY_VARIABLE, EngineProcess, EngineProcesses
 from rollout_sglang.server import die_with_parent
 from support.engine_faults import Faults, engine_family, strike_while
 from support.engine_faults import sync_through as strike_in_sync
@@ -164,7 +164,7 @@ class LightStart:
         port, key = free_port(), secrets.token_hex(24)
         environment = {API_KEY_VARIABLE: key, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
         log = self.folder / f"engine{self.number}.log"
-        process = EngineProcess(["127.0.0.1", str(port)], environment, log, "support.fake_engine")
+        process = EngineProcesses([EngineProcess(["127.0.0.1", str(port)], environment, log, "support.fake_engine")])
         return LaunchedServer(process, f"http://127.0.0.1:{port}", key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import string
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.precision.graph.graph import PrecisionGraph
+from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
 from megatron_rl.rollout.engine_pool import EnginePool, start_engines
 from megatron_rl.rollout.environment_pool import EnvironmentPool
 from megatron_rl.rollout.environments.base import Message
@@ -51,6 +53,8 @@ from support.trainer import start as start_trainer
 
 MIB = 1 << 20
 _SMALL_BUCKET = 64 << 10
+TWO_NODES = {"tp": 2, "nodes_per_engine": 2, "hosts": ("127.0.0.2", "127.0.0.1")}
+"""An engine whose two ranks lie on two addresses of this machine, the first of them behind a launcher."""
 ROLLOUT = {"max_running_requests": 16, "max_total_tokens": 1 << 16, "request_timeout": 600.0, "start_timeout": 800.0}
 """The cache takes 64 MiB for each of keys and values of a layer, so that one can see whether it is there."""
 
@@ -74,6 +78,8 @@ class TrainerAndEngines:
         self.trainer = Trainer(checkpoint, precision, {"learning_rate": 3e-3}, layout=layout)
         sections = {**(sections or {})}
         sections["rollout"] = {**ROLLOUT, **sections.get("rollout", {})}
+        if sections["rollout"].get("hosts") == TWO_NODES["hosts"]:
+            os.environ[LAUNCHER_VARIABLE] = "env\n"
         self.config = Config.model_validate({"model": {"path": checkpoint}, "precision": precision, **sections})
         self.start_engines(engine_model)
 
@@ -150,11 +156,11 @@ def start(*args: Any) -> None:
         sync(0)
 
 
-def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, tp: int, ep: int, empty: bool) -> None:
-    """Bring up a model of an architecture, of random weights of seed 0, and engines of `tp` and `ep`, which load it too or are empty."""
+def start_architecture(kind: str, folder: Path, precision: dict[str, Any], layout: Layout, rollout: dict[str, Any], empty: bool) -> None:
+    """Bring up a model of an architecture, of random weights of seed 0, and engines of these settings, which load it too or are empty."""
     start_trainer(layout)
     model = _write_architecture(kind, folder / "model", precision, layout, seed=0)
-    sections = {"rollout": {"tp": tp, "ep": ep, "max_total_tokens": 4096}}
+    sections = {"rollout": {"max_total_tokens": 4096, **rollout}}
     _current[:] = [TrainerAndEngines(model, folder, precision, sections, layout, None if empty else model)]
 
 
@@ -245,9 +251,9 @@ def generate_with_faults(faults: Faults, version: int, prompts: list[list[int]],
         return strike_while(lambda: generate_seeded(prompts, tokens), current().engines, weight_sync, version, faults)
 
 
-def sync_with_faults(faults: Faults, version: int) -> dict[str, Any]:
+def sync_with_faults(faults: Faults, version: int, settings: dict[str, Any] | None = None) -> dict[str, Any]:
     """A sync with faults; see `support.engine_faults.sync_through`."""
-    with current().recovering_sync(_SMALL_BUCKET) as weight_sync:
+    with current().recovering_sync(_SMALL_BUCKET, settings) as weight_sync:
         return sync_through(current().rank0_engines, weight_sync, version, faults)
 
 

@@ -55,7 +55,7 @@ def time_batch(engines: list[SGLangEngine], prompts: list[list[int]], tokens: in
 
 def count_cpu_seconds(engines: list[SGLangEngine]) -> float:
     """Return the processor seconds that the engines' processes have used."""
-    servers = [psutil.Process(engine.process.pid) for engine in engines]
+    servers = [psutil.Process(pid) for engine in engines for pid in engine.process.pids]
     processes = [process for server in servers for process in (server, *server.children(recursive=True))]
     return sum(sum(process.cpu_times()[:2]) for process in processes)
 

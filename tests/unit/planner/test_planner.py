@@ -187,6 +187,19 @@ def test_the_search_ranks_what_fits_and_says_why():
     assert explain_rank(results.ranked[1], results.ranked[0])[0] == "+"
 
 
+def test_an_engine_takes_several_nodes_where_one_cannot_hold_it():
+    """A cache of 88 GB beside the weights, in nodes of one GPU each."""
+    workload, cluster = job(rollout={"max_total_tokens": 600_000}), Cluster.from_options(8, 1, "h100")
+    best = Planner(workload, cluster).search(1).ranked[0].candidate
+    assert (best.rollout_tp, best.nodes_per_engine) == (2, 2) and best.describe_engines() == f"{best.engines} x tp 2 on 2 nodes each"
+    suggested = best.overrides(workload.config)
+    assert {"--rollout.tp=2", "--rollout.nodes_per_engine=2", f"--rollout.engines={best.engines}"} <= set(suggested)
+    apart = replace(best, nodes_per_engine=1)  # as if both GPUs were in one node
+    assert roofline.estimate_generation(workload, best, cluster) > roofline.estimate_generation(workload, apart, cluster)
+    small = Planner(job(), cluster).search(1).ranked[0].candidate
+    assert (small.rollout_tp, small.nodes_per_engine) == (1, 1)
+
+
 def test_alignment_names_what_is_cut():
     cut = Candidate(Layout(tp=4, etp=4), 8)  # 768 / 4 = 192 rows of an expert
     rows = {row.name: row for row in block_alignment.check_alignment(job("Qwen3-30B-A3B"), cut) if row.cut}
@@ -236,6 +249,8 @@ def test_what_is_suggested_passes_the_rules_of_train(overrides, placement):
         (Candidate(Layout(tp=8, dp=4), 8, 1, 4), 4, ""),
         (Candidate(Layout(tp=4), 4, 1, 1), 1, ""),
         (Candidate(Layout(tp=8, dp=2), 8, 1, 1), 2, "rollout.engines = 1: must be a multiple of the nodes with engines (2)"),
+        (Candidate(Layout(tp=8, dp=4), 16, 1, 2, nodes_per_engine=2), 4, ""),
+        (Candidate(Layout(tp=8), 16, 1, 1, "disaggregated", nodes_per_engine=2), 3, ""),
         (Candidate(Layout(tp=4, dp=3), 4, 1, 2), 2, "train.layout: needs 12 ranks (tp * cp * pp * dp), this launch has 16; "),
         (Candidate(Layout(tp=8), 8, 1, 3, "disaggregated"), 4, ""),
         (Candidate(Layout(tp=8), 4, 1, 3, "disaggregated"), 3, "rollout.engines = 3: must be a multiple of the nodes with engines (2)"),
@@ -289,7 +304,7 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
         (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)", True),
         (["--train.layout.tp=8", "--train.layout.dp=2"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8", True),
         (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 173.9 GiB of a GPU in phase train, of which 75.7 may", True),
-        (["--rollout.tp=16"], "rollout.tp = 16: is more than a node's 8 GPUs", True),
+        (["--rollout.tp=16"], "rollout.tp = 16: is more than 8 GPUs of a node * rollout.nodes_per_engine = 8", True),
     ],
 )
 def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there_is_one(options, line, best):

@@ -180,6 +180,18 @@ MISTAKES = [
         layout("tp=2"),
     ),
     Mistake(
+        layouts.nodes_have_as_many_ranks_of_an_engine,
+        "train eval plan",
+        "rollout.nodes_per_engine = 2: must divide rollout.tp (1); change one of them",
+        ("--rollout.nodes_per_engine=2",),
+    ),
+    Mistake(
+        layouts.nodes_have_as_many_engines,
+        "train eval",
+        "rollout.nodes_per_engine = 2: must divide the number of nodes with engines (1); change it, or give other nodes",
+        ("--rollout.nodes_per_engine=2", "--rollout.tp=2"),
+    ),
+    Mistake(
         layouts.nodes_have_as_many_engines,
         "train eval",
         "rollout.engines = 3: must be a multiple of the nodes with engines (2), for each runs as many; use 4, or other nodes",
@@ -295,9 +307,16 @@ MISTAKES = [
     Mistake(
         machine.engine_fits_on_a_node,
         "train eval plan",
-        "rollout.tp = 2: is more than a node's 1 GPUs, and an engine has one node; lower it",
+        "rollout.tp = 2: is more than 1 GPUs of a node * rollout.nodes_per_engine = 1; lower it, or raise rollout.nodes_per_engine",
         ("--rollout.tp=2", GLOO),
         gpus=1,
+    ),
+    Mistake(
+        machine.engine_fits_on_a_node,
+        "train eval plan",
+        "rollout.tp = 2: leaves some of 2 GPUs of a node * rollout.nodes_per_engine = 4 unused; raise it, or lower",
+        ("--rollout.tp=2", "--rollout.nodes_per_engine=2", '--rollout.hosts=["10.0.0.5", "10.0.0.6"]', GLOO),
+        gpus=2,
     ),
     Mistake(
         machine.engines_fit_on_their_nodes,
@@ -324,6 +343,13 @@ MISTAKES = [
         f"{LAUNCHER_VARIABLE}: starts the engines of two nodes by 'srun a', on the same devices; give it a line of its own for each",
         TWO_HOSTS,
         launchers="srun a\nsrun a",
+    ),
+    Mistake(
+        machine.nodes_of_an_engine_reach_its_first,
+        "train eval",
+        "sync.host = '127.0.0.1': is this machine alone, and an engine's ranks on 2 nodes are to meet there; give the address by which",
+        ('--rollout.hosts=["127.0.0.1", "10.0.0.6"]', "--rollout.nodes_per_engine=2", "--rollout.tp=2"),
+        launchers="\nsrun b",
     ),
     Mistake(
         machine.transport_reaches_the_engines,
