@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from megatron_rl.errors import MegatronRLError, RunError
+from megatron_rl.errors import MegatronRLError, RunError, as_run_error
 
 _LONGEST_WAIT = datetime.timedelta(hours=1)
 """Of a rank for what rank 0 does before the start."""
@@ -46,6 +46,16 @@ def run_on_rank0(call: Callable[[], T]) -> T:
     if isinstance(outcome[1], MegatronRLError):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+def write_on_rank0(work: Callable[[], T]) -> T:
+    """`run_on_rank0` of what touches the disk: its OSError becomes a RunError. Collective."""
+
+    def attempt() -> T:
+        with as_run_error():
+            return work()
+
+    return run_on_rank0(attempt)
 
 
 def share_before_start(key: str, call: Callable[[], T], store: dist.Store | None = None) -> T:

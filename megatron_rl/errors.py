@@ -51,6 +51,15 @@ class EngineLostError(RunError):
 
 
 @contextmanager
+def as_run_error() -> Iterator[None]:
+    """Turn an OSError, such as that of a full disk, into a RunError."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{error.strerror or error} ({error.filename})") from None
+
+
+@contextmanager
 def as_user_error() -> Iterator[None]:
     """Turn an InputError of `parallel` into a UserError."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from examples.arithmetic.task import Arithmetic, write_demonstration
 from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.data.prompt_template import make_prompt_formatter
-from megatron_rl.distributed import run_on_rank0
+from megatron_rl.distributed import is_rank0, run_on_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.mcore.actor import TOTAL_LOSS, Actor
-from megatron_rl.mcore.export import save_hf
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.export import convert
+from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
@@ -43,15 +45,19 @@ def train_and_save(config: DemoConfig, layout: Layout, levels: tuple[int, ...], 
         if not torch.cuda.is_available():
             torch.set_num_threads(count_threads(layout.world_size))
         hf_config = read_config(start)
-        shards = build_rank_shards(hf_config, layout)
         model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision), config.train)
-        load_checkpoint(model, start, shards)
+        load_checkpoint(model, start, build_rank_shards(hf_config, layout))
         warm = config.warm_start
         actor = Actor(model, config.train, temperature=1.0)
         actor.learning_rate = lambda done: warm.learning_rate * min(1, (done + 1) / min(20, warm.steps)) * (1 - done / warm.steps)
         _train(config, actor, load_tokenizer(start), levels, notify)
-        masters = PrecisionContract.from_config(config.precision.model_copy(update=_MASTERS))
-        save_hf(target, collect_named_tensors(model, shards, masters), hf_config, layout, masters, start)
+        trained = target.with_name(f".{target.name}.trained")
+        CheckpointWriter(trained, model, hf_config, start, {"precision": config.precision.model_dump(mode="json")}).finish()
+        try:
+            convert(trained, target, _MASTERS)
+        finally:
+            if is_rank0():
+                shutil.rmtree(trained)
     finally:
         stop_megatron()
 

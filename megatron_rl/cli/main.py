@@ -144,7 +144,7 @@ def export(
     expert_tensor_parallel: Annotated[int | None, typer.Option(min=1, help="Also of each expert; default: the same.")] = None,
 ) -> None:
     """Write a run's checkpoint, or a Hugging Face one in the other precision, as a Hugging Face checkpoint. With --align its matrices are
-    wider, and compute the same."""
+    wider, and compute the same. Ranks under torchrun share the work."""
     with expected_errors():
         if align is None and (tensor_parallel, expert_tensor_parallel) != (1, None):
             raise UserError("--tensor-parallel", tensor_parallel, "says for how many ranks --align widens", "add --align 128")
@@ -153,7 +153,8 @@ def export(
 
         alignment = Alignment(align, tensor_parallel, expert_tensor_parallel or 0) if align else None
         export_checkpoint(checkpoint, output, precision, alignment)
-        print(f"checkpoint: {output}")
+        if _rank("RANK") == 0:
+            print(f"checkpoint: {output}")
 
 
 @app.command()

@@ -16,8 +16,8 @@ from megatron_rl.errors import UserError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import pin_hub_model
 from megatron_rl.hf.read import find_checkpoint_format
-from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
-from megatron_rl.mcore.export import convert, save_hf
+from megatron_rl.mcore.checkpoint.load import read_state
+from megatron_rl.mcore.export import convert
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import EVAL_MODEL, Facts, Needs, check
 from megatron_rl.sync.plan import SyncPlan
@@ -47,21 +47,10 @@ class EvalCheckpoint:
         return parents[1] if self.step is not None and parents[0].name == "checkpoints" and (parents[1] / "run.json").is_file() else None
 
     def prepare(self, config: Config, temporary: Path) -> Path:
-        """Return the folder for the engine: the checkpoint's own, or `temporary`, made from it (by Megatron for a run's)."""
-        contract = self.plan.contract
+        """Return the folder for the engine: the checkpoint's own, or `temporary`, made from it."""
         if self.loads_directly:
             return self.folder
-        if self.step is None:
-            convert(self.folder, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
-            return temporary
-        from megatron_rl.mcore.load_weights import collect_named_tensors
-        from megatron_rl.mcore.model import stop_megatron
-
-        try:
-            model, shards, _, hf_config = load_in_one_process(self.folder)
-            save_hf(temporary, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, self.tokenizer)
-        finally:
-            stop_megatron()
+        convert(self.folder, temporary, config.precision.model_dump(include={"mode", "high", "scale_format"}))
         return temporary
 
 

@@ -16,7 +16,7 @@ heads, of MLA's latent vectors) share that eps: there it is changed by the same 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -94,8 +94,11 @@ def is_scaled(tensor: HFTensor, wide: ModelGeometry) -> bool:
     return tensor.role == "norm" and tensor.rows != wide.tensors()[tensor.name].rows
 
 
-def widen(read: Callable[[Region], torch.Tensor], model: ModelGeometry, wide: ModelGeometry) -> Iterator[tuple[HFTensor, torch.Tensor]]:
-    """Yield the tensors of `wide` one after the other, with those of `model`: [rows, cols], or [rows] for a vector, in their dtype.
+def widen(
+    read: Callable[[Region], torch.Tensor], model: ModelGeometry, wide: ModelGeometry, names: Iterable[str] | None = None
+) -> Iterator[tuple[HFTensor, torch.Tensor]]:
+    """Yield the tensors of `wide`, all or those of `names`, one after the other, with those of `model`: [rows, cols], or [rows] for a
+    vector, in their dtype.
 
     Scaled weights of norms are float32. `read` returns a region of a tensor of `model`.
     """
@@ -104,8 +107,8 @@ def widen(read: Callable[[Region], torch.Tensor], model: ModelGeometry, wide: Mo
         for narrow_weight, wide_weight in zip(narrow_part, wide_part, strict=True):
             for piece, place in zip(narrow_weight.pieces, wide_weight.pieces, strict=True):
                 pieces.setdefault(place.tensor.name, {})[place] = piece
-    for name, places in pieces.items():
-        tensor, result = wide.tensors()[name], None
+    for name in pieces if names is None else names:
+        tensor, places, result = wide.tensors()[name], pieces[name], None
         for place, piece in places.items():
             value = read(piece)
             if is_scaled(piece.tensor, wide):

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,9 @@ from megatron_rl.precision.contract import PrecisionContract
 
 if TYPE_CHECKING:
     import torch
+
+FILE_BYTES = 1 << 30
+"""Of a safetensors file, where its tensors are not larger: what a rank holds while it writes."""
 
 
 @contextmanager
@@ -48,45 +51,48 @@ def write_all_but_weights(folder: Path, config: Mapping[str, Any], tokenizer_fro
 
 
 def write_checkpoint(
-    folder: Path,
-    config: dict[str, Any],
-    tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-    tokenizer_from: Path | None,
-    file_bytes: int = 5 << 30,
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], tokenizer_from: Path | None, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write the weights into an existing folder, and what `write_all_but_weights` does.
-
-    `tensors` by name, or pairs that are made one by one: of those no more than `file_bytes` and one tensor are in memory. More bytes than
-    that are written as several files with an index.
-    """
+    """Write tensors, by name, into an existing folder, and what `write_all_but_weights` does."""
     write_all_but_weights(folder, config, tokenizer_from)
-    _write_tensors(folder, tensors.items() if isinstance(tensors, Mapping) else tensors, file_bytes)
+    files = cut_into_files({name: tensor.nbytes for name, tensor in tensors.items()}, file_bytes)
+    numbered = ((folder / name_file(number, len(files)), names) for number, names in enumerate(files))
+    write_index(folder, [write_file(path, {name: tensors[name] for name in names}) for path, names in numbered])
 
 
-def _write_tensors(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], file_bytes: int) -> None:
-    files: list[list[str]] = []
-    part: dict[str, torch.Tensor] = {}
-    size = total = 0
+def cut_into_files(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> list[list[str]]:
+    """Return the names of each file's tensors, in the order of `sizes` (bytes by name). A file has at most `file_bytes`, or one tensor."""
+    files: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if files[-1] and total + size > file_bytes:
+            files.append([])
+            total = 0
+        files[-1].append(name)
+        total += size
+    return files
 
-    def write_part() -> None:
-        from safetensors.torch import save_file
 
-        save_file(part, folder / f"{len(files)}.part", metadata={"format": "pt"})
-        files.append(list(part))
-        part.clear()
+def name_file(number: int, count: int) -> str:
+    """Return the name of the `number`-th of `count` files."""
+    return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > file_bytes:
-            write_part()
-            size = 0
-        part[name] = tensor.contiguous()
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    write_part()
-    file_of = {}
-    for number, names in enumerate(files):
-        file = SINGLE if len(files) == 1 else f"model-{number + 1:05}-of-{len(files):05}.safetensors"
-        (folder / f"{number}.part").rename(folder / file)
-        file_of.update(dict.fromkeys(names, file))
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Write one safetensors file and return its tensors' bytes by name. Raise OSError, naming it, where the disk refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(None, str(error), str(path)) from None
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
+
+
+def write_index(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
+    """Write the index of several files, given the bytes of their tensors by name."""
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        weight_map = {name: name_file(number, len(files)) for number, sizes in enumerate(files) for name in sizes}
+        index = {"metadata": {"total_size": sum(sum(sizes.values()) for sizes in files)}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

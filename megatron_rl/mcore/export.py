@@ -1,154 +1,187 @@
-"""Hugging Face checkpoints from a Megatron model: BF16 or FP32 masters, or the very quantised bytes that the engine gets. Also from
-another Hugging Face checkpoint, in another precision. Either with the wider matrices of `hf.align`.
+"""Hugging Face checkpoints from a run's checkpoint or from another one: in BF16 or FP32, or the very quantised bytes that the engine gets;
+with the wider matrices of `hf.align` where asked for.
 
-The same geometry as the sync: the checkpoint is one more target layout, every tensor whole, on rank 0.
+Both sources are read, and the result is written, file by file of at most `FILE_BYTES`: no process ever holds more than a file and the
+parameter that it is made of. Ranks under torchrun share the files; what a file holds depends on the model alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.errors import UserError, as_user_error
+from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, run_on_rank0, write_on_rank0
+from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.hub import fetch_model
 from megatron_rl.hf.read import HFCheckpoint
-from megatron_rl.hf.write import atomic_folder, describe_weights, write_checkpoint
+from megatron_rl.hf.write import (
+    FILE_BYTES,
+    atomic_folder,
+    cut_into_files,
+    describe_weights,
+    name_file,
+    write_all_but_weights,
+    write_file,
+    write_index,
+)  # fmt: skip
+from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
+from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
-from parallel.digest import make_stored_tensors, view_rect
-from parallel.formats import MODES, FormatOf
-from parallel.layout import Layout
-from parallel.megatron_shards import build_trainer_shards
+from parallel.formats import MODES
 from parallel.model_geometry import ModelGeometry
-from parallel.reshard import Transfer, add_scale_transfers, reshard
-
-NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+from parallel.shards import HFTensor, Region
 
 
-def gather_tensors(
-    named_tensors: dict[str, torch.Tensor], model: ModelGeometry, layout: Layout, format_of: FormatOf
-) -> dict[str, torch.Tensor]:
-    """Collect the checkpoint's tensors on rank 0 and return them, an empty dict elsewhere; collective. Quantised roles come as bytes and
-    scales.
+class _Source(NamedTuple):
+    """What is exported, and as what."""
 
-    `named_tensors` is this rank's `mcore.load_weights.collect_named_tensors`; what is not quantised is cast to the dtype of its format.
-    """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sources = build_trainer_shards(model, layout, format_of=format_of)
-    checkpoint_shards = model.build_checkpoint_shards()
-    own: list[tuple[Transfer, torch.Tensor]] = []
-    for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
-        if transfer.source_rank == rank:
-            values = view_rect(named_tensors[transfer.source], transfer.source_rect).contiguous()
-            own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
-    gathered: list[Any] | None = [None] * world if rank == 0 else None
-    dist.gather_object(own, gathered)
-    if gathered is None:
-        return {}
-    tensors = make_stored_tensors(checkpoint_shards, format_of)
-    for transfer, values in (pair for pairs in gathered for pair in pairs):
-        target = view_rect(tensors[transfer.target], transfer.target_rect)
-        target.copy_(values.view(target.dtype) if values.itemsize == 1 else values)
-    return tensors
-
-
-def save_hf(
-    folder: Path,
-    named_tensors: dict[str, torch.Tensor],
-    hf_config: dict[str, Any],
-    layout: Layout,
-    contract: PrecisionContract,
-    tokenizer: Path,
-    wide_config: dict[str, Any] | None = None,
-) -> None:
-    """Write a whole Hugging Face checkpoint folder from all ranks' tensors; collective, rank 0 writes.
-
-    Quantised where the engine is (with `quantization_config`), else every tensor in `contract.high`. `wide_config`: of the wider model that
-    is written, of tensors that are not quantised.
-    """
-    model = ModelGeometry.from_hf_config(hf_config)
-    tensors = gather_tensors(named_tensors, model, layout, contract.format_of)
-    if tensors and wide_config is None:
-        _write(folder, hf_config, tensors, contract, tokenizer)
-    elif tensors and wide_config is not None:
-        wide = widen(
-            lambda region: view_rect(tensors[region.tensor.name], region.tensor_rect), model, ModelGeometry.from_hf_config(wide_config)
-        )
-        _write(folder, wide_config, ((tensor.name, value) for tensor, value in wide), contract, tokenizer)
-    dist.barrier()
-
-
-def _write(folder: Path, hf_config: dict[str, Any], tensors: NamedTensors, contract: PrecisionContract, tokenizer: Path) -> None:
-    with atomic_folder(folder) as temporary:
-        write_checkpoint(temporary, describe_weights(hf_config, contract), tensors, tokenizer)
+    description: Path
+    """The folder with config.json and tokenizer."""
+    hf_config: dict[str, Any]
+    read_values: Callable[[Region], torch.Tensor]
+    contract: PrecisionContract
+    """Of the result."""
+    keeps_fp32_norms: bool
+    """A BF16 checkpoint's norms in FP32 stay so: they were scaled for wider matrices."""
 
 
 def export_checkpoint(checkpoint: Path, output: Path, precision: str, alignment: Alignment | None = None) -> None:
     """Run the command `export`: a run's checkpoint, or a Hugging Face one, to a Hugging Face folder in `precision`: "bf16", "fp8", "int8".
+    Started by torchrun, every rank calls it.
 
-    A run's weights are quantised as its sync does; everything else keeps the run's high-precision dtype. With `alignment` the model gets
-    wider matrices first (`hf.align`). For a Hugging Face folder see `convert`. Raises UserError when `checkpoint` is neither, or `output`
-    exists, and where blocks that a run made would be widened.
+    See `convert`. Raises UserError, too, when `output` exists, and where blocks that a run made would be widened.
     """
-    if output.exists():
-        raise UserError("--output", str(output), "exists already", "name a new folder")
     modes = {mode.engine.name: {"mode": name} for name, mode in MODES.items() if mode.engine} | {"bf16": {"mode": "bf16", "high": "bf16"}}
     if precision not in modes:
         raise UserError("--precision", precision, f"must be one of {', '.join(sorted(modes))}", "choose one")
     precision_fields: dict[str, Any] = modes[precision]
-    checkpoint = fetch_model(checkpoint, "--checkpoint")
-    if (checkpoint / "config.json").is_file():
-        return convert(checkpoint, output, precision_fields, alignment)
-    if alignment and precision != "bf16":
-        raise UserError("--align", alignment.block, "widens no blocks that a run made", "use --precision bf16, and export the result again")
-    from megatron_rl.mcore.checkpoint.load import load_in_one_process, read_state
-
-    read_state(checkpoint)  # refuses what is no checkpoint
-    with as_user_error():
-        wide_config = align_config(read_config(checkpoint / "hf"), alignment) if alignment else None
-    model, shards, saved, hf_config = load_in_one_process(checkpoint)
-    from megatron_rl.mcore.load_weights import collect_named_tensors
-
-    contract = PrecisionContract.from_config(saved.model_copy(update=precision_fields))
-    save_hf(output, collect_named_tensors(model, shards, contract), hf_config, Layout(), contract, checkpoint / "hf", wide_config)
+    with _launched_ranks():
+        checkpoint = run_on_rank0(lambda: _check_paths(checkpoint, output))
+        if alignment and precision != "bf16" and not (checkpoint / "config.json").is_file():
+            rule, fix = "widens no blocks that a run made", "use --precision bf16, and export the result again"
+            raise UserError("--align", alignment.block, rule, fix)
+        convert(checkpoint, output, precision_fields, alignment)
 
 
-def convert(folder: Path, output: Path, precision_fields: dict[str, Any], alignment: Alignment | None = None) -> None:
-    """Convert a Hugging Face checkpoint to another precision: its quantised weights to BF16, or its BF16 ones to a quantised format, FP8
-    with the default scale format; with `alignment` to wider matrices as well. One tensor after the other.
+@contextmanager
+def _launched_ranks() -> Iterator[None]:
+    """Join the ranks of this launch, where there are several, for small messages."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
-    `precision_fields` are those of a `PrecisionConfig`. What a quantised result does not quantise keeps the checkpoint's dtype, BF16 or
-    FP32. Raises UserError for what `HFCheckpoint` and `align_config` refuse, and where it would be quantised again.
+
+def _check_paths(checkpoint: Path, output: Path) -> Path:
+    """Return the folder of `checkpoint`, whole on this machine."""
+    if output.exists():
+        raise UserError("--output", str(output), "exists already", "name a new folder")
+    return fetch_model(checkpoint, "--checkpoint")
+
+
+def convert(
+    folder: Path, output: Path, precision_fields: dict[str, Any], alignment: Alignment | None = None, file_bytes: int = FILE_BYTES
+) -> None:
+    """Convert a checkpoint to a Hugging Face one in another precision, and with `alignment` to wider matrices as well. Collective, of a
+    world of any size or none.
+
+    `precision_fields` are those of a `PrecisionConfig` that differ from the source's. A run's weights are quantised as its sync does, and
+    everything else is in `high`. Of a Hugging Face checkpoint quantised weights become BF16 or its BF16 ones quantised, FP8 with the
+    default scale format; what a quantised result does not quantise keeps the checkpoint's dtype, BF16 or FP32. Raises UserError for a
+    checkpoint that is damaged or that the model does not fit, and where it would be quantised again; RunError, on every rank, where the
+    disk is full. Then nothing is left behind.
     """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    with errors_on_all_ranks():
+        source = (_open_hf if (folder / "config.json").is_file() else _open_run)(folder, precision_fields, rank, world)
+        with as_user_error():
+            model = ModelGeometry.from_hf_config(source.hf_config)
+            wide_config = align_config(source.hf_config, alignment) if alignment else source.hf_config
+    wide, contract = ModelGeometry.from_hf_config(wide_config), source.contract
+    sizes = {name: contract.format_of(tensor.role).count_bytes((tensor.rows, tensor.cols)) for name, tensor in wide.tensors().items()}
+    files = cut_into_files(sizes, file_bytes)
+    own = range(len(files) * rank // world, len(files) * (rank + 1) // world)
+    tensors = widen(source.read_values, model, wide, [name for number in own for name in files[number]])
+
+    def make(number: int) -> dict[str, torch.Tensor]:
+        return {
+            name: stored
+            for tensor, value in islice(tensors, len(files[number]))
+            for name, stored in _store(tensor, value, source, is_scaled(model.tensors()[tensor.name], wide))
+        }
+
+    with ExitStack() as stack:
+        temporary = write_on_rank0(lambda: stack.enter_context(atomic_folder(output)))
+        write_on_rank0(lambda: check_room(temporary, sum(sizes.values())))
+        written = []
+        for turn in range(-(-len(files) // world)):  # a file at a time on every rank, so that all end soon where one fails
+            with errors_on_all_ranks(), as_run_error():
+                for number in own[turn : turn + 1]:
+                    written.append(write_file(temporary / name_file(number, len(files)), make(number)))
+        by_file = [sizes for part in gather_from_ranks(written) for sizes in part]
+
+        def complete() -> None:
+            write_index(temporary, by_file)
+            write_all_but_weights(temporary, describe_weights(wide_config, contract), source.description)
+            stack.close()  # gives the folder its name
+
+        write_on_rank0(complete)
+
+
+def _open_hf(folder: Path, precision_fields: dict[str, Any], rank: int, _: int) -> _Source:
     hf_config = read_config(folder)
-    source = HFCheckpoint(folder, hf_config, "--checkpoint")
-    if source.format and precision_fields["mode"] != "bf16":
-        rule = f"{folder} is {source.format.name.upper()} already, and blocks are not quantised twice"
+    checkpoint = HFCheckpoint(folder, hf_config, "--checkpoint")
+    if checkpoint.format and precision_fields["mode"] != "bf16":
+        rule = f"{folder} is {checkpoint.format.name.upper()} already, and blocks are not quantised twice"
         raise UserError("--precision", None, rule, "use --precision bf16")
     with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)
-        wide_config = align_config(hf_config, alignment) if alignment else hf_config
-    source.check(model)
-    source.check_scales(model.tensors().values(), None)
+    if rank == 0:
+        checkpoint.check(model)
+        checkpoint.check_scales(model.tensors().values(), None)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
     contract = PrecisionContract.from_config(PrecisionConfig.model_validate({"high": high, **precision_fields}))
-    wide = ModelGeometry.from_hf_config(wide_config)
+    return _Source(folder, hf_config, checkpoint.read_values, contract, keeps_fp32_norms=high == "bf16")
 
-    def convert_tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for tensor, value in widen(source.read_values, model, wide):
-            format = contract.format_of(tensor.role)
-            scaled = is_scaled(model.tensors()[tensor.name], wide) or (tensor.role == "norm" and high == "bf16")  # or was, before
-            if format.quantized:
-                data, scale = quantize(value, format)
-                yield from ((tensor.name, data), (format.scale_name(tensor.name), scale))
-            else:
-                yield tensor.name, value if scaled and value.dtype == torch.float32 else value.to(getattr(torch, format.dtype))
 
-    _write(output, wide_config, convert_tensors(), contract, folder)
+def _open_run(folder: Path, precision_fields: dict[str, Any], rank: int, world: int) -> _Source:
+    _, precision = read_state(folder)
+    if reason := find_damage(folder, rank, world):
+        raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
+    hf_config = read_config(folder / "hf")
+    with as_user_error():
+        weights = RunWeights(folder, ModelGeometry.from_hf_config(hf_config))
+    contract = PrecisionContract.from_config(precision.model_copy(update=precision_fields))
+
+    def read_values(region: Region) -> torch.Tensor:
+        value, format = weights.read_values(region), contract.format_of(region.tensor.role)
+        return value if format.quantized else value.to(getattr(torch, format.dtype))  # then it may be widened
+
+    return _Source(folder / "hf", hf_config, read_values, contract, keeps_fp32_norms=False)
+
+
+def _store(tensor: HFTensor, value: torch.Tensor, source: _Source, scaled: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor by its name as the result stores it; a quantised one as its bytes and its scales."""
+    format = source.contract.format_of(tensor.role)
+    if format.quantized:
+        data, scale = quantize(value, format)
+        yield from ((tensor.name, data), (format.scale_name(tensor.name), scale))
+    elif value.dtype == torch.float32 and (scaled or (tensor.role == "norm" and source.keeps_fp32_norms)):  # or was scaled, before
+        yield tensor.name, value
+    else:
+        yield tensor.name, value.to(getattr(torch, format.dtype))

@@ -7,11 +7,12 @@ import shutil
 
 import pytest
 import torch
-from support import trainer
+from support import export_runs, trainer
 from support.models import FP8, random_sequences, read_weights
 
-from megatron_rl.errors import UserError
+from megatron_rl.errors import RunError, UserError
 from megatron_rl.mcore.checkpoint.load import read_state
+from megatron_rl.mcore.export import convert
 from parallel.layout import Layout
 
 # Sequence parallelism, which experts need, cuts the batch's width: it is even with this seed.
@@ -25,16 +26,35 @@ CASES = {
 }
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 @pytest.mark.parametrize("model, layout", CASES.items(), ids=CASES)
-def test_load_alone_gives_the_same_masters_and_blocks(worlds, checkpoint, tied_checkpoint, model_folder, tmp_path, model, layout):
+def test_one_process_reads_the_same_masters_and_blocks(worlds, checkpoint, tied_checkpoint, model_folder, tmp_path, model, layout):
     dense = {"dense": checkpoint, "tied": tied_checkpoint}
     start, folder = dense.get(model) or model_folder(model), tmp_path / "step_00001"
     saved = worlds(layout.world_size).call(trainer.save_checkpoint, start, FP8, random_sequences(4, EVEN), folder, layout)[0]
     assert not torch.equal(saved["masters"]["model.norm.weight"], read_weights(start)["model.norm.weight"]), "it was trained"
-    loaded = worlds(1).call(trainer.load_checkpoint_alone, folder)[0]
-    for part, tensors in saved.items():
-        assert loaded[part].keys() == tensors.keys()
-        assert [name for name in tensors if not torch.equal(loaded[part][name], tensors[name])] == [], part
+    for part, precision in (("masters", {"mode": "bf16", "high": "fp32"}), ("blocks", {})):
+        convert(folder, tmp_path / part, precision)
+        loaded, tensors = read_weights(tmp_path / part), saved[part]
+        assert loaded.keys() == tensors.keys()
+        assert [name for name in tensors if not torch.equal(as_bytes(loaded[name]), as_bytes(tensors[name]))] == [], part
+
+
+def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cannot_write(worlds, model_folder, tmp_path):
+    """Nobody reads what is for another's files, or holds more than the parameter that a tensor comes from."""
+    run = tmp_path / "step_00001"
+    worlds(4).call(trainer.save_checkpoint, model_folder("qwen3_moe"), FP8, random_sequences(4, EVEN), run, Layout(dp=2, ep=2, pp=2))
+    alone, shared = ([*worlds(size).call(export_runs.convert, run, tmp_path / str(size))] for size in (1, 2))
+    files = {file.name: file.read_bytes() for file in (tmp_path / "1").iterdir()}
+    assert files == {file.name: file.read_bytes() for file in (tmp_path / "2").iterdir()} and len(files) > 8
+    assert sum(read for read, _ in shared) < 1.1 * alone[0][0] and max(read for read, _ in shared) < 0.6 * alone[0][0]
+    assert max(largest for _, largest in (*alone, *shared)) <= export_runs.largest_parameter(run)
+    with pytest.raises(RunError, match=r"^No space left on device \(.*/model-00004-of-\d+\.safetensors\)$"):
+        worlds(2).call(export_runs.convert, run, tmp_path / "full", "model-00004")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "step_00001"]
 
 
 def test_a_folder_that_is_not_whole_is_refused(worlds, checkpoint, tmp_path):

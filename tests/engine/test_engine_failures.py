@@ -10,6 +10,7 @@ from support.models import FP8, edit_config, make_checkpoint, random_sequences
 from support.processes import family, until
 
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.export import convert
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(4, seed=1)]
 
@@ -39,7 +40,7 @@ def test_engines_that_cannot_start(new_world, checkpoint, tmp_path):
 def test_an_engine_with_other_activation_scales_is_refused_and_its_graph_says_where_it_differs(new_world, tmp_path):
     """Its checkpoint has no "scale_fmt": same bytes, activations in fp32 scales."""
     world, trained = new_world(), make_checkpoint(tmp_path / "trained")
-    model = world.call(trainer_engine.save_for_engine, trained, tmp_path / "model", FP8)[0]
+    convert(trained, model := tmp_path / "model", FP8)
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     edit_config(model, {"quantization_config": {**quantization, "modules_to_not_convert": ["lm_head"]}})
     world.call(trainer_engine.start, trained, tmp_path, FP8, None, None, model)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
-from megatron_rl.mcore.export import save_hf
+from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.export import convert
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
@@ -69,7 +70,9 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
             report = sync.run(1)
         finally:
             sync.close()
-        save_hf(output, trainer.collect_named_tensors(), trainer.hf_config, layout, trainer.contract, folder)
+        state = {"step": 1, "precision": trainer.precision.model_dump(mode="json")}
+        CheckpointWriter(folder.parent / "step_00001", trainer.model, trainer.hf_config, folder, state).finish()
+        convert(folder.parent / "step_00001", output, {})
         layer = next(layer for name, layer in find_quantized_layers(trainer.model).items() if name.endswith("fc2"))
         random = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, 1, layer.weight.shape[1], generator=random, requires_grad=True)

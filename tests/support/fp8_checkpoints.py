@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.export import save_hf
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from parallel.formats import FP8
 from parallel.layout import Layout
@@ -84,10 +83,11 @@ def import_and_export(
 ) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Import a checkpoint, export it as it is. Return how many FP8 layers adopted blocks, how many there are, and rank 0's masters."""
     from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
+    from support.gathered import save_live
 
     trainer = _trainer(folder, precision, layout)
     quantize_model(trainer.model)  # once more: no step was made
-    save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, folder)
+    save_live(to, trainer)
     layers = find_quantized_layers(trainer.model).values()
     return sum(bool(layer.adopted_master) for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
 

@@ -17,7 +17,6 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.export import gather_tensors
 from megatron_rl.mcore.layers.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
@@ -37,6 +36,7 @@ from parallel.megatron_shards import build_trainer_shards
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import Rect, Shard
+from support.gathered import gather_tensors
 from support.trainer import TRAIN, Trainer, leave_layout, negative_log_likelihood, start
 
 

@@ -27,11 +27,10 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import logprobs as scoring
 from megatron_rl.mcore import reduce, step_response
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.load import load_in_one_process
 from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.context_parallel import ContextShard
-from megatron_rl.mcore.export import export_checkpoint, gather_tensors
+from megatron_rl.mcore.export import export_checkpoint
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
@@ -44,6 +43,7 @@ from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout
 from parallel.model_geometry import ModelGeometry
+from support.gathered import gather_tensors
 
 TRAIN = {"learning_rate": 1e-3, "micro_batch_tokens": 100}
 
@@ -326,16 +326,6 @@ def export(checkpoint: Path, to: Path, precision: str, alignment: Alignment | No
     export_checkpoint(checkpoint, to, precision, alignment)
     stop_megatron()
     return to
-
-
-def load_checkpoint_alone(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """`load_in_one_process` in a process that is in no world yet; masters and blocks as `save_checkpoint` tells them."""
-    stop_megatron()
-    model, shards, precision, hf_config = load_in_one_process(folder)
-    trainer = Trainer.__new__(Trainer)
-    trainer.layout, trainer.hf_config, trainer.contract = Layout(), hf_config, PrecisionContract.from_config(precision)
-    trainer.model, trainer.shards = model, shards
-    return {"masters": trainer.collect_tensors(fp8=False), "blocks": trainer.collect_tensors(fp8=True)}
 
 
 def packed_and_alone(

@@ -25,7 +25,6 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
 from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.precision.graph.graph import PrecisionGraph
@@ -128,17 +127,6 @@ class TrainerAndEngines:
     def compute_logprobs(self, samples: list[TrainingSample]) -> torch.Tensor:
         """The trainer's log-probs of all sampled tokens, one sample after the other."""
         return torch.cat(compute_all_logprobs(self.trainer.actor, samples)[0])
-
-
-def _save(trainer: Trainer, to: Path) -> Path:
-    """Write the checkpoint that a run hands to its engines."""
-    save_hf(to, trainer.collect_named_tensors(), trainer.hf_config, trainer.layout, trainer.contract, trainer.folder)
-    return to
-
-
-def save_for_engine(checkpoint: Path, to: Path, precision: dict[str, Any]) -> Path:
-    """Write what a run with this checkpoint hands to its engines."""
-    return _save(Trainer(checkpoint, precision), to)
 
 
 _current: list[TrainerAndEngines] = []

@@ -15,6 +15,7 @@ import json
 import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,16 +32,20 @@ from megatron_rl.batch.micro_batch import make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import run_script
 from megatron_rl.config import Config, load_config
+from megatron_rl.distributed import Rank0
 from megatron_rl.errors import RunError, UserError
 from megatron_rl.hf.files import read_config
+from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.activation_hooks import record_activations
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.export import save_hf
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import GRAPH, check_run, pin_model
+from megatron_rl.sync.plan import SyncPlan
+from megatron_rl.sync.weight_sync import WeightSync
 from megatron_rl.types import SamplingParams
+from parallel.model_geometry import ModelGeometry
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
@@ -147,10 +152,14 @@ def run(config: Config, folder: Path, prompts: int, tokens: int) -> dict[str, An
         shards, model = build_rank_shards(hf_config, layout), freeze(build_model(hf_config, layout, contract))
         load_checkpoint(model, config.model.folder, shards)
         policy = Policy(model, config.rollout.temperature, config.train.micro_batch_tokens)
-        save_hf(folder / "engine", collect_named_tensors(model, shards, contract), hf_config, layout, contract, config.model.folder)
-        engine = SGLangEngine(EngineLaunchSpec(config, folder / "engine", folder))
+        write_all_but_weights(folder, describe_weights(hf_config, contract), config.model.folder)
+        engine = SGLangEngine(EngineLaunchSpec(config, folder, folder, empty=True))
         resources.callback(engine.stop)
         engine.wait_until_ready()
+        plan = SyncPlan.make(ModelGeometry.from_hf_config(hf_config), layout, config.rollout.to_layout(), contract, config.sync.chunk_bytes)
+        sync = WeightSync(plan, Rank0(lambda: engine), partial(collect_named_tensors, model, shards, contract), config.sync)
+        resources.callback(sync.close)
+        sync.run(0)
         engine.tap()
         prompt_ids = _random_prompts(prompts, hf_config["vocab_size"], config.train.seed)
         answers = engine.generate(prompt_ids, SamplingParams(temperature=config.rollout.temperature, max_new_tokens=tokens))

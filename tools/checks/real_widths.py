@@ -13,7 +13,6 @@ from __future__ import annotations
 import resource
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +31,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.errors import MegatronRLError, UserError
 from megatron_rl.hf.files import read_config
-from megatron_rl.hf.write import write_checkpoint
+from megatron_rl.hf.write import cut_into_files, name_file, write_all_but_weights, write_file, write_index
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
@@ -68,15 +67,18 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def make_checkpoint(folder: Path, hf_config: dict[str, Any]) -> None:
-    """Write random BF16 weights, one tensor after the other."""
+    """Write random BF16 weights, one file after the other."""
+    tensors = ModelGeometry.from_hf_config(hf_config).tensors()
 
-    def make() -> Iterator[tuple[str, torch.Tensor]]:
-        for tensor in ModelGeometry.from_hf_config(hf_config).tensors().values():
-            shape = (tensor.rows,) if tensor.vector else (tensor.rows, tensor.cols)
-            yield tensor.name, torch.ones(shape).bfloat16() if tensor.vector else torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+    def make(name: str) -> torch.Tensor:
+        rows, cols = tensors[name].rows, tensors[name].cols
+        return torch.ones(rows).bfloat16() if tensors[name].vector else torch.empty((rows, cols), dtype=torch.bfloat16).normal_(std=0.02)
 
     torch.manual_seed(0)
-    write_checkpoint(folder, hf_config, make(), None, file_bytes=1 << 28)
+    files = cut_into_files({name: 2 * tensor.rows * tensor.cols for name, tensor in tensors.items()}, file_bytes=1 << 28)
+    numbered = ((folder / name_file(number, len(files)), names) for number, names in enumerate(files))
+    write_index(folder, [write_file(path, {name: make(name) for name in names}) for path, names in numbered])
+    write_all_but_weights(folder, hf_config, None)
 
 
 def make_samples(vocabulary: int) -> list[TrainingSample]:

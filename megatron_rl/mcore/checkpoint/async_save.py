@@ -8,7 +8,6 @@ host memory.
 from __future__ import annotations
 
 import queue
-import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.distributed import gather_from_ranks, raise_on_all_ranks, run_on_rank0
 from megatron_rl.errors import RunError
-from megatron_rl.mcore.checkpoint.folder import checksum_files
+from megatron_rl.mcore.checkpoint.folder import check_room, checksum_files
 
 
 class AsyncSave:
@@ -50,13 +49,7 @@ class AsyncSave:
     def _check_room(self, buckets: list[Any]) -> None:
         own_bytes = sum(tensor.nbytes for *_, (_, tensors) in buckets for _, tensor in tensors)
         needed = sum(gather_from_ranks(own_bytes))
-
-        def check() -> None:
-            free = shutil.disk_usage(self._parent).free
-            if free < needed:
-                raise RunError(f"it takes {needed / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB left")
-
-        run_on_rank0(check)
+        run_on_rank0(lambda: check_room(self._parent, needed))
 
     def _write(self, buckets: list[Any], transforms: Any, results: queue.Queue[Any]) -> None:
         try:

@@ -18,6 +18,8 @@ from typing import Any
 
 import xxhash
 
+from megatron_rl.errors import RunError
+
 _NAME = re.compile(r"step_(\d{5,})")
 _STATE = "state.json"
 _READERS = 8
@@ -56,6 +58,12 @@ def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, An
             digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
             checksums[name] = {"bytes": os.fstat(file.fileno()).st_size, "xxh3_128": digest}
     return checksums
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Raise RunError where the disk of a folder has less than `needed` bytes left."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise RunError(f"it takes {needed / 2**20:,.0f} MiB and the disk has {free / 2**20:,.0f} MiB left ({folder.parent})")
 
 
 def list_files(folder: Path) -> list[str]:
@@ -100,8 +108,9 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def find_damage(folder: Path) -> str:
-    """Return what is wrong with a checkpoint, "" where it is complete. Reads every byte of it."""
+def find_damage(folder: Path, rank: int = 0, world: int = 1) -> str:
+    """Return what is wrong with a checkpoint, "" where it is complete. Reads every byte of it, or the `rank`-th of `world` shares of its
+    files."""
     try:
         files = json.loads((folder / _STATE).read_bytes())["files"]
     except FileNotFoundError:
@@ -109,7 +118,7 @@ def find_damage(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_STATE} cannot be read ({type(error).__name__})"
     with ThreadPoolExecutor(_READERS) as pool:  # reading and hashing release the GIL
-        problems = list(pool.map(lambda name: _find_damage_in_file(folder, name, files[name]), files))
+        problems = list(pool.map(lambda name: _find_damage_in_file(folder, name, files[name]), list(files)[rank::world]))
     return next(filter(None, problems), "")
 
 

@@ -13,17 +13,25 @@ kept while the loaded master equals their values.
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_rl.config import PrecisionConfig
 from megatron_rl.errors import UserError
-from megatron_rl.hf.files import read_config
-from megatron_rl.mcore.checkpoint import folder as checkpoints
-from parallel.layout import Layout
-from parallel.shards import Shard
+from parallel.digest import view_rect
+from parallel.layout import Coordinates, Layout
+from parallel.megatron_shards import build_megatron_shards
+from parallel.model_geometry import ModelGeometry
+from parallel.shards import Region
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
@@ -38,23 +46,72 @@ def read_state(folder: Path) -> tuple[dict[str, Any], PrecisionConfig]:
         raise UserError("--checkpoint", str(path), f"cannot be read ({type(error).__name__})", "the checkpoint is damaged") from None
 
 
-def load_in_one_process(folder: Path) -> tuple[Any, list[Shard], PrecisionConfig, dict[str, Any]]:
-    """Return (model, its shards, precision, HF config) of a checkpoint, loaded into this one process. Raise UserError for a damaged one."""
-    _, precision = read_state(folder)
-    if reason := checkpoints.find_damage(folder):
-        raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
-    from megatron.core import dist_checkpointing
+class RunWeights:
+    """The weights of a run's checkpoint as Hugging Face tensors, whatever layout wrote it: FP32 masters of quantised layers, everything
+    else in the run's `precision.high`.
 
-    from megatron_rl.mcore.layers.quantized_linear import quantize_model
-    from megatron_rl.mcore.load_weights import build_rank_shards
-    from megatron_rl.mcore.model import build_model, start_megatron
-    from megatron_rl.mcore.names import get_model_chunks
-    from megatron_rl.precision.contract import PrecisionContract
+    Holds one parameter of Megatron's at a time: the last one that was read, as its tensors are asked for one after the other.
+    """
 
-    hf_config = read_config(folder / "hf")
-    start_megatron(Layout(), seed=0)
-    (model,) = get_model_chunks(build_model(hf_config, Layout(), PrecisionContract.from_config(precision)))
-    loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder / "mcore"))
-    model.load_state_dict(loaded["model"])
-    quantize_model(model)
-    return model, build_rank_shards(hf_config, Layout(), 0), precision, hf_config
+    def __init__(self, folder: Path, model: ModelGeometry) -> None:
+        self._folder, self._reader = folder, FileSystemReader(folder / "mcore")
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._stored = metadata.state_dict_metadata
+        self._chunks: dict[str, dict[tuple[int, ...], list[ChunkStorageMetadata]]] = {}
+        self._parts: dict[str, list[tuple[str, Region]]] = defaultdict(list)
+        """Tensor -> parameters that hold a part of it, and which."""
+        for shard in build_megatron_shards(model, Layout(), Coordinates()):
+            for region in shard.regions:
+                self._parts[region.tensor.name].append((shard.name, region))
+        self._last = "", torch.empty(0)
+
+    def read_values(self, region: Region) -> torch.Tensor:
+        """Return the region's rectangle of its tensor: [rows, cols], or [rows] for a vector. Raise UserError for inf or NaN."""
+        tensor, parts = region.tensor, self._parts[region.tensor.name]
+        whole = self._read_parameter(parts[0][0]).new_empty(tensor.rows if tensor.vector else (tensor.rows, tensor.cols))
+        for name, part in parts:
+            view_rect(whole, part.tensor_rect).copy_(view_rect(self._read_parameter(name), part.shard_rect))
+        if not whole.isfinite().all():
+            raise UserError("--checkpoint", str(self._folder), f"tensor {tensor.name} holds inf or NaN", "give an earlier checkpoint")
+        return view_rect(whole, region.tensor_rect)
+
+    def _read_parameter(self, name: str) -> torch.Tensor:
+        if self._last[0] != name:
+            self._last = "", torch.empty(0)  # free it first
+            self._last = name, self._read(*self._find(name))
+        return self._last[1]
+
+    def _find(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return where Megatron stores a parameter: a tensor that stacks the experts of a layer, and layers too where all are alike, and
+        the place in that stack."""
+        layer, expert = re.search(r"\.layers\.(\d+)\.", name), re.search(r"\.local_experts\.(\d+)\.", name)
+        key, experts = re.sub(r"\.local_experts\.\d+\.", ".experts.", name), (int(expert[1]),) if expert else ()
+        if layer is None or key in self._stored:
+            return key, experts
+        return key.replace(layer[0], ".layers.", 1), (int(layer[1]), *experts)
+
+    def _read(self, key: str, index: tuple[int, ...]) -> torch.Tensor:
+        stored = self._stored[key]
+        assert isinstance(stored, TensorStorageMetadata), key
+        if key not in self._chunks:
+            by_index = self._chunks[key] = defaultdict(list)
+            for chunk in stored.chunks:
+                by_index[tuple(chunk.offsets[: len(index)])].append(chunk)
+        shape = stored.size[len(index) :]
+        wanted = ChunkStorageMetadata(torch.Size([*index, *[0] * len(shape)]), torch.Size([*[1] * len(index), *shape]))
+        planner = _OneTensor(torch.empty(wanted.sizes, dtype=stored.properties.dtype))
+        own = TensorStorageMetadata(stored.properties, stored.size, self._chunks[key][index])
+        self._reader.read_data(LoadPlan(create_read_items_for_chunk_list(key, own, [wanted])), planner).wait()
+        return planner.tensor.view(shape)
+
+
+class _OneTensor(DefaultLoadPlanner):
+    """Gives the reader one tensor to fill."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self.tensor = tensor
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from megatron_rl.distributed import gather_from_ranks, is_rank0, run_on_rank0
+from megatron_rl.distributed import gather_from_ranks, is_rank0, write_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import list_tokenizer_files
 from megatron_rl.mcore.checkpoint import folder as checkpoints
@@ -53,7 +53,7 @@ class CheckpointWriter:
         if random is not None:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
-            _run_disk_work(self._prepare)
+            write_on_rank0(self._prepare)
             self._async_save = AsyncSave(self._temporary, sharded)
 
     def is_written(self) -> bool:
@@ -65,7 +65,7 @@ class CheckpointWriter:
         with self._discarded_on_failure():
             self._async_save.finish()
             files = gather_from_ranks(self._async_save.files)
-            _run_disk_work(lambda: self._complete({name: checksum for part in files for name, checksum in part.items()}))
+            write_on_rank0(lambda: self._complete({name: checksum for part in files for name, checksum in part.items()}))
 
     @contextmanager
     def _discarded_on_failure(self) -> Iterator[None]:
@@ -91,18 +91,6 @@ class CheckpointWriter:
         files |= checkpoints.checksum_files(self._temporary, others)
         checkpoints.write_state(self._temporary, {**self._state, "files": dict(sorted(files.items()))})
         checkpoints.publish(self._temporary, self.folder, self._keep)
-
-
-def _run_disk_work(work: Callable[[], None]) -> None:
-    """Run `work` on rank 0; raise RunError on every rank for its OSError."""
-
-    def translate_error() -> None:
-        try:
-            work()
-        except OSError as error:
-            raise RunError(f"{error.strerror or error} ({error.filename})") from None
-
-    run_on_rank0(translate_error)
 
 
 def _weights(model: ModelChunks) -> dict[str, Any]:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import resource
+import shutil
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -82,6 +88,21 @@ def test_refusals(tmp_path):
     code, line = export("--checkpoint", source, "--output", tmp_path / "out")
     assert (code, line.startswith("megatron-rl: --checkpoint = ")) == (2, True) and "holds neither model.safetensors" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_disk_that_takes_no_more_ends_it_in_one_line_and_nothing_stays(tmp_path, monkeypatch):
+    source, output = make_checkpoint(tmp_path / "fp32"), tmp_path / "out"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        code, line = export("--checkpoint", source, "--output", output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert code == 3 and "File too large" in line and "model.safetensors)" in line and "\n" not in line
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    code, line = export("--checkpoint", source, "--output", output)
+    assert code == 3 and re.search(r"it takes \d MiB and the disk has 0 MiB left", line), line
+    assert os.listdir(tmp_path) == ["fp32"]
 
 
 def test_high_precision_to_int8_and_back(tmp_path):
