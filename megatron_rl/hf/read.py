@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,14 @@ from megatron_rl.hf.files import INDEX, SINGLE, read_index
 from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, dequantize
-from parallel.formats import FORMATS, TensorFormat
+from parallel.formats import BLOCK, FORMATS, TensorFormat
 from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import HFTensor, Rect, Region
 
 _HIGH = ("BF16", "F16", "F32")
+_STRIP = 1 << 22
+"""Elements to read or to look at in one go."""
 
 
 def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
@@ -51,10 +54,10 @@ def find_checkpoint_format(hf_config: Mapping[str, Any]) -> TensorFormat | None:
 
 
 class HFCheckpoint:
-    """The tensors of a checkpoint folder, one safetensors file or several with an index; each file is opened once.
+    """The tensors of a checkpoint folder, one safetensors file or several with an index; a file is opened when something is read from it.
 
     Raises UserError, naming `field`, for files that are missing, damaged or not as the index says. Values are read in the file's dtype.
-    Call `check` before reading: it ensures that every tensor is there.
+    Before anything is read, one process calls `check`: it ensures that every tensor is there.
     """
 
     def __init__(self, folder: Path, hf_config: Mapping[str, Any], field: str = "model.path") -> None:
@@ -62,31 +65,29 @@ class HFCheckpoint:
         self.format = find_checkpoint_format(hf_config)
         """Of the weights of `QUANTIZED_ROLES`, where they are quantised."""
         self._open: dict[Path, Any] = {}
-        self._file_of: dict[str, Path] = {}
-        index = _find_files(folder, field)
-        for file in sorted(set(index.values())) or [SINGLE]:
-            self._read_headers(folder / file)
-        for name, file in index.items():
-            if self._file_of.get(name) != folder / file:
-                raise self._error(f"{INDEX} says that {file} holds {name}, which it does not", "the download is incomplete or mixed up")
+        index = read_index(folder, field)
+        if not index and not (folder / SINGLE).is_file():
+            raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "give a folder with safetensors weights")
+        single = folder / SINGLE
+        self._file_of = {name: folder / file for name, file in index.items()} or dict.fromkeys(self._open_file(single).keys(), single)
 
-    def _read_headers(self, path: Path) -> None:
-        try:
-            self._open[path] = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            fix = "the file is missing, truncated or no safetensors file"
-            raise UserError(self.field, str(path), f"cannot be read ({error})", fix) from None
-        for name in self._open[path].keys():  # noqa: SIM118 - not a dict
-            if name in self._file_of:
-                raise self._error(f"tensor {name} is in {self._file_of[name].name} and in {path.name}", "remove one of them")
-            self._file_of[name] = path
+    def _open_file(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                fix = "the file is missing, truncated or no safetensors file"
+                raise UserError(self.field, str(path), f"cannot be read ({error})", fix) from None
+        return self._open[path]
 
     def check(self, model: ModelGeometry) -> None:
-        """Compare names, shapes and dtypes, from the files' headers alone, with what config.json says.
+        """Read the headers of all files, and compare names, shapes and dtypes with what config.json says.
 
-        Raises UserError naming the first tensor that is missing, has another shape or dtype, or belongs to no such model. Ignores
-        `lm_head.weight` beside tied embeddings, rotary frequencies, and layers for multi-token prediction.
+        Raises UserError naming the file that is missing or torn, or the first tensor that is missing, has another shape or dtype, or
+        belongs to no such model. Ignores `lm_head.weight` beside tied embeddings, rotary frequencies, and layers for multi-token
+        prediction.
         """
+        found = self._check_files()
         expected = set()
         for tensor in model.tensors().values():
             format = self.find_format(tensor)
@@ -98,10 +99,26 @@ class HFCheckpoint:
                 scale_dtype = format.scale.safetensors_dtype
                 scale_dtypes = (scale_dtype, "BF16") if scale_dtype == "F32" else (scale_dtype,)
                 self._check_tensor(name, list(format.scale_grid(tensor.rows, tensor.cols)), scale_dtypes)
-        for name in sorted(self._file_of.keys() - expected):
+        for name in sorted(found.keys() - expected):
             if not self._is_ignored(name, model):
                 rule = f"tensor {name} belongs to no {model.family} model of this config.json"
                 raise self._error(rule, "remove the tensor, or correct config.json")
+
+    def _check_files(self) -> dict[str, Path]:
+        """Return tensor -> file, as the files' headers say; it is what the index says."""
+        found: dict[str, Path] = {}
+        for path in sorted(set(self._file_of.values())):
+            if not path.is_file():
+                raise UserError(self.field, str(self.folder / INDEX), f"names {path.name}, which is missing", "the download is incomplete")
+            for name in self._open_file(path).keys():  # noqa: SIM118 - not a dict
+                if name in found:
+                    raise self._error(f"tensor {name} is in {found[name].name} and in {path.name}", "remove one of them")
+                found[name] = path
+        for name, path in self._file_of.items():
+            if found.get(name) != path:
+                rule = f"{INDEX} says that {path.name} holds {name}, which it does not"
+                raise self._error(rule, "the download is incomplete or mixed up")
+        return found
 
     def _check_tensor(self, name: str, shape: list[int], dtypes: tuple[str, ...]) -> None:
         if name not in self._file_of:
@@ -159,15 +176,25 @@ class HFCheckpoint:
             value = dequantize(self._read_blocks(tensor, format, whole), format)[above:, left:]
         else:
             value = view[row : row + rows] if tensor.vector else view[row : row + rows, col : col + cols]
-        self._refuse_non_finite(tensor.name, torch.isfinite(value))
+        self._refuse_non_finite(tensor.name, value)
         return value
+
+    def read_into(self, region: Region, into: torch.Tensor) -> None:
+        """Fill `into` with a region's `read_values`, some rows of blocks at a time."""
+        tensor, rect, *_ = region
+        step, end = max(_STRIP // rect.cols // BLOCK, 1) * BLOCK, rect.row + rect.rows
+        edges = [rect.row, *range(rect.row - rect.row % step + step, end, step), end]
+        for first, last in pairwise(edges):
+            part = Region(tensor, rect._replace(row=first, rows=last - first))
+            into[first - rect.row : last - rect.row].copy_(self.read_values(part))
 
     def read_blocks(self, region: Region) -> QuantizedWeight:
         """Return the bytes and scales of a region of whole blocks, never requantised. Raise UserError where a byte is NaN."""
         format = self.find_format(region.tensor)
         assert format is not None
         blocks = self._read_blocks(region.tensor, format, region.tensor_rect)
-        self._refuse_non_finite(region.tensor.name, torch.isfinite(blocks.data.float()))
+        for rows in blocks.data.split(max(_STRIP // blocks.data.shape[1], 1)):
+            self._refuse_non_finite(region.tensor.name, rows.float())
         return blocks
 
     def _read_blocks(self, tensor: HFTensor, format: TensorFormat, rect: Rect) -> QuantizedWeight:
@@ -181,22 +208,11 @@ class HFCheckpoint:
         return self.format if tensor.role in QUANTIZED_ROLES else None
 
     def _slice(self, name: str) -> Any:
-        return self._open[self._file_of[name]].get_slice(name)
+        return self._open_file(self._file_of[name]).get_slice(name)
 
-    def _refuse_non_finite(self, name: str, finite: torch.Tensor) -> None:
-        if not finite.all():
+    def _refuse_non_finite(self, name: str, values: torch.Tensor) -> None:
+        if not torch.isfinite(values).all():
             raise self._error(f"tensor {name} holds inf or NaN", "the checkpoint is damaged")
 
     def _error(self, rule: str, fix: str) -> UserError:
         return UserError(self.field, str(self.folder), rule, fix)
-
-
-def _find_files(folder: Path, field: str) -> dict[str, str]:
-    """Return tensor -> file name; empty where the folder holds a single file. Every file is there."""
-    index = read_index(folder, field)
-    if not index and not (folder / SINGLE).is_file():
-        raise UserError(field, str(folder), f"holds neither {SINGLE} nor its index", "give a folder with safetensors weights")
-    for file in sorted(set(index.values())):
-        if not (folder / file).is_file():
-            raise UserError(field, str(folder / INDEX), f"names {file}, which is missing", "the download is incomplete")
-    return index

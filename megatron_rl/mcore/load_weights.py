@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.distributed import errors_on_all_ranks
+from megatron_rl.distributed import errors_on_all_ranks, is_rank0
 from megatron_rl.errors import as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
@@ -50,7 +50,9 @@ def load_checkpoint(model: ModelChunks, folder: Path, shards: list[Shard], sprea
     with errors_on_all_ranks():
         hf_config = read_config(folder)
         checkpoint = HFCheckpoint(folder, hf_config)
-        checkpoint.check(ModelGeometry.from_hf_config(hf_config))
+        if is_rank0():  # it opens all files; other ranks open those that they need
+            checkpoint.check(ModelGeometry.from_hf_config(hf_config))
+    with errors_on_all_ranks():
         _load(model, checkpoint, shards, spread)
 
 
@@ -78,7 +80,7 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard], spr
             if spread and stored is None and spread.contract.spreads_parameter(shard.role):
                 spread.read(checkpoint, region, into)
             else:
-                into.copy_(checkpoint.read_values(region))
+                checkpoint.read_into(region, into)
 
 
 def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, format: TensorFormat) -> QuantizedWeight:

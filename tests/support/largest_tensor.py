@@ -1,4 +1,4 @@
-"""How many numbers the largest tensor has that operators make."""
+"""How many numbers the largest tensor has that operators make; views, and what is written in place, do not count."""
 
 from __future__ import annotations
 
@@ -16,5 +16,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
+        if function.is_view or function._schema.is_mutable:
+            return result
         self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor))])
         return result

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.fp8_checkpoints import SETTINGS, list_tensors, make_fp8_checkpoint, split, write_sparse_safetensors
+from support.largest_tensor import LargestTensor
 from support.models import edit_config, make_checkpoint
 
 from megatron_rl.errors import UserError
+from megatron_rl.hf import read
 from megatron_rl.hf.files import INDEX, read_config
 from megatron_rl.hf.read import HFCheckpoint, find_checkpoint_format
 from megatron_rl.precision.fp8 import dequantize_weight
@@ -231,3 +237,67 @@ def test_values_that_are_no_numbers(folder):
     if checkpoint.format:
         with pytest.raises(UserError, match="gate_proj.weight holds inf or NaN; the checkpoint is damaged"):
             checkpoint.read_blocks(take_all(tensor))
+
+
+class Counted:
+    """In place of `safe_open`: which files were opened, and how many bytes came out of each tensor."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.files, self.bytes = set[str](), Counter[str]()
+
+        def open_file(path: Path, framework: str) -> SimpleNamespace:
+            self.files.add(path.name)
+            file = safe_open(path, framework=framework)
+            return SimpleNamespace(keys=file.keys, get_slice=lambda name: self.count(name, file.get_slice(name)))
+
+        monkeypatch.setattr(read, "safe_open", open_file)
+
+    def count(self, name: str, view: Any) -> Any:
+        counted = self.bytes
+
+        class View:
+            get_shape, get_dtype = view.get_shape, view.get_dtype
+
+            def __getitem__(self, index: Any) -> torch.Tensor:
+                part = view[index]
+                counted[name] += part.nbytes
+                return part
+
+        return View()
+
+
+@pytest.mark.parametrize("folder", ["high", "fp8"], indirect=True)
+def test_a_rank_reads_its_bytes_out_of_its_files_with_a_bounded_buffer(folder, monkeypatch):
+    """Of 3 files, and in strips of 128 rows: nothing that is made on the way is larger than one."""
+    split(folder, 3)
+    counted, model = Counted(monkeypatch), geometry(folder)
+    monkeypatch.setattr(read, "_STRIP", 1 << 12)
+    checkpoint = opened(folder)
+    assert counted.files == set()
+    tensor = model.tensors()[GATE]
+    half = Region(tensor, Rect(0, 128, 512, 128))
+    into = torch.empty(512, 128)
+    expected = dict.fromkeys([GATE], 512 * 128 * 4)
+    if checkpoint.format:
+        expected = {GATE: 512 * 128, SCALES: 4 * 4}
+    with LargestTensor() as largest:
+        checkpoint.read_into(half, into)
+    assert counted.bytes == expected and len(counted.files) <= len(expected) < 3
+    assert largest.numel == 128 * 128
+    weights = {name: safe_open(checkpoint._file_of[name], "pt").get_tensor(name) for name in expected}
+    values = dequantize_weight(QuantizedWeight(weights[GATE], weights[SCALES])) if checkpoint.format else weights[GATE]
+    assert torch.equal(into, values[:, 128:])
+
+
+@high
+def test_one_torn_file_of_many_is_named_before_anything_is_read(folder, monkeypatch):
+    split(folder, 3)
+    torn = folder / "model-00001.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    counted = Counted(monkeypatch)
+    line = refused(folder)
+    assert str(torn) in line and "truncated" in line and not counted.bytes
+    checkpoint = opened(folder)  # on another node: what lies in other files is read
+    name = next(name for name, file in checkpoint._file_of.items() if file == torn)
+    with pytest.raises(UserError, match="model-00001.safetensors': cannot be read"):
+        checkpoint.read_values(take_all(geometry(folder).tensors()[name]))
