@@ -97,6 +97,16 @@ def count_offloaded_bytes(job: Workload, candidate: Candidate) -> int:
     return max(memory.count_trainer_memory(job, candidate.train, stage).optimizer for stage in candidate.extreme_stages)
 
 
+def count_sample_bytes(job: Workload) -> int:
+    """Return the host bytes of a step's samples, all of the greatest length, as rank 0 holds and sends them (`batch.sample_bytes`); every
+    other rank holds its replica's."""
+    algorithm, experts = job.config.algorithm, job.model.experts
+    per_token = 4 + 4 + (job.config.placement.max_staleness > 0)  # token, log-prob, age
+    if experts is not None and algorithm.routing_replay == "engine":
+        per_token += job.model.layers * experts.top_k * (1 if experts.count <= 256 else 2)
+    return job.sequences * job.config.longest_sequence * per_token
+
+
 def usable_bytes(cluster: Cluster) -> float:
     """Return the bytes of a GPU that a plan may fill."""
     return cluster.gpu.memory * (1 - RESERVED_SHARE)

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Workload
 from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
-from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, usable_bytes
+from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
 from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
 from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
 from megatron_rl.reporting.formatting import format_bytes
@@ -34,6 +34,10 @@ def print_plan(plan: Plan) -> None:
     console.print(_memory(chosen, plan.cluster))
     if host := count_offloaded_bytes(job, chosen.candidate):
         console.print(f"While the engine generates, {host / GIB:.1f} GiB of each trainer rank lie in host memory.")
+    samples = count_sample_bytes(job) / GIB
+    console.print(
+        f"A step's samples take up to {samples:.2g} GiB of rank 0's host memory, {samples / layouts.train.dp:.2g} of every other's."
+    )
     if problem := chosen.candidate.find_launch_problem(job, plan.cluster):
         console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
@@ -45,7 +49,7 @@ def print_plan(plan: Plan) -> None:
         console.print(f"   {' '.join(estimate.candidate.overrides(job.config)) or 'as configured'}", soft_wrap=True)
     console.print(_left_out(plan.search))
     console.print(
-        "Memory is counted from the shards, activations by formula. Seconds are estimates, measured nowhere: "
+        "Memory is counted from the shards, activations by formula. Seconds are rooflines, measured nowhere: "
         f"{COMPUTE_EFFICIENCY:.0%} of peak compute, {LINK_EFFICIENCY:.0%} of bandwidths, sequences {MEAN_LENGTH_SHARE:.0%} of the longest."
     )
 

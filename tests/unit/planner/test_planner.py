@@ -15,6 +15,8 @@ from support.geometries import PUBLISHED, published_model
 from typer.testing import CliRunner
 
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK
+from megatron_rl.batch.sample_bytes import SampleBytes
+from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import app
 from megatron_rl.config import Config, load_config
 from megatron_rl.errors import UserError
@@ -313,3 +315,13 @@ def test_what_does_not_work_is_refused_in_one_line_with_the_best_layout_if_there
     assert result.stderr.startswith(f"megatron-rl: {line}") and result.stderr.count("\n") == 1
     assert ("the best layout is --train.layout.tp=" in result.stderr) == best == bool(result.stdout)
     assert not best or "The best layout" in result.stdout
+
+
+def test_a_steps_samples_take_what_they_are_sent_as():
+    lengths = {"data": {"max_prompt_tokens": 8}, "rollout": {"max_new_tokens": 400, "prompts_per_step": 2, "group_size": 2}}
+    plain = job("Qwen3-30B-A3B", algorithm={"routing_replay": "none"}, **lengths)
+    replayed = job("Qwen3-30B-A3B", algorithm={"routing_replay": "engine"}, **lengths)
+    experts = torch.zeros(407, replayed.model.layers, replayed.top_k, dtype=torch.uint8)
+    for planned, options in ((plain, {}), (replayed, {"routed_experts": experts})):
+        sample = TrainingSample(torch.zeros(8), torch.zeros(400), rollout_logprobs=torch.zeros(400), **options)
+        assert memory_by_phase.count_sample_bytes(planned) == pytest.approx(SampleBytes([sample] * 4).total, rel=0.1)
