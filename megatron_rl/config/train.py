@@ -45,8 +45,10 @@ class TrainConfig(ConfigSection):
     """The optimizer and how a batch is cut."""
 
     layout: LayoutConfig = LayoutConfig()
-    distributed_optimizer: bool = True
-    """The dp * cp ranks that hold the same weights share Adam's state (and the FP32 masters of BF16 weights)."""
+    overlap_grad_reduce: bool = True
+    """Replicas sum gradients bucket by bucket while the backward pass goes on."""
+    overlap_param_gather: bool = True
+    """Replicas gather the stepped weights bucket by bucket while the next forward pass goes on."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that the backward pass computes anew instead of keeping them: those within MLPs and experts (`selective`), or all within
     a layer (`full`)."""

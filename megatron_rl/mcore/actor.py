@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
@@ -19,15 +18,18 @@ from megatron_rl.config import TrainConfig
 from megatron_rl.distributed import raise_on_all_ranks
 from megatron_rl.errors import RunError
 from megatron_rl.mcore import nan_finder, reduce
+from megatron_rl.mcore.buckets import start_gathers, wrap_chunks
+from megatron_rl.mcore.checkpoint.optimizer import flatten_chained
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import quantize_model
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.layers.router import ModelRouters
 from megatron_rl.mcore.learning_rate import LearningRateSchedule
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.offload import OptimizerOffloader
 from megatron_rl.mcore.packed_sequences import make_packed_params
 from megatron_rl.mcore.pipeline import make_stage_options
+from megatron_rl.mcore.quantizing_optimizer import check_finite
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.mcore.step_response import StepResponse
 from megatron_rl.metrics import declare
@@ -50,7 +52,6 @@ class Policy:
         self.routing = ModelRouters(self.chunks)
         self._forward_chunks: list[Any] = list(self.chunks)
         self._device = next(self.chunks[0].parameters()).device
-        quantize_model(model)
 
     def compute_logprobs(self, samples: list[TrainingSample]) -> tuple[list[torch.Tensor], float]:
         """Return (log-probs of each sample's sampled tokens float32 [A], mean entropy in nats per answer token); no gradient.
@@ -139,7 +140,7 @@ class Policy:
 
 
 class Actor(Policy):
-    """The policy in training: Adam on FP32 masters through Megatron's optimizer; FP8 blocks are quantized once after every step."""
+    """The policy in training: Adam on FP32 masters by Megatron's distributed optimizer, which quantizes FP8 blocks after every step."""
 
     def __init__(self, model: ModelChunks, train: TrainConfig, temperature: float) -> None:
         super().__init__(model, temperature, train.micro_batch_tokens)
@@ -148,10 +149,7 @@ class Actor(Policy):
         self.routing.replay_enabled = True
         config = self.chunks[0].config
         config.moe_router_bias_update_rate = train.router_bias_rate
-        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        sharded = train.distributed_optimizer and replicas > 1
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-        self._forward_chunks = [DistributedDataParallel(config, ddp_config, chunk) for chunk in self.chunks]
+        self._forward_chunks = wrap_chunks(self.chunks, train)
         config.finalize_model_grads_func = finalize_model_grads
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -165,11 +163,16 @@ class Actor(Policy):
                 clip_grad=train.clip_grad,
                 bf16=config.bf16,
                 params_dtype=config.params_dtype,
-                use_distributed_optimizer=sharded,
+                use_distributed_optimizer=True,
             ),
             self._forward_chunks,
             use_gloo_process_groups=False,
         )
+        layers = {
+            global_name(chunk, f"{name}.weight"): layer for chunk in self.chunks for name, layer in find_quantized_layers(chunk).items()
+        }
+        for part in flatten_chained(self.optimizer):
+            part.take_layers(layers)
         self.learning_rate: Callable[[int], float] = LearningRateSchedule(self.optimizer, train)
         """Maps the number of optimizer steps done to the learning rate of the next."""
         self.response = StepResponse(self.chunks, self.optimizer)
@@ -212,7 +215,8 @@ class Actor(Policy):
         self.steps_done += 1  # before the step begins: one that breaks off leaves weights of no known version
         self.response.begin(self.steps_done)
         _, grad_norm, _ = self.optimizer.step()
-        quantize_model(self.model)
+        check_finite(flatten_chained(self.optimizer))
+        start_gathers(self._forward_chunks)
         return {**means, _PADDING: padding, _GRAD_NORM: float(grad_norm), _LEARNING_RATE: learning_rate, **self.response.end()}
 
     def _accumulate_gradients(self, samples: list[TrainingSample], loss: Loss) -> dict[str, float]:

@@ -5,6 +5,7 @@ Both use the geometry of `parallel`; no layer names are known here beyond how Me
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from megatron_rl.distributed import errors_on_all_ranks, is_rank0
 from megatron_rl.errors import as_user_error
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.read import HFCheckpoint
+from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
 from megatron_rl.mcore.rollout_weights import is_cut_by_columns, quantize_shards
 from megatron_rl.precision.contract import QUANTIZED_ROLES, PrecisionContract
 from megatron_rl.precision.quantized_weight import QuantizedWeight
+from megatron_rl.precision.quantizers import dequantize
 from parallel.digest import make_stored_tensors, view_rect
 from parallel.formats import TensorFormat
 from parallel.layout import Layout
@@ -69,18 +72,37 @@ def _load(model: ModelChunks, checkpoint: HFCheckpoint, shards: list[Shard], spr
         layer, tensors = layers.get(shard.name), [region.tensor for region in shard.regions]
         checkpoint.check_scales(tensors, layer.format if layer else None)
         stored = checkpoint.find_format(tensors[0])
-        if isinstance(layer, QuantizedLinear) and stored is not None and stored.name == layer.format.name:
+        spreads = spread if spread and stored is None and spread.contract.spreads_parameter(shard.role) else None
+        if not isinstance(layer, QuantizedLinear):
+            _read_values(checkpoint, shard, parameters[shard.name], spreads)
+        elif stored is not None and stored.name == layer.format.name:
             ordered = reorder_for_quantization(shard, layer.format)
-            blocks = _read_shard_blocks(checkpoint, ordered, layer.format)
-            blocks = QuantizedWeight(*(part.to(layer.weight.device) for part in blocks))
-            layer.adopt(blocks, spread.draw_for_blocks(ordered, blocks, layer.format) if spread else None)
-            continue
-        for region in shard.regions:
-            into = view_rect(parameters[shard.name], region.shard_rect)
-            if spread and stored is None and spread.contract.spreads_parameter(shard.role):
-                spread.read(checkpoint, region, into)
-            else:
-                checkpoint.read_into(region, into)
+            layer.adopt(_read_shard_blocks(checkpoint, ordered, layer.format), partial(_draw_for_blocks, layer, ordered, spread))
+        else:
+            layer.quantize(_read_master(checkpoint, shard, layer))  # masters drawn for the values have the same blocks
+            layer.start_master(partial(_read_master, checkpoint, shard, layer, spreads))
+
+
+def _read_master(checkpoint: HFCheckpoint, shard: Shard, layer: QuantizedLinear, spread: MasterSpread | None = None) -> torch.Tensor:
+    """Return a shard's values, or the masters that `spread` draws for them, float32 [N, K]."""
+    return _read_values(checkpoint, shard, torch.zeros(shard.shape, device=layer.weight.device), spread)
+
+
+def _read_values(checkpoint: HFCheckpoint, shard: Shard, into: torch.Tensor, spread: MasterSpread | None) -> torch.Tensor:
+    """Fill `into` [N, K] with a shard's values, or with the masters that `spread` draws for them, and return it."""
+    for region in shard.regions:
+        part = view_rect(into, region.shard_rect)
+        if spread:
+            spread.read(checkpoint, region, part)
+        else:
+            checkpoint.read_into(region, part)
+    return into
+
+
+def _draw_for_blocks(layer: QuantizedLinear, ordered: Shard, spread: MasterSpread | None) -> torch.Tensor:
+    """Return masters float32 [N, K] for the blocks that a layer has adopted: their values, or what `spread` draws for them."""
+    masters = spread.draw_for_blocks(ordered, layer.blocks, layer.format) if spread else dequantize(layer.blocks, layer.format)
+    return masters if layer.row_order is None else torch.empty_like(masters).index_copy_(0, layer.row_order.to(masters.device), masters)
 
 
 def _read_shard_blocks(checkpoint: HFCheckpoint, shard: Shard, format: TensorFormat) -> QuantizedWeight:
@@ -116,7 +138,7 @@ def set_formats(model: ModelChunks, geometry: ModelGeometry, layout: Layout, con
     linear = {shard.name: shard for shard in shards if shard.role in QUANTIZED_ROLES}
     for name, layer in find_weight_layers(model).items():
         if not isinstance(layer, QuantizedLinear):
-            layer.format, layer.blocks = contract.high_format, None
+            layer.format, layer.blocks = contract.high_format, None  # type: ignore[misc]
         layer.engine_format = contract.engine_format if name in linear else None
         layer.is_cut_by_columns = name in linear and is_cut_by_columns(linear[name])
         order = orders.get(name)
@@ -137,9 +159,15 @@ def collect_named_tensors(model: ModelChunks, shards: list[Shard], contract: Pre
     """Return the tensors that an engine or an export gets from this rank, by global name: raw values; bytes and scales of
     quantised roles. Collective.
 
-    The bytes of a quantised layer are the very blocks it computes with. Where the trainer is in high precision but the engine is not
-    (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes them here. Views of live memory where possible: call again after every
-    optimizer step. Rows of quantised tensors are in the quantised order of `parallel.megatron_shards`.
+    The bytes of a quantised layer are the very blocks it computes with; a contract that does not quantise it gets its master. Where the
+    trainer is in high precision but the engine is not (`fp8_rollout`, `int8_rollout`), `quantize_shards` makes them here. Views of live
+    memory where possible: call again after every optimizer step. Rows of quantised tensors are in the quantised order of
+    `parallel.megatron_shards`.
     """
-    weights = {name: tensor.detach() for name, tensor in global_parameters(model).items()}
-    return weights | quantize_shards(shards, weights, find_weight_layers(model), contract)
+    finish_gathers(model)
+    weights, layers = {name: tensor.detach() for name, tensor in global_parameters(model).items()}, find_weight_layers(model)
+    for shard in shards:
+        layer = layers.get(shard.name)
+        if isinstance(layer, QuantizedLinear) and not contract.format_of(shard.role).quantized:
+            weights[shard.name] = layer.gather_master()
+    return weights | quantize_shards(shards, weights, layers, contract)

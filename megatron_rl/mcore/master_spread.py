@@ -1,6 +1,7 @@
 """Where this rank's FP32 masters begin (`precision.masters`), of every weight whose policy copy is coarser than its master.
 
-- A quantized layer's parameter, and with `high = "fp32"` one that only the engine quantizes, is its own master: spread as it is read.
+- A quantized layer's master is drawn when its optimizer takes its slice, a layer at a time; with `high = "fp32"` a parameter that only the
+  engine quantizes is its own master: spread as it is read.
 - A BF16 parameter stays what the checkpoint says; its master is the optimizer's: `spread_optimizer`.
 
 A master depends on its place in the checkpoint alone, so a rank draws those of its own shards, some rows at a time.
@@ -67,9 +68,9 @@ class MasterSpread(NamedTuple):
         """Spread the optimizer's own masters, those of 16-bit parameters, or the slices of them that this rank steps."""
         shard_of = {id(parameters[shard.name]): shard for shard in shards}
         for part in flatten_chained(optimizer):
-            for parameter, master, owned in iter_stepped(part):
-                if parameter.dtype is not torch.float32 and master.numel():
-                    self._spread_slice(shard_of[id(parameter)], parameter.detach(), master.detach(), owned[1] if owned else 0)
+            for parameter, master in iter_stepped(part):
+                if parameter.itemsize == 2 and master.values.numel():
+                    self._spread_slice(shard_of[id(parameter)], parameter.detach(), master.values.detach(), master.start)
 
     def _spread_slice(self, shard: Shard, parameter: torch.Tensor, master: torch.Tensor, start: int) -> None:
         """Fill the slice of a parameter's master that begins at its flat element `start`."""

@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron_rl.config import TrainConfig
 from megatron_rl.errors import as_user_error
+from megatron_rl.mcore import quantizing_optimizer
 from megatron_rl.mcore.checkpoint.rng import seed_python_and_numpy
 from megatron_rl.mcore.layers.output_layer import install_output_layer
 from megatron_rl.mcore.layers.spec import build_decoder_spec
@@ -70,6 +71,7 @@ def start_megatron(layout: Layout, seed: int, timeout_minutes: int = 30) -> None
     """
     cpu.install()
     adam.install()
+    quantizing_optimizer.install()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if not dist.is_initialized():

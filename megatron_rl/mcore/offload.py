@@ -1,9 +1,8 @@
 """Offloads what only an optimizer step needs from the device until the next step: Adam's moments, separate FP32 masters, gradients.
 
 Moments and masters go to host memory, into buffers that are allocated once; gradients are zeroed before a step anyway, so their memory
-is freed without a copy. Ranks of a distributed optimizer offload their shards. FP32 weights that are their own masters, as in the FP8
-layers, are part of the model and stay. Megatron's own `offload_to_cpu` would move them too, and with them norms and embeddings that the
-sync reads.
+is freed without a copy. Each rank offloads its shards. FP32 weights that are their own masters are part of the model and stay. Megatron's
+own `offload_to_cpu` would move them too, and with them norms and embeddings that the sync reads.
 
 A checkpoint can be written meanwhile: Megatron copies what it saves to the host, where the tensors are already.
 """
@@ -14,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
 
 
 class OptimizerOffloader:
@@ -55,7 +54,7 @@ class OptimizerOffloader:
                 for kind in MOMENTS:
                     if kind in state:
                         state[kind] = copy((id(state), kind), state[kind])
-            for _, master in iter_fp32_masters(part):
+            for _, master in iter_masters(part):
                 master.data = copy((id(master), "master"), master.data)
 
     def _host_copy(self, key: tuple[int, str], tensor: torch.Tensor) -> torch.Tensor:

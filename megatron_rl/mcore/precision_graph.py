@@ -139,7 +139,7 @@ class _MegatronReader:
         if layer.blocks is None:
             return self.read_weighted(layer)
         self.seen.add(id(layer.weight))
-        weight, master = block_format(*layer.blocks), unquantized_format(layer.weight)
+        weight, master = block_format(*layer.blocks), TensorPrecision("fp32")
         x = tokens = self.hidden
         if layer.quantizes_input:
             group = layer.format.block[1]  # an input's groups are as long as a block is wide

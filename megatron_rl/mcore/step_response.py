@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint.optimizer import flatten_chained, iter_stepped
-from megatron_rl.mcore.layers.quantized_linear import WeightLayer
+from megatron_rl.mcore.layers.quantized_linear import WeightLayer, reorder_rows
 from megatron_rl.mcore.load_weights import find_weight_layers
 from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.mcore.rollout_weights import quantize_rows
@@ -62,6 +63,7 @@ class StepResponse:
     """
 
     def __init__(self, chunks: ModelChunks, optimizer: Any) -> None:
+        self._chunks = chunks
         layers = find_weight_layers(chunks).values()
         formats = [(layer, layer.engine_format) for layer in layers if layer.engine_format is not None]
         measured = [layer for layer, format in formats if format.quantized or layer.weight.dtype is not torch.float32]
@@ -69,42 +71,37 @@ class StepResponse:
         largest = max((layer.weight[:_ROWS].numel() for layer in measured), default=1)
         self._size = min(max(_ELEMENTS // largest, _LEAST), len(self._strips))
         stepped = [entry for part in flatten_chained(optimizer) for entry in iter_stepped(part)]
-        self._masters = {id(weight): (values, owned[1] if owned else 0) for weight, values, owned in stepped}
-        self._sliced = any(owned is not None for _, _, owned in stepped)
+        self._masters = {id(weight): master for weight, master in stepped}
         self._sample: list[tuple[_Strip, torch.Tensor, torch.Tensor]] = []
 
     def begin(self, step: int) -> None:
         """Draw the sample of optimizer step `step`, the same on ranks that hold parts of the same rows, and keep its values."""
         drawn = torch.randperm(len(self._strips), generator=torch.Generator().manual_seed(step))[: self._size].tolist()
-        self._sample = [(strip, _read_engine(strip), self._read_master(strip)) for strip in (self._strips[index] for index in drawn)]
+        self._sample = [(strip, *self._read(strip)) for strip in (self._strips[index] for index in drawn)]
 
     def end(self) -> dict[str, float]:
         """Return the metrics, the same on all ranks; {} where no master moved."""
+        if any(strip.layer.blocks is None for strip, *_ in self._sample):
+            finish_gathers(self._chunks)  # where the trainer has no blocks, whole ones are quantized here
         sums = torch.zeros(4, dtype=torch.float64, device=torch.cuda.current_device() if torch.cuda.is_available() else "cpu")
         for strip, engine, master in self._sample:
-            moved, stepped = (_read_engine(strip) - engine).abs_(), (self._read_master(strip) - master).abs_()
+            new_engine, new_master = self._read(strip)
+            moved, stepped = (new_engine - engine).abs_(), (new_master - master).abs_()
             of_strip = torch.stack([moved.sum(), (moved != 0).sum(), moved.new_tensor(moved.numel()), stepped.sum()]).double()
-            replicas, copies = _count_holders(strip.layer.weight)
-            of_strip /= replicas * copies
-            if self._sliced:  # of the masters replicas hold other parts
-                of_strip[3] *= replicas
-            sums += of_strip * (len(self._strips) / len(self._sample))
+            sums += of_strip / _count_copies(strip.layer.weight) * (len(self._strips) / len(self._sample))
         self._sample = []
         dist.all_reduce(sums)
         moved_sum, changed, values, stepped_sum = sums.tolist()
         return {RESPONSE: moved_sum / stepped_sum, CHANGED: changed / values} if stepped_sum else {}
 
-    def _read_master(self, strip: _Strip) -> torch.Tensor:
-        """Return a copy of a strip's masters, flat, float32: those in this rank's slice where replicas share the optimizer's state."""
-        weight, width = strip.layer.weight, strip.layer.weight.shape[1]
-        values, start = self._masters[id(weight)]
-        values = values.detach().view(-1)
-        if strip.layer.row_order is None:
-            first, last = (max(row * width - start, 0) for row in (strip.first, min(strip.first + _ROWS, len(weight))))
-            return values[first:last].clone()
-        rows = _select_rows(strip).to(values.device)
-        places = (rows[:, None] * width + torch.arange(width, device=values.device)).flatten() - start
-        return values[places[(places >= 0) & (places < values.numel())]]
+    def _read(self, strip: _Strip) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the values of a strip as the engine gets them, and their masters: float32 [n], those in this rank's slice of the weight.
+        Its part of new blocks is there before the replicas have gathered the others."""
+        width, master = strip.layer.weight.shape[1], self._masters[id(strip.layer.weight)]
+        rows = _select_rows(strip).to(master.values.device)
+        places = (rows[:, None] * width + torch.arange(width, device=rows.device)).flatten() - master.start
+        held = (places >= 0) & (places < master.values.numel())
+        return _read_engine(strip).flatten()[held], master.values.detach()[places[held]]
 
 
 def _select_rows(strip: _Strip) -> torch.Tensor:
@@ -123,7 +120,7 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
     if layer.blocks is not None and layer.format == format:
         assert format.block is not None
         height = format.block[0]
-        data = layer.blocks.data[first : first + _ROWS]
+        data = reorder_rows(layer.weight.detach(), _select_rows(strip))
         return dequantize(QuantizedWeight(data, layer.blocks.scale[first // height : -(-(first + len(data)) // height)]), format)
     rows = layer.weight.detach()[_select_rows(strip)]
     if not format.quantized:
@@ -134,10 +131,7 @@ def _read_engine(strip: _Strip) -> torch.Tensor:
         return torch.full_like(rows, torch.nan, dtype=torch.float32)
 
 
-def _count_holders(weight: Any) -> tuple[int, int]:
-    """Return (replicas of a weight, tensor-parallel ranks that hold all of it)."""
-    if not getattr(weight, "allreduce", True):
-        return parallel_state.get_expert_data_parallel_world_size(), 1
-    is_cut = getattr(weight, "tensor_model_parallel", False)
-    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    return replicas, 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()
+def _count_copies(weight: Any) -> int:
+    """Return how many tensor-parallel ranks hold all of a weight."""
+    is_cut = getattr(weight, "tensor_model_parallel", False) or not getattr(weight, "allreduce", True)
+    return 1 if is_cut else parallel_state.get_tensor_model_parallel_world_size()

@@ -3,14 +3,14 @@
 Bytes that the trainer holds for every value of a parameter:
 
                         FP8 layer in fp8_unified         any other, high = bf16       high = fp32
-    weight              4  the FP32 master itself        2                            4  the master itself
+    weight              -                                2                            4  the master itself
     blocks              1 + 4/16384                      -                            -
     operand             see `count_operand_bytes`        -                            -
     gradient            4                                4                            4
-    master              -                                4                            -
-    Adam's moments      8                                8                            8
+    master              4 / replicas                     4 / replicas                 -
+    Adam's moments      8 / replicas                     8 / replicas                 8 / replicas
 
-With a sharded optimizer a rank holds its replica's share of masters and moments; a weight that is its own master stays whole.
+A rank holds its replica's share of masters and moments; a weight that is its own master stays whole.
 Layers of one kind are alike, so the shards of one of each are counted.
 """
 
@@ -38,7 +38,7 @@ class RankMemory(NamedTuple):
     """Bytes on one trainer rank."""
 
     weights: int = 0
-    """Parameters, and FP32 buffers of the router."""
+    """Parameters that are not quantized, and FP32 buffers of the router."""
     blocks: int = 0
     """Quantized data and scales."""
     operands: int = 0
@@ -111,18 +111,14 @@ def _count_shard_memory(job: Workload, layout: Layout, shard: Shard) -> RankMemo
     size = shard.rows * shard.cols
     if shard.role == "router_bias":  # a buffer, and Megatron's FP32 count of tokens per expert beside it
         return RankMemory(weights=8 * size)
-    replicas = 1
-    if job.config.train.distributed_optimizer:
-        replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
+    replicas = layout.edp if _EXPERT in shard.name else layout.dp * layout.cp
     format = job.contract.trainer_format_of(shard.role)
-    weight = FP32 if format.quantized else format
-    own_master = weight == FP32
     return RankMemory(
-        weights=weight.count_bytes(shard.shape),
+        weights=0 if format.quantized else format.count_bytes(shard.shape),
         blocks=format.count_bytes(shard.shape) if format.quantized else 0,
         operands=count_operand_bytes(job.config.precision.backend, format, shard.rows, shard.cols) if format.quantized else 0,
         gradients=4 * size,
-        masters=0 if own_master else -(-4 * size // replicas),
+        masters=0 if format == FP32 else -(-4 * size // replicas),
         moments=-(-8 * size // replicas),
     )
 

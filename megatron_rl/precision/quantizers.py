@@ -23,10 +23,16 @@ class Quantizer(NamedTuple):
     share a scale, it calls `max_over_ranks` on what it finds in its columns, whatever the values are."""
     read_scales: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float
     """Scales -> the float32 numbers that they stand for."""
+    scale: Callable[[torch.Tensor, TensorFormat], tuple[torch.Tensor, torch.Tensor]] | None = None
+    """(block maxima float32, format) -> (scales as stored, numbers that values are multiplied by before they are cast to the format's
+    dtype); needed where the trainer computes in the format (`precision.slices`)."""
 
 
 QUANTIZERS = {
-    "fp8": Quantizer(lambda weight, format, _: fp8.quantize_weight(weight, format.scale_format)),
+    "fp8": Quantizer(
+        lambda weight, format, _: fp8.quantize_weight(weight, format.scale_format),
+        scale=lambda maxima, format: fp8.compute_scales(maxima, format.scale_format),
+    ),
     "int8": Quantizer(lambda weight, _, max_over_ranks: int8.quantize_int8_weight(weight, max_over_ranks(int8.row_maxima(weight)))),
 }
 """By `TensorFormat.name`."""

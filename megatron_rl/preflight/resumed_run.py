@@ -15,7 +15,8 @@ from megatron_rl.observability.run_log import read_run
 from megatron_rl.preflight.rule import Facts, Needs, rule
 
 _CHANGEABLE_FIELDS = (
-    "train.steps", "train.layout", "train.distributed_optimizer", "train.recompute", "rollout.engines", "rollout.tp", "rollout.ep",
+    "train.steps", "train.layout", "train.overlap_grad_reduce", "train.overlap_param_gather", "train.recompute",
+    "rollout.engines", "rollout.tp", "rollout.ep",
     "rollout.nodes_per_engine", "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout",
     "rollout.request_timeout", "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
     "data.eval_every", "eval", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
@@ -53,7 +54,9 @@ def find_run_to_resume(config: Config) -> Path | None:
 def _saved_config(run: Path) -> Config:
     """Return the run's configuration; fields added since get their defaults."""
     try:
-        return Config.model_validate_json(json.dumps(read_run(run).get("config")))
+        saved = read_run(run).get("config") or {}
+        saved.get("train", {}).pop("distributed_optimizer", None)  # decided where Adam's state was
+        return Config.model_validate_json(json.dumps(saved))
     except ValidationError:
         rule = "its configuration is none that this version of the project knows"
         raise UserError("checkpoint.resume", str(run), rule, "go on with the version that wrote it, or start a new run") from None

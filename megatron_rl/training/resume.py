@@ -20,7 +20,7 @@ def describe_layout(layout: Layout, train: TrainConfig) -> dict[str, int]:
     return {
         **asdict(layout),
         "sequence_parallel": int(layout.tp > 1 and train.layout.sequence_parallel),
-        "distributed_optimizer": int(layout.dp * layout.cp > 1 and train.distributed_optimizer),
+        "distributed_optimizer": int(layout.dp * layout.cp > 1),  # always; earlier checkpoints say so, too
     }
 
 

@@ -128,8 +128,9 @@ def test_training_equals_that_of_one_process(worlds, folder_of, train_alone, lay
 
 
 def test_the_opposite_of_the_defaults(worlds, train_alone, checkpoint):
-    """No sequence parallelism, no distributed optimizer, no activation kept."""
-    options = {"layout": {"sequence_parallel": False}, "distributed_optimizer": False, "recompute": "full"}
+    """No sequence parallelism, no overlap of what replicas exchange, no activation kept."""
+    overlap = {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    options = {"layout": {"sequence_parallel": False}, "recompute": "full", **overlap}
     result = worlds(4).call(trainer.train_grpo, checkpoint, FP32, {**TRAIN, **options}, batches(), LAYOUTS["tp2_dp2"])[0]
     assert_same_training(checkpoint, train_alone(checkpoint, FP32), result, TOLERANCE["fp32"])
 

@@ -74,23 +74,25 @@ def test_replicas_that_share_the_optimizer_go_on_bit_for_bit_and_any_layout_load
     assert_goes_on(worlds(2), checkpoint, tmp_path, FP8, layout)
     run = tmp_path / "run"
     expected = worlds(2).call(training_runs.load_in, checkpoint, run, FP8, layout)[0]
-    for other, settings in ((Layout(), {}), (Layout(tp=2), {}), (layout, {"distributed_optimizer": False})):
-        loaded = worlds(other.world_size).call(training_runs.load_in, checkpoint, run, FP8, other, settings)[0]
+    for other in (Layout(), Layout(tp=2)):
+        loaded = worlds(other.world_size).call(training_runs.load_in, checkpoint, run, FP8, other)[0]
         assert_same_state(expected, loaded)
         assert [line for line in loaded["remarks"] if line.startswith("another train.layout")], loaded["remarks"]
 
 
 @pytest.mark.parametrize("precision", [FP8, BF16], ids=["fp32", "bf16"])
 def test_what_replicas_share_of_the_optimizer_is_what_each_would_have(worlds, checkpoint, precision):
-    """BF16: 16-bit weights with FP32 masters, and FP8 layers that are their own, in one optimizer."""
-    ranks = worlds(2).call(training_runs.shared_and_whole_state, checkpoint, precision, random_sequences(4, seed=5))
-    (first, loaded, whole), (second, loaded_too, _) = ranks
+    """BF16: 16-bit weights with FP32 masters, and FP8 ones, in one optimizer."""
+    batch = random_sequences(4, seed=5)
+    (first, loaded), (second, loaded_too) = worlds(2).call(training_runs.saved_and_loaded_state, checkpoint, precision, batch, 2)
+    whole = worlds(1).call(training_runs.saved_and_loaded_state, checkpoint, precision, batch, 1)[0][0]
     assert first and second and not first.keys() & second.keys(), "each rank has its turns"
     shared, loaded = first | second, loaded | loaded_too
-    assert {name.split(".")[0] for name in shared} == {"exp_avg", "exp_avg_sq"} | ({"master"} if precision is BF16 else set())
+    assert {name.split(".")[0] for name in shared} == {"exp_avg", "exp_avg_sq", "weight"} | ({"master"} if precision is BF16 else set())
     assert shared.keys() == loaded.keys() == whole.keys()
-    for name, expected in whole.items():  # Adam's vectors end elsewhere, so a last bit may differ
-        assert (shared[name] - expected).norm() <= 1e-6 * expected.norm() > 0, name
+    tolerance = 0.02 if precision is BF16 else 1e-4  # gradients are summed in another order, those of norms in BF16
+    for name, expected in whole.items():
+        assert (shared[name] - expected).norm() <= tolerance * expected.norm() > 0, name
         assert torch.equal(loaded[name], shared[name] + 1), name
 
 

@@ -90,13 +90,12 @@ def test_a_sample_of_the_weights_is_near_the_whole(worlds, checkpoint):
 
 @pytest.mark.parametrize("mode", ["bf16", "fp8_rollout"])
 def test_masters_of_bf16_weights_count_once_wherever_they_are(worlds, checkpoint, mode):
-    """Replicas hold a slice each, or all of them."""
-    precision, layout = {"mode": mode, "high": "bf16"}, Layout(dp=2)
+    """Replicas hold a slice each; one process all of them."""
+    precision = {"mode": mode, "high": "bf16"}
     sliced, whole = (
-        [sampled for sampled, _ in responses(worlds(2), checkpoint, precision, layout, {**STEP, "distributed_optimizer": sliced})]
-        for sliced in (True, False)
+        [sampled for sampled, _ in responses(worlds(dp), checkpoint, precision, Layout(dp=dp), {**STEP, "adam_eps": 1e-4})] for dp in (2, 1)
     )
-    assert sliced == [pytest.approx(step, rel=1e-6) for step in whole] and all(step[RESPONSE] > 0 for step in sliced)
+    assert sliced == [pytest.approx(step, rel=1e-3) for step in whole] and all(step[RESPONSE] > 0 for step in sliced)
 
 
 def test_without_a_grid_there_is_nothing_to_measure(worlds, checkpoint):

@@ -14,7 +14,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
 from megatron_rl.data import load_problems
 from megatron_rl.hf.tokenizer import load_tokenizer
-from megatron_rl.mcore.layers.quantized_linear import quantize_model
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.rewards.scorer import Scorer
 from megatron_rl.rollout.async_worker import AsyncRolloutWorker
 from megatron_rl.rollout.worker import RolloutBatch, RolloutWorker
@@ -114,7 +114,7 @@ def switch_under_load(
     versions, and for each version the engine's log-probs and those of the trainer that held it, of all tokens sampled by it.
     """
     served, stop, answers = current(), threading.Event(), Answers()
-    masters, reports, running = {}, [], []
+    weights, reports, running = {}, [], []
 
     def ask(thread: int) -> None:
         mine = prompts[thread::_THREADS]
@@ -133,7 +133,7 @@ def switch_under_load(
                 if version > first:
                     running.append(sum(replica.outstanding for replica in served.engines.replicas))
                     reports.append(asdict(sync.run(version)))
-                masters[version] = {name: value.detach().clone() for name, value in served.trainer.model.named_parameters()}
+                weights[version] = copy_weights(served.trainer.model)
                 wait_for_answers(asking)
                 train(batch)
         finally:
@@ -141,10 +141,16 @@ def switch_under_load(
         for task in asking:
             task.result()
     mixed = sum(generation.versions_T is not None for _, generation in answers)
-    return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compare_logprobs(masters, answers)}
+    return {"reports": reports, "running": running, "mixed": mixed, "logprobs": compare_logprobs(weights, answers)}
 
 
-def compare_logprobs(masters: dict[int, dict[str, torch.Tensor]], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def copy_weights(model: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters, and scales of those that are quantized."""
+    scales = {name: layer.scale.clone() for name, layer in find_quantized_layers(model).items()}
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, scales
+
+
+def compare_logprobs(weights: dict[int, Any], answers: Answers) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """version -> (engine's, trainer's) log-probs of its tokens, with the trainer put back to that version."""
     logprobs, model = {}, current().trainer.model
     versions = [
@@ -154,8 +160,9 @@ def compare_logprobs(masters: dict[int, dict[str, torch.Tensor]], answers: Answe
     for version in sorted(set().union(*versions)):
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                parameter.copy_(masters[version][name])
-        quantize_model(model)
+                parameter.copy_(weights[version][0][name])
+        for name, layer in find_quantized_layers(model).items():
+            layer.set_scale(weights[version][1][name])
         sampled = [(*answer, each) for answer, each in zip(answers, versions, strict=True) if version in each]
         prompts, generations, token_versions = zip(*sampled, strict=True)
         own = torch.tensor([number for each in token_versions for number in each]) == version

@@ -12,7 +12,7 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import convert
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
@@ -62,7 +62,6 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
     engine's ranks hold, and the operands and results of a layer's three products."""
     with toy_format.registered():
         trainer = Trainer(folder, {"mode": mode, "high": "fp32"}, layout=layout)
-        quantize_model(trainer.model)
         plan = SyncPlan.make(ModelGeometry.from_hf_config(trainer.hf_config), layout, rollout, trainer.contract, 1 << 20)
         engine: Rank0[Any] = Rank0(lambda: ReceivingEngine(plan))
         sync = WeightSync(plan, engine, trainer.collect_named_tensors, SyncConfig(bucket_mb=2))
@@ -76,7 +75,7 @@ def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output:
         layer = next(layer for name, layer in find_quantized_layers(trainer.model).items() if name.endswith("fc2"))
         random = torch.Generator().manual_seed(dist.get_rank())
         x = torch.randn(8, 1, layer.weight.shape[1], generator=random, requires_grad=True)
-        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
         y = layer(x)[0]
         dy = torch.randn(y.shape, generator=random)
         y.backward(dy)

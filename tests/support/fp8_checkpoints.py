@@ -82,14 +82,15 @@ def import_and_export(
     folder: Path, precision: dict[str, Any], to: Path, layout: Layout | None = None
 ) -> tuple[int, int, dict[str, torch.Tensor]]:
     """Import a checkpoint, export it as it is. Return how many FP8 layers adopted blocks, how many there are, and rank 0's masters."""
-    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
+    from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+    from megatron_rl.mcore.quantizing_optimizer import requantize
     from support.gathered import save_live
 
     trainer = _trainer(folder, precision, layout)
-    quantize_model(trainer.model)  # once more: no step was made
+    requantize(trainer.actor.optimizer)  # once more: no step was made
     save_live(to, trainer)
     layers = find_quantized_layers(trainer.model).values()
-    return sum(bool(layer.adopted_master) for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
+    return sum(layer.adopted for layer in layers), len(layers), trainer.collect_tensors(fp8=False)
 
 
 def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = None) -> dict[str, torch.Tensor]:
@@ -98,12 +99,12 @@ def masters(folder: Path, precision: dict[str, Any], layout: Layout | None = Non
 
 
 def spread_masters(
-    folder: Path, precision: dict[str, Any], layout: Layout | None = None, train: dict[str, Any] | None = None
+    folder: Path, precision: dict[str, Any], layout: Layout | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """On rank 0: what Adam steps, what the engine gets, and the parameters in BF16 as `export` writes them."""
     from support.trainer import Trainer
 
-    trainer = Trainer(folder, {"masters": "spread", **precision}, train, layout=layout)
+    trainer = Trainer(folder, {"masters": "spread", **precision}, layout=layout)
     parameters = {name: tensor.bfloat16() for name, tensor in trainer.collect_tensors(fp8=False).items()}
     return trainer.collect_masters(), trainer.collect_tensors(fp8=True), parameters
 
@@ -128,7 +129,7 @@ def step(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], l
         "quantized": [
             name
             for name, layer in layers.items()
-            if same(layer.blocks, quantize_weight(reorder_rows(layer.weight.detach(), layer.row_order), layer.format.scale_format))
+            if same(layer.blocks, quantize_weight(reorder_rows(layer.gather_master(), layer.row_order), layer.format.scale_format))
         ],
     }
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.distributed import param_and_grad_buffer as buffers
 from safetensors import safe_open
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,15 +18,16 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters
 from megatron_rl.mcore.layers.quantized_linear import (
     QuantizedColumnParallelLinear,
     QuantizedRowParallelLinear,
     find_quantized_layers,
-    quantize_model,
 )
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, load_checkpoint
 from megatron_rl.mcore.model import QuantizedTransformerConfig, build_model, start_megatron
 from megatron_rl.mcore.names import get_model_chunks
+from megatron_rl.mcore.quantizing_optimizer import is_quantized
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.fp8 import quantize_weight
@@ -69,8 +71,6 @@ def load_model_chunks(folder: Path, contract: PrecisionContract, layout: Layout)
     hf_config = read_config(folder)
     chunks = get_model_chunks(build_model(hf_config, layout, contract))
     load_checkpoint(chunks, folder, build_rank_shards(hf_config, layout, dist.get_rank()))
-    for chunk in chunks:
-        quantize_model(chunk)
     return chunks
 
 
@@ -127,32 +127,49 @@ def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.dtype == other.dtype and tensor.shape == other.shape and bool((raw_bytes(tensor) == raw_bytes(other)).all())
 
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout, sharded: bool) -> dict[str, int]:
+def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout) -> dict[str, int]:
     """Bytes of this rank's model, gradients and optimizer, by the names of `megatron_rl.planner.memory.RankMemory`."""
-    chunks = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
-    layers = [layer for chunk in chunks for layer in find_quantized_layers(chunk).values()]
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=sharded)
-    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
-    config = chunks[0].config
-    settings = OptimizerConfig(
-        optimizer="adam", lr=1e-3, bf16=config.bf16, params_dtype=config.params_dtype, use_distributed_optimizer=sharded
-    )
-    optimizer = get_megatron_optimizer(settings, wrapped, use_gloo_process_groups=False)
-    parts = [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
+    actor = Trainer(folder, precision, layout=layout).actor
+    chunks, parts, buffers = actor.chunks, flatten_chained(actor.optimizer), actor.offloader.gradient_buffers
     for part in parts:
         part.init_state_fn(part.optimizer, part.config)
-    masters = "shard_fp32_from_float16_groups" if sharded else "fp32_from_float16_groups"
+    layers = [layer for chunk in chunks for layer in find_quantized_layers(chunk).values()]
+    plain = [tensor for chunk in chunks for tensor in chunk.parameters() if not is_quantized(tensor)]
     return {
-        "weights": _bytes(tensor for chunk in chunks for tensor in (*chunk.parameters(), *_router_buffers(chunk))),
+        "weights": _bytes([*plain, *(tensor for chunk in chunks for tensor in _router_buffers(chunk))]),
         "blocks": _bytes(tensor for layer in layers for tensor in layer.blocks),
         "operands": _bytes(layer.operand.as_dtype(torch.float32) for layer in layers),
-        "gradients": _bytes(buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)),
-        "masters": _bytes(tensor for part in parts for group in getattr(part, masters, []) for tensor in group),
-        "moments": _bytes(state[kind] for part in parts for state in part.optimizer.state.values() for kind in _MOMENTS),
+        "gradients": _bytes(buffer.grad_data for buffer in buffers),
+        "masters": _bytes(master for part in parts for _, master in iter_masters(part)),
+        "moments": _bytes(state[kind] for part in parts for state in part.optimizer.state.values() for kind in MOMENTS),
     }
+
+
+def count_live_bytes(folder: Path, precision: dict[str, Any], layout: Layout, batch: list[TrainingSample]) -> dict[str, float]:
+    """What a rank's tensors occupy after an optimizer step, all that are alive: bytes for each value of a quantized weight, those of other
+    weights and the emulation's operands taken off; and the bytes that its gathers received, for each value."""
+    before = _count_storages()
+    trainer = Trainer(folder, precision, layout=layout)
+    gather, received = buffers.dist_all_gather_func, []
+    with mock.patch.object(
+        buffers, "dist_all_gather_func", lambda into, *args, **kw: (received.append(into), gather(into, *args, **kw))[1]
+    ):
+        trainer.actor.update(select_own(batch), negative_log_likelihood)
+    layers = [layer for chunk in trainer.actor.chunks for layer in find_quantized_layers(chunk).values()]
+    for layer in layers:
+        layer.cached_operand = None
+    plain = sum(tensor.numel() for chunk in trainer.actor.chunks for tensor in chunk.parameters() if not is_quantized(tensor))
+    others = plain * (4 + 4 + 8 / layout.dp)  # FP32 weights, their own masters, gradients and moments
+    values = sum(layer.weight.numel() for layer in layers)
+    moved = sum(into.numel() for into in received if into.itemsize == 1)
+    return {"live": (_count_storages() - before - others) / values, "gathered": moved / values}
+
+
+def _count_storages() -> int:
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storages.values())
 
 
 def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
@@ -237,8 +254,8 @@ def build(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.T
     make = QuantizedColumnParallelLinear if column else QuantizedRowParallelLinear
     layer = make(weight.shape[1], weight.shape[0], **options, **({"gather_output": False} if column else {"input_is_parallel": True}))
     with torch.no_grad():
-        layer.weight.copy_(weight.chunk(tp, dim=0 if column else 1)[rank])
-    layer.quantize("weight")
+        layer.quantize(weight.chunk(tp, dim=0 if column else 1)[rank])
+    layer.weight.main_grad = torch.zeros(layer.weight.shape)
     return layer
 
 
@@ -249,12 +266,12 @@ def accumulate_weight_gradient(sequence_parallel: bool, weight: torch.Tensor, x:
     tp, rank = dist.get_world_size(), dist.get_rank()
 
     def backward(x: torch.Tensor, dy: torch.Tensor) -> None:
+        layer.weight.grad = None  # as DDP does
         own_tokens = x.chunk(tp)[rank] if sequence_parallel else x
         layer(own_tokens.clone().requires_grad_(True))[0].backward(dy.chunk(tp, dim=2)[rank].contiguous())
 
     backward(x, dy)
-    once, layer.weight.grad = layer.weight.grad, None
-    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    once, layer.weight.main_grad = layer.weight.main_grad, torch.zeros(layer.weight.shape)
     for half in zip(x.chunk(2), dy.chunk(2), strict=True):
         layer.weight.grad_added_to_main_grad = False
         backward(*half)
@@ -269,7 +286,7 @@ def run_expert(kind: str, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tenso
     x = x.clone().requires_grad_(True)
     y, _ = layer(x)
     y.backward(dy)
-    return y.detach(), x.grad, layer.weight.grad
+    return y.detach(), x.grad, layer.weight.main_grad
 
 
 def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> Any:
@@ -300,7 +317,7 @@ def run_layer(kind: str, scale_format: str, sequence_parallel: bool, weight: tor
     return (
         joined(y.detach(), along_features=column),
         joined(input_part.grad, along_features=not column),
-        _gather(layer.weight.grad, split),
+        _gather(layer.weight.main_grad, split),
     )
 
 

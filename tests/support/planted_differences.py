@@ -32,12 +32,12 @@ def _smaller_blocks(model: Any) -> Callable[[], None]:
     """Scale fc2 of the last layer by tiles of 64x64."""
     layer = model.decoder.layers[-1].mlp.linear_fc2
     scale = layer.blocks.scale.repeat_interleave(2, 0).repeat_interleave(2, 1)
-    return _set(layer, "blocks", layer.blocks._replace(scale=scale))
+    return _set(layer, "scale", scale)
 
 
 def _weight_scales(model: Any) -> Callable[[], None]:
     layer = model.decoder.layers[-1].mlp.linear_fc1
-    return _set(layer, "blocks", layer.blocks._replace(scale=layer.blocks.scale * 1.1))
+    return _set(layer, "scale", layer.scale * 1.1)
 
 
 def _activation_scales(model: Any) -> Callable[[], None]:
@@ -49,7 +49,8 @@ def _activation_scales(model: Any) -> Callable[[], None]:
 
 def _high_precision_layer(model: Any) -> Callable[[], None]:
     """The output projection of the last layer loses its blocks: the engine then quantises a layer more than the trainer."""
-    return _set(model.decoder.layers[-1].self_attention.linear_proj, "blocks", None)
+    layer = model.decoder.layers[-1].self_attention.linear_proj
+    return _set(layer, "__class__", type(type(layer).__name__, (type(layer),), {"blocks": None, "__module__": type(layer).__module__}))
 
 
 def _fp8_head(model: Any) -> Callable[[], None]:

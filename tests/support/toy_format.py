@@ -36,13 +36,17 @@ MODE = "toy8_unified"
 def quantize_toy(weight: torch.Tensor, format: TensorFormat, max_over_ranks: Any) -> QuantizedWeight:
     cols = weight.shape[1]
     groups = append_zeros(weight.float(), -1, -cols % GROUP).unflatten(1, (-1, GROUP))
-    amax = groups.abs().amax(2).clamp_min(2.0**-100)
+    amax = groups.abs().amax(2)
     if not torch.isfinite(amax).all():
         raise ValueError("weight holds inf or NaN")
-    mantissa, exponent = torch.frexp(amax)  # amax = mantissa * 2^exponent; E4M3's largest number is 0.875 * 2^9
+    scale, multipliers = scale_toy(amax, format)
+    return QuantizedWeight((groups * multipliers[..., None]).flatten(1)[:, :cols].to(torch.float8_e4m3fn).contiguous(), scale)
+
+
+def scale_toy(amax: torch.Tensor, format: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    mantissa, exponent = torch.frexp(amax.clamp_min(2.0**-100))  # amax = mantissa * 2^exponent; E4M3's largest number is 0.875 * 2^9
     exponent = exponent - 9 + (mantissa > 0.875).int()
-    data = (groups * torch.exp2(-exponent.float())[..., None]).flatten(1)[:, :cols]
-    return QuantizedWeight(data.to(torch.float8_e4m3fn).contiguous(), (exponent + 127).to(torch.uint8))
+    return (exponent + 127).to(torch.uint8), torch.exp2(-exponent.float())
 
 
 def read_exponents(scale: torch.Tensor) -> torch.Tensor:
@@ -81,7 +85,7 @@ def registered() -> Iterator[None]:
     additions: list[tuple[Mapping[Any, Any], dict[Any, Any]]] = [
         (FORMATS, {TOY.name: TOY}),
         (MODES, {MODE: Mode(trainer=TOY, engine=TOY)}),
-        (QUANTIZERS, {TOY.name: Quantizer(quantize_toy, read_exponents)}),
+        (QUANTIZERS, {TOY.name: Quantizer(quantize_toy, read_exponents, scale_toy)}),
         (PRODUCTS, {(TOY.name, "emulated"): f"{__name__}:ToyProduct"}),
     ]
     with ExitStack() as added:

@@ -27,15 +27,16 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore import logprobs as scoring
 from megatron_rl.mcore import reduce, step_response
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_fp32_masters, iter_stepped
+from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, iter_masters, iter_stepped
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.export import export_checkpoint
 from megatron_rl.mcore.layers.output_layer import score_positions
-from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers, quantize_model
-from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters, load_checkpoint
+from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
+from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, find_weight_layers, global_parameters, load_checkpoint
 from megatron_rl.mcore.master_spread import MasterSpread
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
+from megatron_rl.mcore.quantizing_optimizer import requantize
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.precision.contract import PrecisionContract
@@ -89,20 +90,18 @@ class Trainer:
         masters = {}
         stepped = (entry for part in flatten_chained(self.actor.optimizer) for entry in iter_stepped(part))
         names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
-        for parameter, tensor, owned in stepped:
-            group, start = owned or (None, 0)
-            masters[names[id(parameter)]] = whole = torch.zeros(parameter.shape)
-            whole.view(-1)[start : start + tensor.numel()] = tensor.detach().view(-1)
-            if group is not None:
-                dist.all_reduce(whole, group=group)
+        for parameter, master in stepped:
+            masters[names[id(parameter)]] = master.gather(parameter.shape)
         as_fp32 = PrecisionContract.from_config(PrecisionConfig(mode="bf16", high="fp32"))
         return gather_tensors(masters, ModelGeometry.from_hf_config(self.hf_config), self.layout, as_fp32.format_of)
 
     def dump_bytes(self) -> dict[str, bytes]:
-        """Every parameter and every FP8 block of this rank, raw."""
+        """Every parameter, FP8 block and slice of a master of this rank, raw."""
+        names = {id(parameter): name for name, parameter in global_parameters(self.model).items()}
         return {name: tensor.contiguous().view(torch.uint8).numpy().tobytes() for name, tensor in self.collect_named_tensors().items()} | {
-            f"master {name}": parameter.detach().view(torch.uint8).numpy().tobytes()
-            for name, parameter in global_parameters(self.model).items()
+            f"master {names[id(parameter)]}": master.values.detach().view(torch.uint8).numpy().tobytes()
+            for part in flatten_chained(self.actor.optimizer)
+            for parameter, master in iter_stepped(part)
         }
 
 
@@ -241,27 +240,29 @@ def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[Tr
 
 
 def learn_text(folder: Path, precision: dict[str, Any], train: dict[str, Any], batch: list[TrainingSample], steps: int) -> dict[str, Any]:
-    """Supervised steps on one batch: losses, dtypes of the parameters, and how far each parameter moved."""
+    """Supervised steps on one batch: losses, dtypes of the parameters and of their masters, and how far each master moved."""
     trainer = Trainer(folder, precision, train)
-    start_values = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-    losses = [trainer.actor.update(own(batch), negative_log_likelihood)["loss/total"] for _ in range(steps)]
     named = dict(trainer.model.named_parameters())
+    stepped = {id(parameter): master for part in flatten_chained(trainer.actor.optimizer) for parameter, master in iter_stepped(part)}
+    masters = {name: stepped[id(parameter)].values for name, parameter in named.items()}
+    start_values = {name: master.detach().clone() for name, master in masters.items()}
+    losses = [trainer.actor.update(own(batch), negative_log_likelihood)["loss/total"] for _ in range(steps)]
     return {
         "losses": losses,
         "dtypes": {name: str(parameter.dtype) for name, parameter in named.items()},
+        "masters": {str(master.dtype) for master in masters.values()},
         "fp8": [f"{name}.weight" for name in find_quantized_layers(trainer.model)],
-        "moved": {name: float((parameter.detach().float() - start_values[name].float()).abs().max()) for name, parameter in named.items()},
+        "moved": {name: float((master.detach() - start_values[name]).abs().max()) for name, master in masters.items()},
     }
 
 
 def poison_weight(folder: Path, precision: dict[str, Any], name: str, layout: Layout | None = None) -> None:
     """Writes a NaN into one master on every rank that holds it, then quantises. Raises what that raises."""
     trainer = Trainer(folder, precision, layout=layout)
-    parameters = global_parameters(trainer.model)
-    with torch.no_grad():
-        if name in parameters:
-            parameters[name][3, 5] = float("nan")
-    quantize_model(trainer.model)
+    layer = find_weight_layers(trainer.model).get(name)
+    if layer is not None and layer.master.values.numel():
+        layer.master.values.data[layer.master.values.numel() // 3] = float("nan")
+    requantize(trainer.actor.optimizer)
 
 
 def poison_rollout_weight(folder: Path, precision: dict[str, Any], name: str) -> None:
@@ -360,7 +361,7 @@ def gradients(folder: Path, precision: dict[str, Any], recompute: str) -> dict[s
     model = Trainer(folder, precision, {"recompute": recompute}).actor.model
     assert model.config.sequence_parallel
     for layer in find_quantized_layers(model).values():
-        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
     runs: list[int] = []
     first = model.decoder.layers[0].mlp.linear_fc1
     first.register_forward_hook(lambda *_: runs.append(1))
@@ -401,7 +402,7 @@ def _addresses(optimizer: Any) -> list[int]:
     addresses = []
     for part in flatten_chained(optimizer):
         addresses += [state[kind].data_ptr() for state in part.optimizer.state.values() for kind in MOMENTS]
-        addresses += [master.data_ptr() for _, master in iter_fp32_masters(part)]
+        addresses += [master.data_ptr() for _, master in iter_masters(part)]
     return addresses
 
 

@@ -25,7 +25,7 @@ from megatron_rl.hf.tokenizer import load_tokenizer
 from megatron_rl.hf.write import describe_weights, write_all_but_weights
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.engine_emulation import emulate_engine
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, quantize_model
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import load_checkpoint
 from megatron_rl.precision.graph.graph import PrecisionGraph
 from megatron_rl.rollout.engine_placement import LAUNCHER_VARIABLE
@@ -166,7 +166,6 @@ def change_weights(kind: str, seed: int) -> None:
     precision = trainer.precision.model_dump()
     model = _write_architecture(kind, current().folder / f"model{seed}", precision, trainer.layout, seed)
     load_checkpoint(trainer.model, model, trainer.shards)
-    quantize_model(trainer.model)
 
 
 def check_live() -> None:

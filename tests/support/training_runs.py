@@ -20,20 +20,19 @@ from examples.arithmetic import warm_start
 from examples.arithmetic.config import DemoConfig
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
-from megatron_rl.config import Config
+from megatron_rl.config import Config, TrainConfig
 from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.data import ProblemOrder, ProblemStream
 from megatron_rl.distributed import Rank0, run_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
-from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
+from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
 from megatron_rl.mcore.engine_emulation import emulate_engine
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
-from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.metrics import UndeclaredMetricWarning, warn_undeclared
 from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.rank_log import rank_log
@@ -331,33 +330,35 @@ def moments(actor: Actor) -> dict[str, bytes]:
     return {name: tensor.detach().numpy().tobytes() for name, tensor in optimizer_state(actor).local_tensors().items()}
 
 
-def shared_and_whole_state(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> tuple[dict[str, torch.Tensor], ...]:
-    """What this replica puts into a checkpoint after one step: of a state that replicas share, of the same once 1 was added to what was
-    loaded, of one that each keeps whole."""
-    states = []
-    for shared in (True, False):
-        settings = {"distributed_optimizer": shared, "clip_grad": 0.0}  # clipped, the norm would be summed in another order
-        actor = Trainer(folder, precision, settings, layout=Layout(dp=2)).actor
-        actor.update(own(batch), negative_log_likelihood)
-        states.append(whole_state(actor))
-        if shared:
-            optimizer_state(actor).load({name: tensor + 1 for name, tensor in states[0].items()}, step=1)
-            states.append(whole_state(actor))
-    return tuple(states)
+def saved_and_loaded_state(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], dp: int) -> tuple[Any, Any]:
+    """What this replica puts into a checkpoint after one step, and the same once 1 was added to what was loaded."""
+    settings = {"clip_grad": 0.0, "adam_eps": 1e-4}  # clipped, the norm would be summed in another order
+    actor = Trainer(folder, precision, settings, layout=Layout(dp=dp)).actor
+    actor.update(own(batch), negative_log_likelihood)
+    saved = copy_state(actor)
+    for state, names in ((optimizer_state(actor), ("exp_avg", "exp_avg_sq", "master")), (master_state(actor), ("weight",))):
+        state.load({name: tensor + 1 for name, tensor in saved.items() if name.startswith(names)})
+    return saved, copy_state(actor)
 
 
-def whole_state(actor: Actor) -> dict[str, torch.Tensor]:
-    """A copy of what this rank puts into a checkpoint."""
-    return {name: sharded.data.detach().clone() for name, sharded in optimizer_state(actor).sharded_for_save().items()}
+def copy_state(actor: Actor) -> dict[str, torch.Tensor]:
+    """A copy of the FP32 tensors that this rank puts into a checkpoint."""
+    sharded = optimizer_state(actor).sharded_for_save() | master_state(actor).sharded_for_save()
+    return {name: tensor.data.detach().clone() for name, tensor in sharded.items()}
 
 
 def optimizer_state(actor: Actor) -> OptimizerState:
-    return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in get_model_chunks(actor.model)])
+    return OptimizerState(actor.optimizer, [chunk.sharded_state_dict() for chunk in actor.chunks])
 
 
-def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout, settings: dict[str, Any] | None = None) -> dict[str, Any]:
+def master_state(actor: Actor) -> MasterState:
+    layers = [layer for chunk in actor.chunks for layer in find_quantized_layers(chunk).values()]
+    return MasterState(layers, [chunk.sharded_state_dict() for chunk in actor.chunks])
+
+
+def load_in(folder: Path, run: Path, precision: dict[str, Any], layout: Layout) -> dict[str, Any]:
     """What a layout holds after loading a run's newest checkpoint: masters, and those after one more optimizer step."""
-    trainer = Trainer(folder, precision, {"learning_rate": 1e-3, **(settings or {})}, layout=layout)
+    trainer = Trainer(folder, precision, {"learning_rate": 1e-3}, layout=layout)
     saved = choose_checkpoint(run, 99)
     load_run_checkpoint(
         saved.folder, trainer.model, trainer.actor.optimizer, saved.state, saved.matches_layout(describe_layout(layout, trainer.train))
@@ -383,7 +384,7 @@ def adopted_after_loading(folder: Path, run: Path, precision: dict[str, Any], tr
     CheckpointManager(config, first.layout, run, first.actor, first.hf_config, print, -1).write(state, last=True)
     saved = choose_checkpoint(run, 99)
     load_run_checkpoint(saved.folder, second.model, second.actor.optimizer, saved.state, True)
-    adopted = [[bool(layer.adopted_master) for layer in find_quantized_layers(trainer.model).values()] for trainer in (first, second)]
+    adopted = [[layer.adopted for layer in find_quantized_layers(trainer.model).values()] for trainer in (first, second)]
     before, after = first.collect_named_tensors(), second.collect_named_tensors()
     raw = {name: (before[name].contiguous().view(torch.uint8), after[name].contiguous().view(torch.uint8)) for name in before}
     return {"adopted": adopted, "different": [name for name, (one, two) in raw.items() if not torch.equal(one, two)]}
@@ -461,6 +462,7 @@ def make_run(config: DemoConfig, folder: Path, step: int) -> Path:
     hf_config = read_config(config.model.path)
     model = build_model(hf_config, layout, PrecisionContract.from_config(config.precision))
     load_checkpoint(model, config.model.path, build_rank_shards(hf_config, layout))
+    Actor(model, TrainConfig(), 1.0)  # holds the masters
     saved = folder / "checkpoints" / f"step_{step:05d}"
     state = {"step": step, "policy_version": step, "precision": config.precision.model_dump(mode="json")}
     (folder / "checkpoints").mkdir(parents=True)

@@ -82,19 +82,18 @@ def make_hf_tensor(task: VerifyTask, tensor: HFTensor) -> torch.Tensor:
 
 
 def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor]:
-    """Return one rank's tensors, from a real Megatron model. Masters are dropped once they are quantized, so that big models fit."""
+    """Return one rank's tensors, from a real Megatron model. No master is kept once it is quantized, so that big models fit."""
     start_megatron(task.train, task.seed)
     model = build_model(task.hf_config, task.train, task.contract)
     shards, parameters = build_rank_shards(task.hf_config, task.train, rank), global_parameters(model)
     layers = {id(layer.weight): layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()}
     for shard in shards:
-        parameter = parameters[shard.name].detach()
-        for region in shard.regions:
-            view_rect(parameter, region.shard_rect).copy_(view_rect(make_hf_tensor(task, region.tensor), region.tensor_rect))
         layer = layers.get(id(parameters[shard.name]))
+        values = parameters[shard.name].detach() if layer is None else torch.zeros(shard.shape)
+        for region in shard.regions:
+            view_rect(values, region.shard_rect).copy_(view_rect(make_hf_tensor(task, region.tensor), region.tensor_rect))
         if layer is not None:
-            layer.quantize(shard.name)
-            layer.weight.data = torch.empty(0)
+            layer.quantize(values)
     return collect_named_tensors(model, shards, task.contract)
 
 

@@ -6,8 +6,8 @@ step_00030/
   state.json  step, policy version, precision, layout, state of data and algorithm, and sizes and hashes of all other files;
               written last, so a folder without it is no checkpoint
 
-It holds no FP8 blocks: they are made from the masters. Blocks adopted from an imported FP8 checkpoint are adopted from there again, and
-kept while the loaded master equals their values.
+It holds no FP8 blocks: they are made from the masters, which have the weights' names. Blocks adopted from an imported FP8 checkpoint are
+adopted from there again, and kept while the loaded master is theirs.
 """
 
 from __future__ import annotations

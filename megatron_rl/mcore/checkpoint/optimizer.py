@@ -1,15 +1,16 @@
-"""The optimizer's part of a checkpoint: FP32 masters and both moments, split as the weights they belong to, so they load into any layout.
+"""The FP32 part of a checkpoint: masters and both moments, split as the weights they belong to, so they load into any layout.
 
-Megatron's own `optimizer.sharded_state_dict` cannot be used: it numbers 16-bit parameters only, while the FP8 layers have FP32 ones among
-them, and with experts its names depend on how many optimizers a rank has. Here a tensor is named after its weight.
+Megatron's own `optimizer.sharded_state_dict` cannot be used: it numbers 16-bit parameters only, while there are FP8 and FP32 ones among
+them, and with experts its names depend on how many optimizers a rank has. Here a tensor is named after its weight; the master of a
+quantized layer has the weight's own name, as its bytes are made from it.
 
-Ranks of a distributed optimizer hold a slice of each weight's state. For a checkpoint each weight's state is assembled on one rank, the
-ranks taking turns, which writes or reads it: so no rank holds more than its share of the whole.
+Replicas hold a slice of each weight's state. For a checkpoint each weight's state is assembled on one rank, the ranks taking turns, which
+writes or reads it: so no rank holds more than its share of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,42 +18,30 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from megatron_rl.mcore.layers.master import MasterSlice
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Chunks = list[dict[str, Any]]
+"""The `sharded_state_dict()` of the model's chunks, whose tensors are the live parameters."""
 
 
-class OptimizerState:
-    """This rank's part of a Megatron optimizer's state. Missing moments are created as zeros.
+class _SlicedState:
+    """Tensors of which this rank holds slices, by "KIND.CHUNK.NAME of the weight"."""
 
-    `sharded_chunks` are the `sharded_state_dict()` of the model's chunks, whose tensors are the live parameters.
-    """
+    def __init__(self) -> None:
+        self._entries: dict[str, _SlicedTensor] = {}
 
-    def __init__(self, optimizer: Any, sharded_chunks: list[dict[str, Any]]) -> None:
-        self._optimizers = flatten_chained(optimizer)
-        states = {id(parameter): (slice_, tensors) for part in self._optimizers for parameter, slice_, tensors in _iter_state(part)}
-        self._entries: dict[str, _StateTensor] = {}
-        for number, weights in enumerate(sharded_chunks):
-            for name, weight in weights.items():
-                if isinstance(weight, ShardedTensor | ShardedTensorFactory) and id(weight.data) in states:
-                    slice_, tensors = states[id(weight.data)]
-                    for kind, tensor in tensors.items():
-                        entry = _StateTensor(f"optimizer.{kind}", weight, tensor)
-                        if slice_ is not None:
-                            entry = _SlicedStateTensor(entry.key, weight, tensor, *slice_, turn=len(self._entries))
-                        self._entries[f"{kind}.{number}.{name}"] = entry
-
-    @property
-    def step(self) -> int:
-        """Number of Adam's steps."""
-        return max((group.get("step", 0) for part in self._optimizers for group in part.optimizer.param_groups), default=0)
+    def _add(self, kind: str, chunk: int, name: str, key: str, weight: Any, slice_: MasterSlice) -> None:
+        self._entries[f"{kind}.{chunk}.{name}"] = _SlicedTensor(key, weight, slice_, turn=len(self._entries))
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's tensors of the state, by "KIND.CHUNK.NAME of the weight"."""
-        return {name: entry.tensor for name, entry in self._entries.items()}
+        """Return this rank's slices."""
+        return {name: entry.slice.values for name, entry in self._entries.items()}
 
     def sharded_for_save(self) -> dict[str, Any]:
-        """Return float32 tensors split as their weights, by the same names, for `dist_checkpointing.save`. Collective."""
+        """Return float32 tensors split as their weights, for `dist_checkpointing.save`. Collective."""
         gathered = {name: entry.gather() for name, entry in self._entries.items()}
         return {name: self._entries[name].as_sharded(tensor) for name, tensor in gathered.items() if tensor is not None}
 
@@ -60,11 +49,45 @@ class OptimizerState:
         """Return the same for `dist_checkpointing.load`, which fills or replaces the tensors."""
         return {name: entry.as_sharded(entry.allocate()) for name, entry in self._entries.items() if entry.is_owner}
 
-    def load(self, loaded: dict[str, torch.Tensor], step: int) -> None:
+    @torch.no_grad()
+    def load(self, loaded: dict[str, torch.Tensor]) -> None:
         """Copy in what `dist_checkpointing.load` returned for `sharded_for_load`. Collective."""
-        with torch.no_grad():
-            for name, entry in self._entries.items():
-                entry.scatter(loaded.get(name))
+        for name, entry in self._entries.items():
+            entry.scatter(loaded.get(name))
+
+
+class MasterState(_SlicedState):
+    """The masters of quantized layers, whose weights' bytes they replace in `chunks`: those are made from them."""
+
+    def __init__(self, layers: Iterable[QuantizedLinear], chunks: Chunks) -> None:
+        super().__init__()
+        masters = {id(layer.weight): layer.master for layer in layers}
+        for number, weights in enumerate(chunks):
+            for name, weight in [*_iter_weights(weights)]:
+                if (master := masters.get(id(weight.data))) is not None:
+                    self._add("weight", number, name, "", weight, master)
+                    del weights[name]
+
+
+class OptimizerState(_SlicedState):
+    """This rank's part of a Megatron optimizer's state: moments, and masters of 16-bit weights. Missing moments are created as zeros."""
+
+    def __init__(self, optimizer: Any, chunks: Chunks) -> None:
+        super().__init__()
+        self._optimizers = flatten_chained(optimizer)
+        states = {id(parameter): tensors for part in self._optimizers for parameter, tensors in _iter_state(part)}
+        for number, weights in enumerate(chunks):
+            for name, weight in _iter_weights(weights):
+                for kind, slice_ in states.get(id(weight.data), {}).items():
+                    self._add(kind, number, name, f"optimizer.{kind}", weight, slice_)
+
+    @property
+    def step(self) -> int:
+        """Number of Adam's steps."""
+        return max((group.get("step", 0) for part in self._optimizers for group in part.optimizer.param_groups), default=0)
+
+    def set_step(self, step: int) -> None:
+        """Set the number of Adam's steps."""
         for part in self._optimizers:
             for group in part.optimizer.param_groups:
                 group["step"] = step
@@ -75,122 +98,92 @@ def flatten_chained(optimizer: Any) -> list[Any]:
     return [part for part in getattr(optimizer, "chained_optimizers", [optimizer]) if not part.is_stub_optimizer]
 
 
-def iter_fp32_masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield (parameter, its FP32 master) of every 16-bit parameter; of a distributed optimizer those with a slice on this rank, which is
-    the master."""
-    if isinstance(optimizer, DistributedOptimizer):
-        return _iter_pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
-    return _iter_pairs(getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []))
+def iter_masters(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (parameter, this rank's slice of its FP32 master) of every parameter that is not FP32 itself and has one here."""
+    yield from _iter_pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)
+    yield from optimizer.masters
 
 
-def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Slice | None]]:
-    """Yield every parameter of one optimizer with the FP32 tensor that Adam steps for it: itself or its master, of a distributed optimizer
-    this rank's slice of it, maybe empty, and what that is a slice of."""
-    return (_iter_distributed if isinstance(optimizer, DistributedOptimizer) else _iter_unsharded)(optimizer)
-
-
-@dataclass(frozen=True)
-class _StateTensor:
-    """One tensor of the state, whole on this rank."""
-
-    key: str
-    weight: Any
-    tensor: torch.Tensor
-
-    @property
-    def is_owner(self) -> bool:
-        """Whether this rank reads and writes the whole tensor."""
-        return True
-
-    def gather(self) -> torch.Tensor | None:
-        """Return the whole tensor on its owner, None elsewhere. Collective."""
-        return self.tensor
-
-    def allocate(self) -> torch.Tensor:
-        """Return the tensor to load the whole into."""
-        return self.tensor
-
-    def scatter(self, whole: torch.Tensor | None) -> None:
-        """Copy in the loaded tensor of the owner. Collective."""
-        self.tensor.copy_(whole)  # type: ignore[arg-type]
-
-    def as_sharded(self, tensor: torch.Tensor) -> Any:
-        """Return `tensor`, described as its weight."""
-        return make_sharded_optimizer_tensor(self.weight, tensor, self.key)
-
-
-@dataclass(frozen=True)
-class _SlicedStateTensor(_StateTensor):
-    """One tensor of the state of which each rank of `group` holds a flat slice, maybe empty; this rank's begins at `start`."""
-
-    group: Any
-    start: int
-    turn: int
-    """Selects the owner."""
-
-    @property
-    def _owner(self) -> int:
-        return self.turn % self.group.size()
-
-    @property
-    def is_owner(self) -> bool:
-        return self.group.rank() == self._owner
-
-    def gather(self) -> torch.Tensor | None:
-        whole = torch.zeros_like(self.weight.data, dtype=torch.float32)
-        self._own_slice(whole).copy_(self.tensor)
-        dist.reduce(whole.view(torch.int32), group_dst=self._owner, group=self.group)  # one rank's bits and zeros: exact
-        return whole.cpu() if self.is_owner else None
-
-    def allocate(self) -> torch.Tensor:
-        return torch.empty(self.weight.data.shape)
-
-    def scatter(self, whole: torch.Tensor | None) -> None:
-        received = torch.empty_like(self.weight.data, dtype=torch.float32)
-        if whole is not None:
-            received.copy_(whole)
-        dist.broadcast(received, group_src=self._owner, group=self.group)
-        self.tensor.copy_(self._own_slice(received))
-
-    def as_sharded(self, tensor: torch.Tensor) -> Any:
-        sharded = super().as_sharded(tensor)
-        return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner has the only copy and writes it
-
-    def _own_slice(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(-1)[self.start : self.start + self.tensor.numel()]
-
-
-_Slice = tuple[Any, int]
-"""(group of ranks that each hold a slice of a weight's state, start of this rank's)."""
-
-
-def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, _Slice | None, dict[str, torch.Tensor]]]:
-    """Yield every parameter with `exp_avg`, `exp_avg_sq`, and `master` where the parameter is not its own."""
-    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
-    for parameter, tensor, slice_ in iter_stepped(optimizer):
-        moments = optimizer.optimizer.state.get(tensor, {})
-        tensors = {kind: moments.get(kind, tensor.new_empty(0)) for kind in MOMENTS}
-        yield parameter, slice_, tensors if parameter.dtype is torch.float32 else {**tensors, "master": tensor}
-
-
-def _iter_unsharded(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Slice | None]]:
-    parameters = {id(master): parameter for parameter, master in iter_fp32_masters(optimizer)}
-    for group in optimizer.optimizer.param_groups:
-        for tensor in group["params"]:
-            yield parameters.get(id(tensor), tensor), tensor, None
-
-
-def _iter_distributed(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Slice | None]]:
+def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, MasterSlice]]:
+    """Yield every parameter of one optimizer with the slice, maybe empty, that this rank's Adam steps: of itself or of its master."""
     # not by Megatron's `model_param_group_index_map`: where FP32 and 16-bit parameters are mixed, it points to others
     fp32_pairs = _iter_pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)
-    slices = {id(parameter): tensor for parameter, tensor in (*iter_fp32_masters(optimizer), *fp32_pairs)}
+    slices = {id(parameter): tensor for parameter, tensor in (*iter_masters(optimizer), *fp32_pairs)}
     for parameter in (parameter for buffer in optimizer.buffers for parameter in buffer.params):
         tensor, start = slices.get(id(parameter)), 0
         if tensor is None:
             tensor = torch.empty(0, device=parameter.device)
         else:
             start = optimizer._get_model_param_range_map(parameter)["param"].start
-        yield parameter, tensor, (optimizer.data_parallel_group, start)
+        yield parameter, MasterSlice(tensor, start, optimizer.data_parallel_group)
+
+
+@dataclass(frozen=True)
+class _SlicedTensor:
+    """One tensor of the state, described as its weight; `key` goes before the weight's key."""
+
+    key: str
+    weight: Any
+    slice: MasterSlice
+    turn: int
+    """Selects the owner."""
+
+    @property
+    def _owner(self) -> int:
+        return self.turn % self.slice.group.size()
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank reads and writes the whole tensor."""
+        return self.slice.group.rank() == self._owner
+
+    def gather(self) -> torch.Tensor | None:
+        """Return the whole tensor on its owner, None elsewhere. Collective."""
+        if self.slice.group.size() == 1:
+            return self.allocate()
+        whole = torch.zeros(self.weight.data.shape, device=self.weight.data.device)
+        self._own_part(whole).copy_(self.slice.values)
+        dist.reduce(whole.view(torch.int32), group_dst=self._owner, group=self.slice.group)  # one rank's bits and zeros: exact
+        return whole.cpu() if self.is_owner else None
+
+    def allocate(self) -> torch.Tensor:
+        """Return the tensor to load the whole into: where it is not cut, itself."""
+        shape = self.weight.data.shape
+        return self.slice.values.detach().view(shape) if self.slice.group.size() == 1 else torch.empty(shape)
+
+    def scatter(self, whole: torch.Tensor | None) -> None:
+        """Copy in the loaded tensor of the owner. Collective."""
+        received = torch.empty(self.weight.data.shape, device=self.weight.data.device)
+        if whole is not None:
+            received.copy_(whole)
+        dist.broadcast(received, group_src=self._owner, group=self.slice.group)
+        self.slice.fill(received)
+
+    def as_sharded(self, tensor: torch.Tensor) -> Any:
+        """Return `tensor`, described as its weight."""
+        if self.key:
+            sharded = make_sharded_optimizer_tensor(self.weight, tensor, self.key)
+        elif isinstance(self.weight, ShardedTensor):
+            sharded = replace(self.weight, data=tensor, dtype=tensor.dtype)
+        else:
+            sharded = replace(self.weight, data=tensor)
+        return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner has the only copy and writes it
+
+    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.view(-1)[self.slice.start : self.slice.start + self.slice.values.numel()]
+
+
+def _iter_weights(chunk: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, weight) for name, weight in chunk.items() if isinstance(weight, ShardedTensor | ShardedTensorFactory))
+
+
+def _iter_state(optimizer: Any) -> Iterator[tuple[torch.Tensor, dict[str, MasterSlice]]]:
+    """Yield every parameter with `exp_avg`, `exp_avg_sq`, and `master` of a 16-bit one."""
+    optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+    for parameter, slice_ in iter_stepped(optimizer):
+        moments = optimizer.optimizer.state.get(slice_.values, {})
+        state = {kind: replace(slice_, values=moments.get(kind, slice_.values.new_empty(0))) for kind in MOMENTS}
+        yield parameter, state | ({"master": slice_} if parameter.itemsize == 2 else {})
 
 
 def _iter_pairs(groups: Any, others: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -16,12 +16,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron_rl.distributed import gather_from_ranks, is_rank0, write_on_rank0
 from megatron_rl.errors import RunError
 from megatron_rl.hf.files import list_tokenizer_files
+from megatron_rl.mcore.buckets import finish_gathers
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
-from megatron_rl.mcore.checkpoint.optimizer import OptimizerState
+from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.rng import restore_rng_state
-from megatron_rl.mcore.layers.quantized_linear import quantize_model
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, find_quantized_layers
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
+from megatron_rl.mcore.quantizing_optimizer import requantize
 
 
 class CheckpointWriter:
@@ -46,10 +48,12 @@ class CheckpointWriter:
         self.folder, self._hf_config, self._tokenizer, self._state, self._keep = folder, hf_config, tokenizer, state, keep
         self._temporary = checkpoints.unfinished_folder(folder)
         sharded = _weights(model)
+        chunks = [*sharded.values()]
         if optimizer is not None:
-            optimizer_state = OptimizerState(optimizer, list(sharded.values()))
+            optimizer_state = OptimizerState(optimizer, chunks)
             sharded["optimizer"] = optimizer_state.sharded_for_save()
             self._state = {**state, "adam_step": optimizer_state.step}
+        sharded["masters"] = MasterState(_list_quantized_layers(model), chunks).sharded_for_save()
         if random is not None:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
@@ -95,7 +99,19 @@ class CheckpointWriter:
 
 def _weights(model: ModelChunks) -> dict[str, Any]:
     """Return the sharded state of each virtual pipeline stage. The keys are not written: layers are numbered over the whole model."""
+    finish_gathers(model)
     return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(get_model_chunks(model))}
+
+
+def _list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
+    return [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
+
+
+def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
+    """Set what `dist_checkpointing.load` returned for `_weights`; quantized weights, whose masters are loaded, stay."""
+    for number, chunk in enumerate(get_model_chunks(model)):
+        quantized = {f"{name}.weight": layer.weight for name, layer in find_quantized_layers(chunk).items()}
+        chunk.load_state_dict({**quantized, **loaded[f"model{number}"]})
 
 
 def _rng_shard(random: dict[str, Any] | None) -> ShardedObject:
@@ -109,14 +125,16 @@ def load_run_checkpoint(folder: Path, model: ModelChunks, optimizer: Any, state:
     loaded master equals their values.
     """
     sharded = _weights(model)
-    optimizer_state = OptimizerState(optimizer, list(sharded.values()))
-    sharded["optimizer"] = optimizer_state.sharded_for_load()
+    chunks = [*sharded.values()]
+    optimizer_state, masters = OptimizerState(optimizer, chunks), MasterState(_list_quantized_layers(model), chunks)
+    sharded["optimizer"], sharded["masters"] = optimizer_state.sharded_for_load(), masters.sharded_for_load()
     if same_layout:
         sharded["random"] = _rng_shard(None)
     loaded = dist_checkpointing.load(sharded, str(folder / "mcore"))
-    for number, chunk in enumerate(get_model_chunks(model)):
-        chunk.load_state_dict(loaded[f"model{number}"])
-    optimizer_state.load(loaded["optimizer"], int(state["adam_step"]))
-    quantize_model(model)
+    _load_weights(model, loaded)
+    optimizer_state.load(loaded["optimizer"])
+    optimizer_state.set_step(int(state["adam_step"]))
+    masters.load(loaded["masters"])
+    requantize(optimizer)
     if same_layout:
         restore_rng_state(loaded["random"])

@@ -1,14 +1,14 @@
 """Megatron's column- and row-parallel linear layers computing with quantized weights, in unified FP8 say.
 
-A layer holds three tensors: `weight`, the FP32 master that the optimizer steps; `blocks`, the bytes and scales that `quantize()`
-makes from it once per optimizer step; and `operand`, the blocks in the form of the backend. Forward and backward never read the values
-of `weight`, so the engine gets what the trainer computes with.
+A layer holds `weight`, the bytes of its blocks, with their `scale`; and `operand`, the blocks in the form of the backend. So the engine
+gets what the trainer computes with. The FP32 master that the optimizer steps is no tensor of the layer: each data-parallel replica has a
+slice of it (`master`), quantizes that after every step, and the replicas gather bytes (`mcore.quantizing_optimizer`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,17 +18,14 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
-from megatron_rl.distributed import errors_on_all_ranks
-from megatron_rl.errors import RunError
+from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import ReplicatedLinear
-from megatron_rl.mcore.names import ModelChunks, get_model_chunks, global_name
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend, Operand
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize, quantize
-from parallel.digest import digest
 from parallel.formats import TensorFormat
-from parallel.shards import Rect
 
 
 class WeightLayer(Protocol):
@@ -41,8 +38,11 @@ class WeightLayer(Protocol):
     """What the engine computes with, of the roles that a mode may quantize; None for other weights."""
     is_cut_by_columns: bool
     """Ranks of `tp_group` hold other columns of the weight's rows."""
-    blocks: QuantizedWeight | None
-    """None where it computes with `weight` itself."""
+
+    @property
+    def blocks(self) -> QuantizedWeight | None:
+        """Rows in quantized order; None where it computes with `weight` itself."""
+
     row_order: torch.Tensor | None
     """int64 [N]: row i of the weight's blocks is row `row_order[i]` of `weight`, where the weight's own order would mix tensors of the
     checkpoint within a block (`parallel.megatron_shards.compute_row_order`); None for the same order."""
@@ -104,11 +104,14 @@ class QuantizedMatmul(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
-    """Compute WGrad and add it to Megatron's gradient buffer where there is one (its fused-accumulation protocol)."""
-    into = getattr(weight, "main_grad", None)
-    dw = backend.wgrad(dy, x, into)
-    if into is None:
-        return dw
+    """Add WGrad to Megatron's gradient buffer, by its fused-accumulation protocol."""
+    backend.wgrad(dy, x, weight.main_grad)
+    return _hand_over_gradient(weight)
+
+
+def _hand_over_gradient(weight: Any) -> torch.Tensor:
+    """Tell Megatron that the gradient is in its FP32 buffer, and return what autograd is to have in its place: a gradient has its weight's
+    dtype, E4M3."""
     weight.grad_added_to_main_grad = True
     return torch.empty_like(weight)  # never read: DDP's hook sees the flag and drops it
 
@@ -117,7 +120,9 @@ class QuantizedLinear:
     """Base of the quantized layers, a `WeightLayer`. `config.linear_format` and `config.linear_backend` come from `model.build_model`."""
 
     weight: torch.nn.Parameter
-    blocks: QuantizedWeight
+    """Data of the blocks [N, K], in the format's dtype, rows in Megatron's order."""
+    scale: torch.Tensor
+    """Of the blocks, whose rows are in quantized order."""
     config: TransformerConfig
     format: TensorFormat
     engine_format: TensorFormat | None = None
@@ -127,38 +132,62 @@ class QuantizedLinear:
     quantizes_input: bool = True
     quantization_enabled: bool = True
     """False within `disable_quantization`: the forward pass multiplies with the master."""
-    adopted_master: str = ""
-    """Digest of the master that a checkpoint's `blocks` belong to; "" for blocks that `quantize` made."""
+    master: MasterSlice | None = None
+    """What this rank's optimizer steps; None without an optimizer."""
+    read_master: Callable[[], torch.Tensor] | None = None
+    """Reads the whole master float32 [N, K] from where it was loaded, until an optimizer has taken its slice."""
+    adopted: bool = False
+    """The blocks are a checkpoint's, byte for byte, and the master is as it was then."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
-        super().__init__(input_size, output_size, config=_with_master_dtype(config), **kwargs)  # type: ignore[call-arg]
+        super().__init__(input_size, output_size, config=_with_block_dtype(config), **kwargs)  # type: ignore[call-arg]
         self.format = config.linear_format
 
-    def adopt(self, blocks: QuantizedWeight, masters: torch.Tensor | None = None) -> None:
-        """Use a checkpoint's blocks, byte for byte, and set the master to their values, or to `masters` float32 [N, K]. Rows are in
-        quantized order."""
-        self.blocks = blocks
-        with torch.no_grad():
-            rows = slice(None) if self.row_order is None else self.row_order
-            self.weight[rows] = dequantize(blocks, self.format) if masters is None else masters
-        self.adopted_master = self._hash_master()
+    @property
+    def blocks(self) -> QuantizedWeight:
+        """A view of live memory, or a copy where rows are reordered."""
+        return QuantizedWeight(reorder_rows(self.weight.detach(), self.row_order), self.scale)
 
-    def _hash_master(self) -> str:
-        return digest(self.weight.detach(), Rect(0, 0, *self.weight.shape))
+    def adopt(self, blocks: QuantizedWeight, read_master: Callable[[], torch.Tensor]) -> None:
+        """Use a checkpoint's blocks, byte for byte; rows are in quantized order. `read_master` as `start_master` takes it."""
+        self._set_blocks(blocks)
+        self.start_master(read_master)
+        self.adopted = True
 
-    def quantize(self, name: str) -> None:
-        """Make `blocks` from the master; call once per optimizer step. Raise RunError naming the weight where it holds inf or NaN.
+    def quantize(self, master: torch.Tensor) -> None:
+        """Make the blocks of a whole master float32 [N, K]. Raise ValueError where it holds inf or NaN."""
+        self._set_blocks(quantize(reorder_rows(master, self.row_order), self.format))
 
-        Adopted blocks stay while the master is as it was then, which the first optimizer step ends.
-        """
-        if self.adopted_master and self._hash_master() != self.adopted_master:
-            self.adopted_master = ""
-        try:
-            if not self.adopted_master:
-                self.blocks = quantize(reorder_rows(self.weight.detach(), self.row_order), self.format)
-        except ValueError as error:
-            raise RunError(f"{name}: {error}; the step is stopped before it reaches the engine") from error
-        self.cached_operand = None
+    def start_master(self, read_master: Callable[[], torch.Tensor]) -> None:
+        """Set the master that the blocks belong to: what `read_master` returns, float32 [N, K]. It is called once there is an optimizer."""
+        self.adopted = False
+        if self.master is None:
+            self.read_master = read_master
+        else:
+            self.master.fill(read_master())
+
+    def take_slice(self, master: MasterSlice) -> None:
+        """Let the optimizer step a slice of the master; the rest of it is forgotten."""
+        assert self.read_master is not None, "the weight was not loaded"
+        self.master = master
+        master.fill(self.read_master())
+        self.read_master = None
+
+    def gather_master(self) -> torch.Tensor:
+        """Return the whole master float32 [N, K] on every replica. Collective over them."""
+        if self.master is not None:
+            return self.master.gather(self.weight.shape)
+        assert self.read_master is not None, "the weight was not loaded"
+        return self.read_master()
+
+    def _set_blocks(self, blocks: QuantizedWeight) -> None:
+        rows = slice(None) if self.row_order is None else self.row_order
+        self.weight.data.view(torch.uint8)[rows] = blocks.data.view(torch.uint8).to(self.weight.device)
+        self.set_scale(blocks.scale.to(self.weight.device))
+
+    def set_scale(self, scale: torch.Tensor) -> None:
+        """Set the scales of new blocks, whose data are or will be in `weight`."""
+        self.scale, self.cached_operand = scale, None
 
     @property
     def backend(self) -> Backend:
@@ -178,42 +207,47 @@ class QuantizedLinear:
             y = QuantizedMatmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group)
         else:
             inputs = gather_sequence(input, group) if sequence_parallel else input
-            y = F.linear(inputs, weight.to(inputs.dtype))
+            y = F.linear(inputs, self.gather_master().to(inputs.dtype))
         bias = options.get("bias")
         return y if bias is None else y + bias
 
 
 def reorder_rows(weight: torch.Tensor, row_order: torch.Tensor | None) -> torch.Tensor:
     """Return the weight's rows in the order in which they are quantized."""
-    return weight if row_order is None else weight[row_order]
+    if row_order is None:
+        return weight
+    return weight.view(torch.uint8)[row_order].view(weight.dtype) if weight.itemsize == 1 else weight[row_order]
 
 
-def _with_master_dtype(config: TransformerConfig) -> TransformerConfig:
-    """Return a copy with FP32 parameters: a quantized layer's parameter is the master itself, never rounded to bf16."""
+def _with_block_dtype(config: Any) -> TransformerConfig:
+    """Return a copy whose parameters have the dtype of blocks."""
     config = copy.copy(config)
-    config.params_dtype = torch.float32
+    config.params_dtype = getattr(torch, config.linear_format.dtype)
     return config
 
 
 class QuantizedColumnParallelLinear(QuantizedLinear, ColumnParallelLinear):
-    """y = x W^T with W's rows split over tensor-parallel ranks; `weight` float32 [N / tp, K]."""
+    """y = x W^T with W's rows split over tensor-parallel ranks; `weight` [N / tp, K]."""
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        if self.bias is not None:  # of q, k and v: not quantized, so it has no FP32 master
+        if self.bias is not None:  # of q, k and v: not quantized
             self.bias.data = self.bias.data.to(config.params_dtype)
 
 
 class _SubstituteBlockValues(torch.autograd.Function):
-    """Replaces the master by the blocks' values and passes their gradient to the master."""
+    """Replaces a weight by its blocks' values and adds their gradient to the weight's gradient buffer."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
         return values
 
     @staticmethod
     def backward(ctx: Any, dw: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return dw.float(), None
+        (weight,) = ctx.saved_tensors
+        weight.main_grad.add_(dw)
+        return _hand_over_gradient(weight), None
 
 
 class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):
@@ -230,11 +264,11 @@ class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):
 
 
 class QuantizedRowParallelLinear(QuantizedLinear, RowParallelLinear):
-    """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` float32 [N, K / tp]."""
+    """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` [N, K / tp]."""
 
 
 class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
-    """y = x W^T with the whole W on every tensor-parallel rank; `weight` float32 [N, K]."""
+    """y = x W^T with the whole W on every tensor-parallel rank; `weight` [N, K]."""
 
 
 def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
@@ -242,18 +276,10 @@ def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def quantize_model(model: ModelChunks) -> None:
-    """Make the blocks of every quantized linear of a model from its master: once after loading, once per optimizer step. Collective: raise
-    RunError that names a weight with inf or NaN on every rank."""
-    with errors_on_all_ranks():
-        for chunk in get_model_chunks(model):
-            for name, layer in find_quantized_layers(chunk).items():
-                layer.quantize(global_name(chunk, f"{name}.weight"))
-
-
 @contextmanager
 def disable_quantization(model: ModelChunks) -> Iterator[None]:
-    """Within the context, forward passes compute with the masters, to measure the effect of quantization. No gradient."""
+    """Within the context, forward passes compute with the masters, each gathered for its product alone, to measure the effect of
+    quantization. No gradient."""
     layers = [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
     for layer in layers:
         layer.quantization_enabled = False

@@ -3,7 +3,8 @@
 Megatron names CUDA in literals (`device="cuda"`), asks `torch.cuda` for devices, streams and RNG states, compares tensor
 type strings, and exchanges parts of unequal size, which gloo cannot. Each patch below replaces one of these for the CPU and names
 the Megatron code that needs it. On a machine with CUDA `install()` does nothing, so the same program runs on both. All patches of
-Megatron are in this file; `KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
+Megatron are in this file, but for the classes that replace its own, `adam.FusedAdam` and `quantizing_optimizer.QuantizingOptimizer`;
+`KNOWN_VERSIONS` lists the releases they were checked with, any other is refused.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ def install() -> None:
     _patch_moe()
     _patch_latent_attention()
     _patch_uneven_collectives()
+    _patch_lone_replicas()
     _patch_linear_products()
 
 
@@ -202,6 +204,22 @@ def _patch_uneven_collectives() -> None:
         return summed.split(input_split_sizes)[group.rank()].clone()
 
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gather_uneven, reduce_scatter_uneven
+
+
+def _patch_lone_replicas() -> None:
+    # one replica's buckets of gradients and parameters: gloo would copy them all, where NCCL leaves them in place
+    import megatron.core.distributed.param_and_grad_buffer as buffers
+
+    def skip_if_alone(collective: Any) -> Any:
+        def wrapped(*args: Any, group: Any, async_op: bool, **kwargs: Any) -> Any:
+            if group.size() > 1 or async_op:
+                return collective(*args, group=group, async_op=async_op, **kwargs)
+            return None
+
+        return wrapped
+
+    buffers.dist_all_gather_func = skip_if_alone(buffers.dist_all_gather_func)
+    buffers.dist_reduce_scatter_func = skip_if_alone(buffers.dist_reduce_scatter_func)
 
 
 def _patch_linear_products() -> None:

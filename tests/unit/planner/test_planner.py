@@ -47,9 +47,9 @@ def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)  # paths of shipped configurations are relative to it
 
 
-def job(name: str = "Qwen3-8B", sharded: bool = False, **sections: object) -> Workload:
+def job(name: str = "Qwen3-8B", **sections: object) -> Workload:
     model = {"rope_theta": 1e6, "max_position_embeddings": 40960, **PUBLISHED[name]}
-    train = {"distributed_optimizer": sharded, "layout": {"sequence_parallel": "num_experts" in model}}
+    train = {"layout": {"sequence_parallel": "num_experts" in model}}
     table = {"model": {"path": "x"}, "precision": {"backend": "transformer_engine"}, "train": train, **sections}
     return Workload.from_config(Config.model_validate_json(json.dumps(table)), model)
 
@@ -60,10 +60,10 @@ def test_a_dense_models_bytes_by_hand():
     vectors = 36 * (2 * 4096 + 2 * 128) + 4096
     embeddings, fp8 = 2 * 151936 * 4096, 36 * layer
     held = memory.count_trainer_memory(job(), Layout(), 0)
-    assert held.weights == 4 * fp8 + 2 * (embeddings + vectors)
+    assert held.weights == 2 * (embeddings + vectors)
     assert held.blocks == fp8 + 4 * fp8 // 128**2
     assert held.gradients == 4 * (fp8 + embeddings + vectors)
-    assert held.masters == 4 * (embeddings + vectors)
+    assert held.masters == 4 * (fp8 + embeddings + vectors)
     assert held.moments == 8 * (fp8 + embeddings + vectors)
 
 
@@ -71,12 +71,12 @@ def test_stages_hold_the_model_once_and_replicas_share_the_optimizer():
     whole = memory.count_trainer_memory(job(), Layout(), 0)
     stages = [memory.count_trainer_memory(job(), Layout(pp=4, vpp=3), stage) for stage in range(4)]
     assert [sum(parts) for parts in zip(*stages, strict=True)] == list(whole)
-    shared = memory.count_trainer_memory(job(sharded=True), Layout(dp=8), 0)
+    shared = memory.count_trainer_memory(job(), Layout(dp=8), 0)
     assert (shared.masters, shared.moments, shared.weights) == (whole.masters / 8, whole.moments / 8, whole.weights)
 
 
 def test_experts_are_shared_out_by_their_own_replicas():
-    moe = job("Qwen3-30B-A3B", sharded=True)
+    moe = job("Qwen3-30B-A3B")
     alone, spread = (memory.count_trainer_memory(moe, layout, 0) for layout in (Layout(dp=8), Layout(dp=8, ep=8)))
     experts = 48 * 128 * 3 * 2048 * 768
     assert alone.blocks - spread.blocks == experts * 7 / 8 * (1 + 4 / 128**2)
@@ -305,7 +305,7 @@ def test_the_shipped_examples_fit_and_their_geometries_are_the_published_ones(mo
         (["--model.path=nowhere"], "model.path = 'nowhere': does not exist", False),
         (["--train.layout.tp=3", "--rollout.engines=1"], "train.layout.tp = 3: must divide vocab_size (151936)", True),
         (["--train.layout.tp=8", "--train.layout.dp=2"], "train.layout: needs 16 GPUs, 1 node of 8 H100 SXM 80GB have 8", True),
-        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 173.9 GiB of a GPU in phase train, of which 75.7 may", True),
+        (["--train.layout.tp=1", "--train.layout.dp=8"], "train.layout: needs 125.3 GiB of a GPU in phase train, of which 75.7 may", True),
         (["--rollout.tp=16"], "rollout.tp = 16: is more than 8 GPUs of a node * rollout.nodes_per_engine = 8", True),
     ],
 )

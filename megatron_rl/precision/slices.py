@@ -1,0 +1,90 @@
+"""Quantizing a weight of which every rank holds a flat slice of the master: block maxima are agreed first, then each quantizes its part.
+
+A slice begins and ends anywhere, within a row or a block. Its rank finds the largest magnitude of the part that it holds of each block; the
+maximum over ranks is the block's; the scales follow from it on every rank. So data and scales are those of the whole weight, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_rl.precision.ops.batch_invariant import append_zeros
+from megatron_rl.precision.quantizers import QUANTIZERS
+from parallel.formats import TensorFormat
+
+_VALUES_IN_CACHE = 1 << 17
+_VALUES_ON_DEVICE = 1 << 24
+"""Values that are quantized at a time: they, and their temporaries, fit into a core's cache, or are enough for a GPU."""
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """The flat slice of a weight [rows, cols] that begins at element `start`; `row_order` as in `WeightLayer`, on the device
+    of the values."""
+
+    rows: int
+    cols: int
+    start: int
+    format: TensorFormat
+    row_order: torch.Tensor | None = None
+
+    def find_maxima(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the largest magnitudes of each block's part in the slice: float32, one per block of the whole weight, 0 where it holds
+        nothing of one, inf where that holds inf or NaN. `values` float32 [n]."""
+        assert self.format.block is not None
+        maxima = values.new_zeros(self.format.scale_grid(self.rows, self.cols))
+        for blocks, tiles, _ in self._split(values):
+            largest = tiles.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+            maxima.scatter_reduce_(0, blocks[:, None].expand_as(largest), largest, "amax")
+        return maxima
+
+    def quantize(self, values: torch.Tensor, multipliers: torch.Tensor, into: torch.Tensor) -> None:
+        """Write the data of the slice to `into` [n], in the format's dtype; `multipliers` float32, one per block (`Quantizer.scale`)."""
+        for blocks, tiles, place in self._split(values):
+            data = (tiles * multipliers[blocks].unsqueeze(-1)).flatten(1)[:, : self.cols].reshape(-1)
+            into[place.start : place.stop].copy_(data[place.head : place.head + place.stop - place.start])
+
+    def _split(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, _Place]]:
+        """Yield some rows at a time: the blocks' rows that they lie in, int64 [r]; their values, 0 beyond the slice, [r, blocks, width];
+        and what of them is in the slice."""
+        assert self.format.block is not None
+        height, width = self.format.block[0], self.format.block[1] or self.cols
+        place_of_row = _invert(self.row_order, self.rows, values.device)
+        step = max((_VALUES_ON_DEVICE if values.is_cuda else _VALUES_IN_CACHE) // self.cols, 1)
+        end = self.start + values.numel()
+        for first in range(self.start // self.cols, -(-end // self.cols), step):
+            last = min(first + step, -(-end // self.cols))
+            low, high = max(first * self.cols, self.start), min(last * self.cols, end)
+            place = _Place(low - self.start, high - self.start, low - first * self.cols)
+            part = values[place.start : place.stop]
+            if part.numel() < (last - first) * self.cols:
+                whole = part.new_zeros((last - first) * self.cols)
+                whole[place.head : place.head + part.numel()] = part
+                part = whole
+            rows = append_zeros(part.view(last - first, self.cols), -1, -self.cols % width)
+            yield place_of_row[first:last] // height, rows.unflatten(1, (-1, width)), place
+
+
+@dataclass(frozen=True)
+class _Place:
+    start: int
+    stop: int
+    """Of the slice."""
+    head: int
+    """Values before it in its first row."""
+
+
+def make_scales(maxima: torch.Tensor, format: TensorFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (scales as the format stores them, multipliers of the values) for the maxima of blocks, of any shape."""
+    scale = QUANTIZERS[format.name].scale
+    assert scale is not None
+    return scale(maxima, format)
+
+
+def _invert(order: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
+    """Return the place of each row in quantized order, int64 [rows]."""
+    places = torch.arange(rows, device=device)
+    return places if order is None else torch.empty_like(places).index_copy_(0, order, places)
