@@ -80,6 +80,65 @@ class MicroBatch:
         return owner, [zeros.index_add(0, owner, (part * self.mask)[0].to(part.dtype)) for part in values]
 
 
+class MicroBatches:
+    """Micro-batches of a list of samples. Each is packed when it is asked for, so that only those in use take memory."""
+
+    def __init__(self, samples: list[TrainingSample], rows: list[list[int]], lengths: list[int], multiple: int, min_length: int) -> None:
+        """`rows`: indices of the samples in each; `lengths`: positions of each sample, with its padding; see `make_micro_batches`."""
+        self._samples, self._rows, self._lengths = samples, rows, lengths
+        filled = [sum(lengths[index] for index in row) for row in rows]
+        self.widths = [max(round_up(width, multiple), min_length) for width in filled]
+        """Positions of each."""
+        self._tails = [width - used for width, used in zip(self.widths, filled, strict=True)]
+        self._first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return (self[number] for number in range(len(self)))
+
+    def __getitem__(self, number: int) -> MicroBatch:
+        samples, indices, tail = self._samples, self._rows[number], self._tails[number]
+        lengths = [self._lengths[index] for index in indices] + [tail] * bool(tail)
+        shape = (1, sum(lengths))
+        kept = [sample.kept_tokens for index in indices if (sample := samples[index]).kept_tokens is not None]
+        most_kept = max((int(tokens.counts.max(initial=0)) for tokens in kept), default=0)
+        row = MicroBatch(
+            sample_indices=indices,
+            lengths=lengths,
+            padding=sum(lengths) - sum(samples[index].length - 1 for index in indices),
+            tokens=torch.zeros(shape, dtype=torch.long),
+            targets=torch.zeros(shape, dtype=torch.long),
+            positions=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
+            token_indices=torch.full(shape, -1),
+            routed_experts=_padding_experts(shape, samples),
+            kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
+            **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
+        )
+        for index, start in zip(indices, accumulate(lengths, initial=0), strict=False):
+            sample = samples[index]
+            ids, first = sample.ids, self._first_indices[index]
+            end = start + sample.length - 1
+            row.tokens[0, start:end] = ids[:-1]
+            row.targets[0, start:end] = ids[1:]
+            row.token_indices[0, start:end] = torch.arange(first, first + sample.length - 1)
+            sampled = (0, start + sample.target_positions if len(sample.response_mask) else slice(start + len(sample.prompt_ids) - 1, end))
+            row.mask[sampled] = 1.0
+            row.advantages[sampled] = sample.advantage
+            row.loss_weights[sampled] = sample.loss_weight
+            row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
+            if len(sample.routed_experts):
+                row.routed_experts[0, start:end] = sample.routed_experts
+            if sample.kept_tokens is not None and most_kept:
+                row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
+            if len(sample.old_logprobs):
+                row.old_logprobs[sampled] = sample.old_logprobs
+            if len(sample.reference_logprobs):
+                row.reference_logprobs[sampled] = sample.reference_logprobs
+        return row
+
+
 def make_micro_batches(
     samples: list[TrainingSample],
     max_tokens: int,
@@ -88,7 +147,7 @@ def make_micro_batches(
     vpp_group: int = 1,
     agree: Callable[[int], int] = int,
     attention_length: float = math.inf,
-) -> list[MicroBatch]:
+) -> MicroBatches:
     """Return micro-batches of at most `max_tokens` positions, of about equal cost (`packing`); a longer sample gets one of its own.
 
     A micro-batch is padded to a multiple of `multiple` positions and to at least `MIN_ROWS`. `agree` is given the number of micro-batches
@@ -106,59 +165,7 @@ def make_micro_batches(
     bins = pack(lengths, max_tokens * cp_size, vpp_group, costs=costs)
     if (count := agree(len(bins))) > len(bins):
         bins = pack(lengths, max_tokens * cp_size, vpp_group, count, costs)
-    min_length = round_up(MIN_ROWS * cp_size, chunks * multiple)
-    first_indices = list(accumulate((sample.length - 1 for sample in samples), initial=0))
-    return [
-        _pack_row(indices, samples, first_indices, [lengths[index] for index in indices], chunks * multiple, min_length) for indices in bins
-    ]
-
-
-def _pack_row(
-    sample_indices: list[int],
-    samples: list[TrainingSample],
-    first_indices: list[int],
-    lengths: list[int],
-    multiple: int,
-    min_length: int,
-) -> MicroBatch:
-    tail = max(round_up(sum(lengths), multiple), min_length) - sum(lengths)
-    lengths = lengths + [tail] * bool(tail)
-    shape = (1, sum(lengths))
-    kept = [sample.kept_tokens for index in sample_indices if (sample := samples[index]).kept_tokens is not None]
-    most_kept = max((int(tokens.counts.max(initial=0)) for tokens in kept), default=0)
-    row = MicroBatch(
-        sample_indices=sample_indices,
-        lengths=lengths,
-        padding=sum(lengths) - sum(samples[index].length - 1 for index in sample_indices),
-        tokens=torch.zeros(shape, dtype=torch.long),
-        targets=torch.zeros(shape, dtype=torch.long),
-        positions=torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0),
-        token_indices=torch.full(shape, -1),
-        routed_experts=_padding_experts(shape, samples),
-        kept_tokens=torch.full((*shape, most_kept), -1, dtype=torch.int32) if most_kept else _EMPTY,
-        **{name: torch.zeros(shape) for name in _FLOAT_FIELDS},
-    )
-    for index, start in zip(sample_indices, accumulate(lengths, initial=0), strict=False):
-        sample = samples[index]
-        ids = sample.ids
-        end = start + sample.length - 1
-        row.tokens[0, start:end] = ids[:-1]
-        row.targets[0, start:end] = ids[1:]
-        row.token_indices[0, start:end] = torch.arange(first_indices[index], first_indices[index + 1])
-        sampled = (0, start + sample.target_positions if len(sample.response_mask) else slice(start + len(sample.prompt_ids) - 1, end))
-        row.mask[sampled] = 1.0
-        row.advantages[sampled] = sample.advantage
-        row.loss_weights[sampled] = sample.loss_weight
-        row.importance_weights[sampled] = sample.importance_weights if len(sample.importance_weights) else 1.0
-        if len(sample.routed_experts):
-            row.routed_experts[0, start:end] = sample.routed_experts
-        if sample.kept_tokens is not None and most_kept:
-            row.kept_tokens[sampled] = pad_kept_tokens(sample.kept_tokens, most_kept)
-        if len(sample.old_logprobs):
-            row.old_logprobs[sampled] = sample.old_logprobs
-        if len(sample.reference_logprobs):
-            row.reference_logprobs[sampled] = sample.reference_logprobs
-    return row
+    return MicroBatches(samples, bins, lengths, chunks * multiple, round_up(MIN_ROWS * cp_size, chunks * multiple))
 
 
 def _padding_experts(shape: tuple[int, int], samples: list[TrainingSample]) -> torch.Tensor:

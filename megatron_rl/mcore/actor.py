@@ -12,7 +12,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
-from megatron_rl.batch.micro_batch import MicroBatch, make_micro_batches
+from megatron_rl.batch.micro_batch import MicroBatch, MicroBatches, make_micro_batches
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import TrainConfig
 from megatron_rl.distributed import raise_on_all_ranks
@@ -77,7 +77,7 @@ class Policy:
         entropy, tokens = entropy_and_tokens.tolist()
         return list(logprobs.cpu().split(lengths)), entropy / max(tokens, 1)
 
-    def make_micro_batches(self, samples: list[TrainingSample]) -> list[MicroBatch]:
+    def make_micro_batches(self, samples: list[TrainingSample]) -> MicroBatches:
         """Pack this replica's samples into as many micro-batches as the other replicas make. Collective."""
         config = self.chunks[0].config
         return make_micro_batches(
@@ -132,10 +132,10 @@ class Policy:
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self._forward_chunks,
             num_microbatches=len(batches),
-            seq_length=max(batch.tokens.shape[1] for batch in batches),
+            seq_length=max(batches.widths),
             micro_batch_size=1,
             forward_only=forward_only,
-            **make_stage_options(self.chunks[0].config, [batch.tokens.shape[1] for batch in batches]),
+            **make_stage_options(self.chunks[0].config, batches.widths),
         )
 
 

@@ -18,7 +18,7 @@ from megatron_rl.batch.sample_bytes import SampleBytes, read_samples
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.distributed import is_rank0, run_on_rank0
 
-PIECE_BYTES = 64 << 20
+PIECE_BYTES = 16 << 20
 
 
 def count_replicas() -> int:

@@ -37,7 +37,7 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
     """(answers of two turns with the engine's log-probs and routing, whether the second turn's record begins with the first's, tokens that
     a turn after took from the prefix cache)."""
     first = current().sample(prompts, tokens)
-    longer = [[*prompt, *answer.output_ids_T, *ENVIRONMENT_IDS] for prompt, answer in zip(prompts, first, strict=True)]
+    longer = [[*prompt, *answer.output_ids_T.tolist(), *ENVIRONMENT_IDS] for prompt, answer in zip(prompts, first, strict=True)]
     second = current().sample(longer, tokens)
     samples, same = [], True
     for prompt, turn, next_turn in zip(prompts, first, second, strict=True):
@@ -45,7 +45,7 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
         sampled = [True] * len(turn.output_ids_T) + [False] * len(ENVIRONMENT_IDS) + [True] * len(next_turn.output_ids_T)
         same &= bool((next_turn.routed_experts_T[: len(turn.routed_experts_T)] == turn.routed_experts_T).all())
         experts = extend_routing_record(turn.routed_experts_T, next_turn.routed_experts_T)
-        ids = [*turn.output_ids_T, *ENVIRONMENT_IDS, *next_turn.output_ids_T]
+        ids = [*turn.output_ids_T.tolist(), *ENVIRONMENT_IDS, *next_turn.output_ids_T.tolist()]
         current().trainer.actor.routing.shape.check(experts, len(prompt) + len(ids), "an answer")
         samples.append(
             TrainingSample(prompt, ids, rollout_logprobs=logprobs, response_mask=sampled, routed_experts=torch.from_numpy(experts))

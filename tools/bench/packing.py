@@ -21,6 +21,7 @@ import math
 import random
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,13 +84,19 @@ def make_samples(lengths: list[int]) -> list[TrainingSample]:
     return [TrainingSample(sample[:_PROMPT], sample[_PROMPT:]) for sample in ids]
 
 
+class PaddedMicroBatches(list[MicroBatch]):
+    @property
+    def widths(self) -> list[int]:
+        return [batch.tokens.shape[1] for batch in self]
+
+
 def pad_micro_batches(actor: Actor, rows: int, longest_first: bool) -> Actor:
     """Return the same actor with micro-batches of `rows` samples that its model computes as a padded batch [b, s]."""
     make_packed = actor.make_micro_batches
 
-    def make_micro_batches(samples: list[TrainingSample]) -> list[MicroBatch]:
+    def make_micro_batches(samples: list[TrainingSample]) -> PaddedMicroBatches:
         order = sorted(range(len(samples)), key=lambda index: -samples[index].length if longest_first else index)
-        return [make_one(order[start : start + rows], samples) for start in range(0, len(order), rows)]
+        return PaddedMicroBatches(make_one(order[start : start + rows], samples) for start in range(0, len(order), rows))
 
     def make_one(indices: list[int], samples: list[TrainingSample]) -> MicroBatch:
         (batch,) = make_packed([samples[index] for index in indices])
@@ -102,11 +109,11 @@ def pad_micro_batches(actor: Actor, rows: int, longest_first: bool) -> Actor:
         return logits[positions < torch.tensor(batch.lengths)[:, None]].unsqueeze(0)
 
     actor.micro_batch_tokens = 1 << 60  # one packed row for each padded batch
-    actor.make_micro_batches, actor.forward = make_micro_batches, forward  # type: ignore[method-assign]
+    actor.make_micro_batches, actor.forward = make_micro_batches, forward  # type: ignore[method-assign, assignment]
     return actor
 
 
-def compute_padding(batches: list[MicroBatch], packed: bool) -> float:
+def compute_padding(batches: Iterable[MicroBatch], packed: bool) -> float:
     """Return the share of positions that hold no token."""
     used = sum(sum(batch.lengths) - batch.padding for batch in batches)
     return 1 - used / sum(sum(batch.lengths) if packed else len(batch.lengths) * max(batch.lengths) for batch in batches)
