@@ -30,7 +30,7 @@ def check_version() -> None:
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import fp32_router, int8_linear, llama_block_scales, stop_strings
+    from rollout_sglang.hooks import empty_start, fp32_router, int8_linear, llama_block_scales, stop_strings
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
@@ -38,6 +38,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         ("sglang.srt.models.llama.LlamaForCausalLM.load_weights", llama_block_scales.load_block_scales, "AROUND"),
+        ("sglang.srt.model_loader.loader.initialize_dummy_weights", empty_start.make_up_weights, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
         ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", stop_strings.count_tail_tokens, "REPLACE"),
     ]

@@ -4,10 +4,10 @@
     python tools/bench/growth.py --cases 1:tp=2,2:tp=2,4:tp=2
 
 Every case is a torchrun job over gloo, one thread a rank, of the real parts (`growth_rank.py`): the ranks load a checkpoint and build the
-actor (`start`), compute log-probs and take an optimizer step (`step`), write a checkpoint (`checkpoint`). A row shows rank 0 and the
-largest other rank: most memory beside the empty process, and bytes written, to other ranks and to files. The exponents, by least squares
-over the cases of one family, say how the largest rank follows the parameters a rank holds (1: in proportion), or the number of replicas
-(0: not at all).
+actor (`start`), compute log-probs and take an optimizer step (`step`), write a checkpoint (`checkpoint`) and make a Hugging Face one of it
+(`export`). A row shows rank 0 and the largest other rank: most memory beside the empty process, and bytes written, to other ranks and to
+files. The exponents, by least squares over the cases of one family, say how the largest rank follows the parameters a rank holds (1: in
+proportion), or the number of replicas (0: not at all).
 """
 
 from __future__ import annotations

@@ -24,11 +24,15 @@ from megatron_rl.config.algorithm import AlgorithmConfig
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
+from megatron_rl.mcore.export import convert
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout, parse_sizes
+
+_FILE_BYTES = 1 << 22
+"""Of an export, so that ranks have files to share."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def _read_written() -> int:
 
 
 def run_phases(folder: Path, layout: Layout, tokens: int) -> dict[str, Usage]:
-    """Load the model, take a step on random answers, write a checkpoint; return what each took."""
+    """Load the model, take a step on random answers, write a checkpoint, export it; return what each took."""
     precision = PrecisionConfig(mode="fp8_unified")
     meter, train, hf_config = Meter(), TrainConfig(micro_batch_tokens=512), read_config(folder / "model")
     with meter.phase("start"):
@@ -84,6 +88,8 @@ def run_phases(folder: Path, layout: Layout, tokens: int) -> dict[str, Usage]:
     with meter.phase("checkpoint"):
         state = {"step": 1, "precision": precision.model_dump(mode="json")}
         CheckpointWriter(folder / "checkpoint", model, hf_config, folder / "model", state, actor.optimizer).finish()
+    with meter.phase("export"):
+        convert(folder / "checkpoint", folder / "export", {}, file_bytes=_FILE_BYTES)
     return meter.phases
 
 
