@@ -117,6 +117,11 @@ class Rank0(Generic[ObjectT]):
             call(held)
 
 
+def get_rank_and_size() -> tuple[int, int]:
+    """Return this rank and the number of ranks; (0, 1) where there is no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def gather_from_ranks(value: T) -> list[T]:
     """Return every rank's (picklable) value, in rank order. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:

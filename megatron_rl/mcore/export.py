@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config import PrecisionConfig
-from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, run_on_rank0, write_on_rank0
+from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0, write_on_rank0
 from megatron_rl.errors import UserError, as_run_error, as_user_error
 from megatron_rl.hf.align import Alignment, align_config, is_scaled, widen
 from megatron_rl.hf.files import read_config
@@ -106,7 +106,7 @@ def convert(
     checkpoint that is damaged or that the model does not fit, and where it would be quantised again; RunError, on every rank, where the
     disk is full. Then nothing is left behind.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = get_rank_and_size()
     with errors_on_all_ranks():
         source = (_open_hf if (folder / "config.json").is_file() else _open_run)(folder, precision_fields, rank, world)
         with as_user_error():

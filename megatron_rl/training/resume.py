@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on. Needs neither torch nor Megatron."""
+"""From which checkpoint a run goes on. Needs no Megatron."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import Config, TrainConfig
+from megatron_rl.distributed import errors_on_all_ranks, gather_from_ranks, get_rank_and_size, run_on_rank0
 from megatron_rl.errors import UserError
 from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.preflight.resumed_run import find_run_to_resume
@@ -50,17 +51,34 @@ class ResumePoint:
 
 
 def find_resume_point(config: Config) -> ResumePoint | None:
-    """Return where `checkpoint.resume` lets the run go on, None for a new run. Raise UserError as `choose_checkpoint` does."""
-    run = find_run_to_resume(config)
+    """Return where `checkpoint.resume` lets the run go on, None for a new run. Collective. Raise UserError as `choose_checkpoint` does."""
+    run = run_on_rank0(lambda: find_run_to_resume(config))
     return None if run is None else choose_checkpoint(run, config.train.steps)
 
 
 def choose_checkpoint(run: Path, steps: int) -> ResumePoint:
-    """Return the newest whole checkpoint of a run; read every byte of it.
+    """Return the newest whole checkpoint of a run. Collective. Raise UserError if none is whole, or if it leaves none of `steps` to do."""
+    folder, damaged = find_newest_whole(run)
+    return run_on_rank0(lambda: _make_resume_point(run, folder, damaged, steps))
 
-    Raises UserError if none is whole, or if it leaves none of `steps` to do.
-    """
-    folder, damaged = checkpoints.find_newest_whole(run)
+
+def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
+    """Return (the newest complete checkpoint of a run, what is wrong with those that are newer). Collective: the ranks share its files, of
+    which every byte is read. Raise UserError where a rank does not see them."""
+    torn: dict[Path, str] = {}
+    for folder in run_on_rank0(lambda: checkpoints.list_newest_first(run)):
+        with errors_on_all_ranks():
+            if not folder.is_dir():
+                rule = f"rank {get_rank_and_size()[0]} does not see {folder}"
+                raise UserError("checkpoint.resume", str(run), rule, "name a folder that all nodes share")
+        reasons = gather_from_ranks(checkpoints.find_damage(folder, *get_rank_and_size()))
+        if not any(reasons):
+            return folder, torn
+        torn[folder] = next(filter(None, reasons))
+    return None, torn
+
+
+def _make_resume_point(run: Path, folder: Path | None, damaged: dict[Path, str], steps: int) -> ResumePoint:
     if folder is None:
         reasons = "; ".join(f"{checkpoint.name}: {reason}" for checkpoint, reason in damaged.items())
         fix = "start a new run with checkpoint.resume=never"

@@ -70,7 +70,7 @@ class Session:
         run_on_rank0(lambda: check_on_rank_0(config))
         with errors_on_all_ranks():  # rank 0 has fetched them: only nodes with caches of their own do it again
             fetch_weights(config.model.path)
-        self.resume_point = run_on_rank0(lambda: find_resume_point(config))
+        self.resume_point = find_resume_point(config)
         self.log = Rank0(self._open_log)
         self.folder = self.log.run(lambda log: log.dir)
         self._start_watchdog()

@@ -9,8 +9,8 @@ from support.fp8_checkpoints import make_fp8_checkpoint
 from support.models import FP8, random_sequences
 
 from megatron_rl.errors import UserError
-from megatron_rl.mcore.checkpoint.folder import find_newest_whole, list_newest_first
-from megatron_rl.training.resume import choose_checkpoint
+from megatron_rl.mcore.checkpoint.folder import list_newest_first
+from megatron_rl.training.resume import choose_checkpoint, find_newest_whole
 from parallel.layout import Layout
 
 BF16 = {"mode": "fp8_unified", "high": "bf16"}

@@ -135,17 +135,6 @@ def _find_damage_in_file(folder: Path, name: str, expected: dict[str, Any]) -> s
     return ""
 
 
-def find_newest_whole(run: Path) -> tuple[Path | None, dict[Path, str]]:
-    """Return (the newest complete checkpoint of a run, what is wrong with those that are newer)."""
-    torn: dict[Path, str] = {}
-    for folder in list_newest_first(run):
-        reason = find_damage(folder)
-        if not reason:
-            return folder, torn
-        torn[folder] = reason
-    return None, torn
-
-
 def set_aside(torn: Path) -> Path:
     """Rename a damaged checkpoint so that it is neither counted nor resumed from; return its new path."""
     aside = torn.with_name(f"{torn.name}.torn")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.mcore.checkpoint import folder as checkpoints
+from megatron_rl.training.resume import find_newest_whole
 
 
 def make(run: Path, step: int, keep: int = 0) -> Path:
@@ -39,12 +40,12 @@ TORN = {
 @pytest.mark.parametrize("damage", TORN)
 def test_a_torn_checkpoint_is_passed_over_and_named(tmp_path, damage):
     whole, torn = make(tmp_path, 4), make(tmp_path, 5)
-    assert checkpoints.find_newest_whole(tmp_path) == (torn, {})
+    assert find_newest_whole(tmp_path) == (torn, {})
     tear, reason = TORN[damage]
     tear(torn)
-    assert checkpoints.find_newest_whole(tmp_path) == (whole, {torn: reason})
+    assert find_newest_whole(tmp_path) == (whole, {torn: reason})
     tear(whole)
-    assert checkpoints.find_newest_whole(tmp_path)[0] is None
+    assert find_newest_whole(tmp_path)[0] is None
 
 
 def test_the_newest_few_stay_and_what_was_broken_off_goes(tmp_path):
