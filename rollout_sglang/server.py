@@ -102,7 +102,7 @@ def _meet_ranks(arguments: list[str]) -> tuple[Any, list[str]]:
     # SGLang would wait for rank 0's word on SIGTERM, and the launcher's end must be this process's; see `_wait_for_schedulers`
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     host, _, port = options.dist_init_addr.rpartition(":")
-    address = find_local_address(host)
+    address = os.environ["SGLANG_HOST_IP"] = find_local_address(host)  # SGLang would take that of any interface
     for name, entries in psutil.net_if_addrs().items():
         if address in [entry.address for entry in entries]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,7 +1,11 @@
-"""A real engine whose ranks lie over two nodes, here two addresses of this machine: the bits of an engine on one node, and lost with either
-node."""
+"""A real engine whose ranks lie over two nodes: the bits of an engine on one node, and lost with either node. The nodes are two addresses
+of this machine, or this machine and a network namespace, which share neither an address nor memory."""
 
 from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
 
 import pytest
 from support import trainer_engine
@@ -72,3 +76,45 @@ def test_all_nodes_end_with_the_trainer(world):
     trainer, *engine = family(world.pid())
     trainer.kill()
     assert len(engine) >= 4 and alive_after(engine, 120) == []
+
+
+OWN, OTHER = "10.213.77.1", "10.213.77.2"
+
+
+@pytest.fixture(scope="module")
+def namespace() -> Iterator[str]:
+    """The launcher of a network namespace with the address OTHER, which reaches this machine as OWN."""
+    name = f"mrl{os.getpid()}"
+    own, other = f"{name}a", f"{name}b"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        ip("netns", "add", name)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces: {error}")
+    try:
+        ip("link", "add", own, "type", "veth", "peer", "name", other, "netns", name)
+        ip("addr", "add", f"{OWN}/24", "dev", own)
+        ip("link", "set", own, "up")
+        for words in (("addr", "add", f"{OTHER}/24", "dev", other), ("link", "set", other, "up"), ("link", "set", "lo", "up")):
+            ip("-n", name, *words)
+        yield f"ip netns exec {name} unshare --mount sh -c 'mount -t tmpfs tmpfs /dev/shm; exec \"$@\"' sh"
+    finally:
+        ip("netns", "del", name)
+
+
+@pytest.mark.parametrize("hosts", [("127.0.0.1", OTHER), (OTHER, "127.0.0.1")], ids=["server here", "server there"])
+def test_nodes_that_share_nothing_meet_and_are_filled(hosts, namespace, new_world, checkpoint, tmp_path):
+    world = new_world()
+    world.call(trainer_engine.set_launchers, *(namespace if host == OTHER else "" for host in hosts))
+    sync = {**GROUP, "host": OWN}
+    sections = {"rollout": {**TWO_NODES, "hosts": hosts}, "sync": sync}
+    world.call(trainer_engine.start, checkpoint, tmp_path, FP8, sections)
+    world.call(trainer_engine.check_live)
+    world.call(trainer_engine.train, random_sequences(8, seed=51))
+    report = world.call(trainer_engine.sync, 1, 64 << 10)[0]
+    assert report["proved"] == report["tensors"] == 2 * TENSORS
+    assert len(generate(world)) == len(PROMPTS)
+    world.close()

@@ -77,8 +77,8 @@ class TrainerAndEngines:
         self.trainer = Trainer(checkpoint, precision, {"learning_rate": 3e-3}, layout=layout)
         sections = {**(sections or {})}
         sections["rollout"] = {**ROLLOUT, **sections.get("rollout", {})}
-        if sections["rollout"].get("hosts") == TWO_NODES["hosts"]:
-            os.environ[LAUNCHER_VARIABLE] = "env\n"
+        if sections["rollout"].get("nodes_per_engine", 1) > 1:
+            os.environ.setdefault(LAUNCHER_VARIABLE, "env\n")
         self.config = Config.model_validate({"model": {"path": checkpoint}, "precision": precision, **sections})
         self.start_engines(engine_model)
 
@@ -106,7 +106,7 @@ class TrainerAndEngines:
     @contextmanager
     def weight_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[WeightSync]:
         """A sync in buckets of at most `bucket_bytes`, with `settings` of the configuration's section."""
-        config = SyncConfig.model_validate(settings or {})
+        config = SyncConfig.model_validate(settings) if settings else self.config.sync
         sync = WeightSync(self.plan(bucket_bytes), self.rank0_engines, self.trainer.collect_named_tensors, config)
         try:
             yield sync
@@ -135,6 +135,11 @@ _current: list[TrainerAndEngines] = []
 def current() -> TrainerAndEngines:
     """What `start` has brought up in this process."""
     return _current[0]
+
+
+def set_launchers(*lines: str) -> None:
+    """How engines are started on their nodes, by the next `start`."""
+    os.environ[LAUNCHER_VARIABLE] = "\n".join(lines)
 
 
 def start(*args: Any) -> None:
