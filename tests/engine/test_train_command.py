@@ -130,7 +130,7 @@ def test_on_shared_devices_the_engine_has_its_cache_in_its_own_turn_only(runs):
 def test_its_checkpoint_is_exported(runs, tmp_path):
     checkpoint = max((runs.run / "checkpoints").iterdir())
     export = ("megatron_rl", "export", "--checkpoint", checkpoint, "--precision", "fp8", "--output")
-    done = finish(Command(tmp_path, *export, tmp_path / "hf"))
+    done = finish(Command(tmp_path, *train_command.TORCHRUN, *export, tmp_path / "hf"))
     assert (done.code, done.out.strip()) == (0, f"checkpoint: {tmp_path / 'hf'}"), done.err
     weights = read_weights(tmp_path / "hf")
     assert str(weights["model.layers.0.mlp.down_proj.weight"].dtype) == "torch.float8_e4m3fn"
