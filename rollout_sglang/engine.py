@@ -310,8 +310,9 @@ def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation
     versions = {span["version"] for span in spans} | {meta["weight_version"]}
     if len(versions) > 1 and not mixed_versions:
         raise RunError(f"one completion was sampled by policy versions {', '.join(sorted(versions))}")
-    columns = list(zip(*meta["output_token_logprobs"], strict=True)) or [(), ()]
-    logprobs_T, ids_T = np.array(columns[0], np.float32), np.array(columns[1], np.int32)
+    entries = meta["output_token_logprobs"]
+    logprobs_T = np.array([entry[0] for entry in entries], np.float32)
+    ids_T = np.array([entry[1] for entry in entries], np.int32)
     if np.isnan(logprobs_T).any():  # JSON has no NaN: it is None there
         raise RunError("the engine computed a log-probability that is no finite number: its weights or its FP8 scales are broken")
     versions_T = None

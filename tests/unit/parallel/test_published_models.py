@@ -137,3 +137,14 @@ def test_a_model_that_no_layout_serves_gets_no_advice():
     assert "train layouts that work: none; rollout layouts that work: none" in str(
         add_layout_hints(error, model, Layout(), EngineLayout(), as_fp8)
     )
+
+
+def test_attention_takes_as_long_as_the_weights_at_the_models_length():
+    """By hand: 2 FLOPs for each weight that a token meets, s (d_qk + d_v) for each head and layer. A token meets 8 of 128 experts."""
+    layers, hidden, output = 64, 5120, 5120 * 151936
+    layer = hidden * (8192 + 2 * 1024) + 8192 * hidden + 3 * hidden * 25600
+    assert published_model("Qwen3-32B").attention_length == pytest.approx(2 * (layers * layer + output) / (layers * 64 * 256), rel=1e-4)
+    layers, hidden, output = 94, 4096, 4096 * 151936
+    layer = hidden * (8192 + 2 * 512) + 8192 * hidden + 8 * 3 * hidden * 1536 + 128 * hidden
+    by_hand = 2 * (layers * layer + output) / (layers * 64 * 256)
+    assert published_model("Qwen3-235B-A22B").attention_length == pytest.approx(by_hand, rel=1e-4)
