@@ -252,7 +252,7 @@ def assert_nothing_is_left(folder: Path) -> None:
 def test_the_quickstart_trains_on_two_nodes_is_stopped_starts_again_and_goes_on(quickstarts):
     job = quickstarts["colocated"].result()
     run = job.folder / "runs" / "small" / "latest"
-    assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 15 for row in rows(run))
+    assert [row["step"] for row in rows(run)] == list(range(21)) and all(row["sync/proved"] == 30 for row in rows(run))
     state = json.loads((run / "run.json").read_text())
     assert state["status"] == "finished" and len(state["resumed"]) == 1 and state["resumed"][0]["step"] >= 1
     assert "run broken: stopped by SIGUSR1" in (run / "run.log").read_text() and len(list(run.parent.glob("20*"))) == 1
