@@ -1,8 +1,8 @@
 """Hugging Face checkpoints from a run's checkpoint or from another one: in BF16 or FP32, or the very quantised bytes that the engine gets;
 with the wider matrices of `hf.align` where asked for.
 
-Both sources are read, and the result is written, file by file of at most `FILE_BYTES`: no process ever holds more than a file and the
-parameter that it is made of. Ranks under torchrun share the files; what a file holds depends on the model alone.
+Both sources are read, and the result is written, file by file of at most `FILE_BYTES`: no process ever holds more than a file, and one
+parameter on its way into it. Ranks under torchrun share the files; what a file holds depends on the model alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from megatron_rl.hf.write import (
     write_all_but_weights,
     write_file,
     write_index,
-)  # fmt: skip
+)
 from megatron_rl.mcore.checkpoint.folder import check_room, find_damage
 from megatron_rl.mcore.checkpoint.load import RunWeights, read_state
 from megatron_rl.precision.contract import PrecisionContract
@@ -107,8 +107,12 @@ def convert(
     disk is full. Then nothing is left behind.
     """
     rank, world = get_rank_and_size()
+    is_run = not (folder / "config.json").is_file()
     with errors_on_all_ranks():
-        source = (_open_hf if (folder / "config.json").is_file() else _open_run)(folder, precision_fields, rank, world)
+        if is_run:
+            _check_run(folder, rank, world)
+    with errors_on_all_ranks():
+        source = _open_run(folder, precision_fields) if is_run else _open_hf(folder, precision_fields, checks=rank == 0)
         with as_user_error():
             model = ModelGeometry.from_hf_config(source.hf_config)
             wide_config = align_config(source.hf_config, alignment) if alignment else source.hf_config
@@ -143,7 +147,7 @@ def convert(
         write_on_rank0(complete)
 
 
-def _open_hf(folder: Path, precision_fields: dict[str, Any], rank: int, _: int) -> _Source:
+def _open_hf(folder: Path, precision_fields: dict[str, Any], checks: bool) -> _Source:
     hf_config = read_config(folder)
     checkpoint = HFCheckpoint(folder, hf_config, "--checkpoint")
     if checkpoint.format and precision_fields["mode"] != "bf16":
@@ -151,7 +155,7 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], rank: int, _: int) 
         raise UserError("--precision", None, rule, "use --precision bf16")
     with as_user_error():
         model = ModelGeometry.from_hf_config(hf_config)
-    if rank == 0:
+    if checks:
         checkpoint.check(model)
         checkpoint.check_scales(model.tensors().values(), None)
     high = "fp32" if hf_config.get("torch_dtype", hf_config.get("dtype")) == "float32" else "bf16"
@@ -159,10 +163,15 @@ def _open_hf(folder: Path, precision_fields: dict[str, Any], rank: int, _: int) 
     return _Source(folder, hf_config, checkpoint.read_values, contract, keeps_fp32_norms=high == "bf16")
 
 
-def _open_run(folder: Path, precision_fields: dict[str, Any], rank: int, world: int) -> _Source:
-    _, precision = read_state(folder)
+def _check_run(folder: Path, rank: int, world: int) -> None:
+    """Read every byte of this rank's share of the files."""
+    read_state(folder)
     if reason := find_damage(folder, rank, world):
         raise UserError("--checkpoint", str(folder), f"is damaged: {reason}", "give another checkpoint of the run")
+
+
+def _open_run(folder: Path, precision_fields: dict[str, Any]) -> _Source:
+    _, precision = read_state(folder)
     hf_config = read_config(folder / "hf")
     with as_user_error():
         weights = RunWeights(folder, ModelGeometry.from_hf_config(hf_config))

@@ -54,6 +54,9 @@ def test_ranks_share_an_export_of_the_same_files_and_end_together_where_one_cann
     assert max(largest for _, largest in (*alone, *shared)) <= export_runs.largest_parameter(run)
     with pytest.raises(RunError, match=r"^No space left on device \(.*/model-00004-of-\d+\.safetensors\)$"):
         worlds(2).call(export_runs.convert, run, tmp_path / "full", "model-00004")
+    (run / "mcore" / ".metadata").unlink()
+    with pytest.raises(UserError, match=r"step_00001': is damaged: mcore/\.metadata cannot be read"):
+        worlds(2).call(export_runs.convert, run, tmp_path / "torn")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "step_00001"]
 
 
