@@ -50,6 +50,7 @@ def test_what_a_value_of_a_quantized_weight_occupies_and_moves(worlds, checkpoin
     """Data and scales, the gradient, and a share of master and moments; no rank has anything else. The gather moves bytes."""
     ranks = worlds(dp).call(megatron_models.count_live_bytes, checkpoint, FP8, Layout(dp=dp), random_sequences(2 * dp, seed=1))
     for rank, measured in enumerate(ranks):
+        assert measured["reference"] == pytest.approx(1 + 4 / 128**2, rel=0.02), rank  # and 12 KB of buffers beside a million weights
         assert measured["live"] == pytest.approx(1 + 4 / 128**2 + 4 + 12 / dp, rel=5e-3), rank
         assert measured["gathered"] == pytest.approx(1, rel=1e-3), rank
 

@@ -146,8 +146,16 @@ def count_bytes(folder: Path, precision: dict[str, Any], layout: Layout) -> dict
 
 
 def count_live_bytes(folder: Path, precision: dict[str, Any], layout: Layout, batch: list[TrainingSample]) -> dict[str, float]:
-    """What a rank's tensors occupy after an optimizer step, all that are alive: bytes for each value of a quantized weight, those of other
-    weights and the emulation's operands taken off; and the bytes that its gathers received, for each value."""
+    """What all living tensors of a rank occupy, of a frozen model, and of an actor after an optimizer step: bytes for each value of a
+    quantized weight, those of other weights and the emulation's operands taken off. And the bytes that its gathers received."""
+    before = _count_storages()
+    reference = load_model_chunks(folder, PrecisionContract.from_config(PrecisionConfig(**precision)), layout)
+    held, count = (
+        _count_storages() - before,
+        sum(tensor.numel() for chunk in reference for tensor in chunk.parameters() if is_quantized(tensor)),
+    )
+    held -= sum(tensor.nbytes for chunk in reference for tensor in chunk.parameters() if not is_quantized(tensor))
+    del reference
     before = _count_storages()
     trainer = Trainer(folder, precision, layout=layout)
     gather, received = buffers.dist_all_gather_func, []
@@ -162,7 +170,7 @@ def count_live_bytes(folder: Path, precision: dict[str, Any], layout: Layout, ba
     others = plain * (4 + 4 + 8 / layout.dp)  # FP32 weights, their own masters, gradients and moments
     values = sum(layer.weight.numel() for layer in layers)
     moved = sum(into.numel() for into in received if into.itemsize == 1)
-    return {"live": (_count_storages() - before - others) / values, "gathered": moved / values}
+    return {"reference": held / count, "live": (_count_storages() - before - others) / values, "gathered": moved / values}
 
 
 def _count_storages() -> int:

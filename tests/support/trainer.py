@@ -231,11 +231,11 @@ def measure_response(
 
 def logprobs_without_fp8(folder: Path, precision: dict[str, Any], batch: list[TrainingSample]) -> dict[str, torch.Tensor]:
     """Log-probs of all answers as the precision says, without FP8, and as the precision says again."""
-    trainer = Trainer(folder, precision)
-    logprobs = [torch.cat(trainer.actor.compute_logprobs(batch)[0])]
+    trainer = Trainer(folder, precision, layout=Layout(dp=int(os.environ.get("WORLD_SIZE", "1"))))
+    logprobs = [torch.cat(compute_logprobs(trainer.actor, batch)[0])]
     with disable_quantization(trainer.model):
-        logprobs.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
-    logprobs.append(torch.cat(trainer.actor.compute_logprobs(batch)[0]))
+        logprobs.append(torch.cat(compute_logprobs(trainer.actor, batch)[0]))
+    logprobs.append(torch.cat(compute_logprobs(trainer.actor, batch)[0]))
     return dict(zip(("with", "without", "again"), logprobs, strict=True))
 
 

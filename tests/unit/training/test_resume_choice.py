@@ -70,6 +70,9 @@ def test_steps_layout_and_places_may_differ_but_not_the_version_of_the_project(t
     changed = {"train": {"steps": 99, "layout": {"tp": 2}}, "rollout": {"start_timeout": 5.0}, "sync": {"bucket_mb": 3}}
     assert find_run_to_resume(config(tmp_path, **changed)) == log.dir.resolve()
     run = read_run(log.dir)
+    run["config"]["train"]["distributed_optimizer"] = False  # a field that was, and decided no number
+    (log.dir / "run.json").write_text(json.dumps(run))
+    assert find_run_to_resume(config(tmp_path, **changed)) == log.dir.resolve()
     run["config"]["train"]["forgotten"] = 1
     (log.dir / "run.json").write_text(json.dumps(run))
     with pytest.raises(UserError, match="its configuration is none that this version of the project knows"):
