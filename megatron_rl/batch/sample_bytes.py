@@ -69,7 +69,7 @@ class SampleBytes:
         """Bytes."""
 
     def iterate(self, piece_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the bytes in pieces, uint8 [`piece_bytes`] or fewer; a piece is overwritten by the next."""
+        """Yield the bytes in pieces, uint8 [`piece_bytes`] or, at the end, fewer; a piece is overwritten by the next."""
         piece, filled = torch.empty(min(piece_bytes, self.total), dtype=torch.uint8), 0
         for part in self._iterate_parts():
             while len(part):
@@ -117,5 +117,7 @@ def read_samples(data: torch.Tensor) -> list[TrainingSample]:
 
 
 def _describe(parts: list[torch.Tensor]) -> _Column:
-    known = next((part for part in parts if part.numel()), torch.empty(0, dtype=torch.uint8))
-    return _Column(known.dtype, tuple(known.shape[1:]), np.array([len(part) for part in parts], np.int32))
+    kinds = {(part.dtype, tuple(part.shape[1:])) for part in parts if part.numel()} or {(torch.uint8, ())}
+    if len(kinds) > 1:
+        raise ValueError(f"samples disagree on what a column holds: {kinds}")
+    return _Column(*kinds.pop(), np.array([len(part) for part in parts], np.int32))

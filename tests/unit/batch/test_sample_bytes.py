@@ -31,9 +31,11 @@ def test_samples_come_out_as_they_went_in(shapes, with_columns, piece_bytes):
     assert owners <= {data.untyped_storage().data_ptr()}, "nothing is copied"
 
 
-def test_a_token_takes_eight_bytes():
+def test_a_token_takes_eight_bytes_and_a_column_has_one_dtype():
     ids, logprobs = torch.zeros(10**5, dtype=torch.int32), torch.zeros(10**5)
     assert SampleBytes([TrainingSample(ids[:1], ids, rollout_logprobs=logprobs)]).total < 8.03 * 10**5
+    with pytest.raises(ValueError, match="samples disagree on what a column holds"):
+        SampleBytes([TrainingSample(ids, ids, rollout_logprobs=values) for values in (logprobs, logprobs.double())])
 
 
 @given(st.lists(st.floats(-100, 100, width=32), max_size=9), st.integers(0, 9))
