@@ -63,7 +63,7 @@ def _estimate_trainer(job: Workload, candidate: Candidate, cluster: Cluster) -> 
     layout, updates, micro_batches = candidate.train, job.config.algorithm.updates_per_step, candidate.micro_batches(job)
     bubble = bubble_fraction(layout.pp, layout.vpp, micro_batches)
     forward_backward = _estimate_micro_batch(job, candidate, cluster, products=3 if candidate.recompute == "none" else 4)
-    train = updates * (forward_backward * micro_batches / (1 - bubble) + _estimate_gradient_all_reduce(job, candidate, cluster))
+    train = updates * (forward_backward * micro_batches / (1 - bubble) + _estimate_replica_exchange(job, candidate, cluster))
     forward = _estimate_micro_batch(job, candidate, cluster, products=1) * (updates * micro_batches + layout.pp - 1)
     return StepTime(0, (2 if job.has_reference else 1) * forward, train, bubble=bubble, colocated=candidate.colocated)
 
@@ -115,13 +115,13 @@ def _bandwidth(ranks: int, cluster: Cluster) -> float:
     return LINK_EFFICIENCY * (cluster.gpu.nvlink if ranks <= cluster.gpus_per_node else NETWORK_BANDWIDTH)
 
 
-def _estimate_gradient_all_reduce(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
-    """Return the seconds to sum FP32 gradients over the replicas, once per optimizer step."""
+def _estimate_replica_exchange(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
+    """Return the seconds to reduce-scatter FP32 gradients over the replicas and to gather the stepped weights, once per optimizer step and
+    nothing of it overlapped."""
     layout = candidate.train
-    if layout.dp * layout.cp == 1:
-        return 0.0
-    gradients = max(memory.count_trainer_memory(job, layout, stage).gradients for stage in candidate.extreme_stages)
-    return gradients * _all_reduce_factor(layout.dp * layout.cp) / _bandwidth(layout.tp * layout.cp * layout.dp, cluster)
+    ranks, stages = layout.dp * layout.cp, [memory.count_trainer_memory(job, layout, stage) for stage in candidate.extreme_stages]
+    moved = max(stage.gradients + stage.weights + stage.blocks for stage in stages) * (ranks - 1) / ranks
+    return moved / _bandwidth(layout.tp * ranks, cluster)
 
 
 def estimate_generation(job: Workload, candidate: Candidate, cluster: Cluster) -> float:
