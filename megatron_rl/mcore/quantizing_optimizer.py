@@ -71,19 +71,22 @@ class QuantizingOptimizer(DistributedOptimizer):
     def _build_model_and_main_param_groups(
         cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: list[dict[str, Any]], config: Any
     ) -> Any:
-        """Let Megatron do the others, and put a master's slice among FP32 ones for every quantized parameter."""
+        """Let Megatron do the others, add a master's slice for every quantized parameter, and keep all in the model's order, in which the
+        gradient's norm is summed."""
+        in_order = [group["orig_group"]["params"] for group in opt_group_ranges]
         others = [{**group, "params": [each for each in group["params"] if not is_quantized(each)]} for group in opt_group_ranges]
         groups = super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, others, config)
-        _, _, _, fp32_groups, masters_of_16_bit = groups
-        for group, fp32, masters in zip(opt_group_ranges, fp32_groups, masters_of_16_bit, strict=True):
+        halves, singles, _, own_slices, masters = groups
+        for number, (group, parameters) in enumerate(zip(opt_group_ranges, in_order, strict=True)):
+            pairs = (*zip(halves[number], masters[number], strict=True), *zip(singles[number], own_slices[number], strict=True))
+            stepped = {id(each): slice_ for each, slice_ in pairs}
             for parameter in filter(is_quantized, group["params"]):
                 index, dtype, bucket = param_gbuf_map[parameter]
                 size = gbuf_ranges[index][dtype][bucket]["param_map"][parameter]["param"].size
-                parameter.main_param = torch.empty(size, dtype=torch.float32, device=parameter.device)
-                tensor_parallel.copy_tensor_model_parallel_attributes(parameter.main_param, parameter)
-            rest = iter(fp32)
-            stepped = [each.main_param if is_quantized(each) else next(rest) for each in group["params"] if each.itemsize != 2]
-            group["orig_group"]["params"] = [*stepped, *masters]
+                master = torch.empty(size, dtype=torch.float32, device=parameter.device)
+                tensor_parallel.copy_tensor_model_parallel_attributes(master, parameter)
+                parameter.main_param = stepped[id(parameter)] = master
+            group["orig_group"]["params"] = [stepped[id(each)] for each in parameters if id(each) in stepped]
         return groups
 
     @property
