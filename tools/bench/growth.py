@@ -68,7 +68,7 @@ def count_share(scale: int, sizes: str) -> float:
 
 def fit_exponent(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Return b of y = a * x^b, by least squares of the logarithms."""
-    log_x, log_y = [math.log(x) for x in xs], [math.log(max(y, 1e-9)) for y in ys]
+    log_x, log_y = [math.log(x) for x in xs], [math.log(y) for y in ys]
     mean_x, mean_y = sum(log_x) / len(log_x), sum(log_y) / len(log_y)
     products = sum((x - mean_x) * (y - mean_y) for x, y in zip(log_x, log_y, strict=True))
     return products / sum((x - mean_x) ** 2 for x in log_x)
@@ -104,8 +104,12 @@ def print_exponents(console: Console, results: dict[tuple[int, str], list[Usage]
             continue
         for phase in next(iter(results.values()))[0]:
             largest = {field: [max(rank[phase][field] for rank in results[case]) for case in cases] for field in FIELDS}
-            table.add_row(name, phase, *(f"{fit_exponent(list(cases.values()), values):+.2f}" for values in largest.values()))
+            table.add_row(name, phase, *(_show_exponent(list(cases.values()), values) for values in largest.values()))
     console.print(table)
+
+
+def _show_exponent(xs: Sequence[float], ys: Sequence[float]) -> str:
+    return f"{fit_exponent(xs, ys):+.2f}" if min(ys) > 0 else "-"
 
 
 def main(

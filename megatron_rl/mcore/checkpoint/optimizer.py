@@ -4,14 +4,14 @@ Megatron's own `optimizer.sharded_state_dict` cannot be used: it numbers 16-bit 
 them, and with experts its names depend on how many optimizers a rank has. Here a tensor is named after its weight; the master of a
 quantized layer has the weight's own name, as its bytes are made from it.
 
-Replicas hold a slice of each weight's state. For a checkpoint each weight's state is assembled on one rank, the ranks taking turns, which
-writes or reads it: so no rank holds more than its share of the whole.
+Replicas hold a slice of each weight's state. For a checkpoint each weight's state is assembled on the replica that holds the most of it,
+which writes or reads it: so no rank holds more than its share, and what is sent is little more than weights that two replicas share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,20 @@ class _SlicedState:
         self._entries: dict[str, _SlicedTensor] = {}
 
     def _add(self, kind: str, chunk: int, name: str, key: str, weight: Any, slice_: MasterSlice) -> None:
-        self._entries[f"{kind}.{chunk}.{name}"] = _SlicedTensor(key, weight, slice_, turn=len(self._entries))
+        self._entries[f"{kind}.{chunk}.{name}"] = _SlicedTensor(key, weight, slice_)
+
+    def _count_slices(self) -> None:
+        """Tell every entry how much of it each replica has. Collective."""
+        by_group: dict[int, list[_SlicedTensor]] = {}
+        for entry in self._entries.values():
+            by_group.setdefault(id(entry.slice.group), []).append(entry)
+        for entries in by_group.values():
+            own, group = [entry.slice.values.numel() for entry in entries], entries[0].slice.group
+            counts = torch.zeros(group.size(), len(own), dtype=torch.int64, device=entries[0].slice.values.device)
+            counts[group.rank()] = torch.tensor(own)
+            dist.all_reduce(counts, group=group)
+            for entry, column in zip(entries, counts.t().tolist(), strict=True):
+                entry.counts = column
 
     def local_tensors(self) -> dict[str, torch.Tensor]:
         """Return this rank's slices."""
@@ -67,6 +80,7 @@ class MasterState(_SlicedState):
                 if (master := masters.get(id(weight.data))) is not None:
                     self._add("weight", number, name, "", weight, master)
                     del weights[name]
+        self._count_slices()
 
 
 class OptimizerState(_SlicedState):
@@ -80,6 +94,7 @@ class OptimizerState(_SlicedState):
             for name, weight in _iter_weights(weights):
                 for kind, slice_ in states.get(id(weight.data), {}).items():
                     self._add(kind, number, name, f"optimizer.{kind}", weight, slice_)
+        self._count_slices()
 
     @property
     def step(self) -> int:
@@ -118,46 +133,65 @@ def iter_stepped(optimizer: Any) -> Iterator[tuple[torch.Tensor, MasterSlice]]:
         yield parameter, MasterSlice(tensor, start, optimizer.data_parallel_group)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _SlicedTensor:
     """One tensor of the state, described as its weight; `key` goes before the weight's key."""
 
     key: str
     weight: Any
     slice: MasterSlice
-    turn: int
-    """Selects the owner."""
+    counts: list[int] = field(default_factory=list)
+    """Elements on each replica, whose slices follow each other."""
 
     @property
     def _owner(self) -> int:
-        return self.turn % self.slice.group.size()
+        """The replica with the largest slice."""
+        return self.counts.index(max(self.counts))
 
     @property
     def is_owner(self) -> bool:
         """Whether this rank reads and writes the whole tensor."""
         return self.slice.group.rank() == self._owner
 
+    def _iter_others(self, whole: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (replica, its part of the whole tensor, flat) of every other replica that has one."""
+        for replica, part in enumerate(whole.view(-1).split(self.counts)):
+            if replica != self.slice.group.rank() and part.numel():
+                yield replica, part
+
+    @torch.no_grad()
     def gather(self) -> torch.Tensor | None:
         """Return the whole tensor on its owner, None elsewhere. Collective."""
-        if self.slice.group.size() == 1:
+        values, group = self.slice.values, self.slice.group
+        if group.size() == 1:
             return self.allocate()
-        whole = torch.zeros(self.weight.data.shape, device=self.weight.data.device)
-        self._own_part(whole).copy_(self.slice.values)
-        dist.reduce(whole.view(torch.int32), group_dst=self._owner, group=self.slice.group)  # one rank's bits and zeros: exact
-        return whole.cpu() if self.is_owner else None
+        if not self.is_owner:
+            if values.numel():
+                dist.send(values, group=group, group_dst=self._owner)
+            return None
+        whole = torch.empty(self.weight.data.shape, device=values.device)
+        whole.view(-1)[self.slice.start : self.slice.start + values.numel()] = values
+        for replica, part in self._iter_others(whole):
+            dist.recv(part, group=group, group_src=replica)
+        return whole.cpu()
 
     def allocate(self) -> torch.Tensor:
         """Return the tensor to load the whole into: where it is not cut, itself."""
         shape = self.weight.data.shape
         return self.slice.values.detach().view(shape) if self.slice.group.size() == 1 else torch.empty(shape)
 
+    @torch.no_grad()
     def scatter(self, whole: torch.Tensor | None) -> None:
-        """Copy in the loaded tensor of the owner. Collective."""
-        received = torch.empty(self.weight.data.shape, device=self.weight.data.device)
+        """Copy in the loaded tensor of the owner, which alone has it. Collective."""
+        values, group = self.slice.values, self.slice.group
         if whole is not None:
-            received.copy_(whole)
-        dist.broadcast(received, group_src=self._owner, group=self.slice.group)
-        self.slice.fill(received)
+            self.slice.fill(whole.to(values.device))
+            for replica, part in self._iter_others(whole):
+                dist.send(part.to(values.device), group=group, group_dst=replica)
+        elif values.numel():
+            received = torch.empty_like(values)
+            dist.recv(received, group=group, group_src=self._owner)
+            values.copy_(received)
 
     def as_sharded(self, tensor: torch.Tensor) -> Any:
         """Return `tensor`, described as its weight."""
@@ -168,9 +202,6 @@ class _SlicedTensor:
         else:
             sharded = replace(self.weight, data=tensor)
         return replace(sharded, replica_id=(*sharded.replica_id[:-1], 0))  # the owner has the only copy and writes it
-
-    def _own_part(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole.view(-1)[self.slice.start : self.slice.start + self.slice.values.numel()]
 
 
 def _iter_weights(chunk: dict[str, Any]) -> Iterator[tuple[str, Any]]:
