@@ -43,12 +43,8 @@ class RoutingShape:
 
     def check(self, experts: np.ndarray | None, tokens: int, whose: str) -> None:
         """Raise RunError, in one line, unless this is the record of a sequence of that many tokens."""
-        wanted = (tokens - 1, self.num_layers, self.top_k)
-        if experts is None:
-            raise RunError(f"{whose} comes without the routing of its tokens")
-        if experts.shape != wanted or experts.dtype != self.dtype:
-            actual = f"{list(experts.shape)} in {experts.dtype}"
-            raise RunError(f"{whose} has a routing of shape {actual}; its {tokens} tokens need {list(wanted)} in {np.dtype(self.dtype)}")
+        self.check_shape(experts, tokens, whose)
+        assert experts is not None
         used = experts[:, list(self.moe_layers)]
         if used.size and not 0 <= int(used.min()) <= int(used.max()) < self.num_experts:
             wrong = int(used.max()) if int(used.max()) >= self.num_experts else int(used.min())
@@ -56,6 +52,15 @@ class RoutingShape:
         chosen = np.ascontiguousarray(used.reshape(-1, self.top_k).T)  # rows are compared ten times faster than tokens are sorted
         if any((one == other).any() for one, other in combinations(chosen, 2)):
             raise RunError(f"{whose} has a routing that sends a token to one expert twice")
+
+    def check_shape(self, experts: np.ndarray | None, tokens: int, whose: str) -> None:
+        """Do the part of `check` that takes no time."""
+        wanted = (tokens - 1, self.num_layers, self.top_k)
+        if experts is None:
+            raise RunError(f"{whose} comes without the routing of its tokens")
+        if experts.shape != wanted or experts.dtype != self.dtype:
+            actual = f"{list(experts.shape)} in {experts.dtype}"
+            raise RunError(f"{whose} has a routing of shape {actual}; its {tokens} tokens need {list(wanted)} in {np.dtype(self.dtype)}")
 
 
 def extend_routing_record(known: np.ndarray | None, longer: np.ndarray | None) -> np.ndarray | None:

@@ -16,7 +16,7 @@ from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.batch.packing import compute_costs, deal
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import Config
-from megatron_rl.distributed import run_on_rank0
+from megatron_rl.distributed import errors_on_all_ranks, run_on_rank0
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore.replicas import count_replicas, scatter_samples
 from megatron_rl.rollout.worker import RolloutBatch, build_sample_rows, compute_rollout_metrics, select_evenly
@@ -82,6 +82,10 @@ def share_samples(
     for mini_batch in _split(everything, algorithm.updates_per_step) if everything else [[]] * algorithm.updates_per_step:
         shares = deal(compute_costs([sample.length for sample in mini_batch], attention_length), count_replicas())
         samples.mini_batches.append(scatter_samples([[mini_batch[index] for index in share] for share in shares]))
+    if routing is not None:
+        with errors_on_all_ranks():  # each replica looks into its own records
+            for sample in samples.own:
+                routing.check(sample.routed_experts.numpy(), sample.length, f"completion {sample.number + 1} of {samples.count}")
     return samples
 
 
@@ -94,12 +98,12 @@ def to_training_samples(rollout: RolloutBatch, routing: RoutingShape | None = No
     """Convert completions, with their rewards, the engine's log-probs and, if `routing` is given, its routing. No column is copied, but of
     answers of several turns.
 
-    Raises RunError if that routing does not fit the model.
+    Raises RunError if that routing does not have the model's shape.
     """
     if routing is not None:
         for number, completion in enumerate(rollout.completions_B, 1):
             tokens = len(completion.prompt_ids_T) + len(completion.output_ids_T)
-            routing.check(completion.routed_experts_T, tokens, f"completion {number} of {len(rollout.completions_B)}")
+            routing.check_shape(completion.routed_experts_T, tokens, f"completion {number} of {len(rollout.completions_B)}")
     return [
         TrainingSample(
             torch.from_numpy(completion.prompt_ids_T),

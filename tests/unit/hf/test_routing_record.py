@@ -55,9 +55,15 @@ def _with(value: int) -> np.ndarray:
 )
 def test_a_record_that_does_not_fit_is_refused_in_one_line(wrong, line):
     SHAPE.check(record(5), 5, "a record that fits")
-    completion = Completion(Problem("1", "", ""), [1, 2, 3], [4, 5], [-1.0, -1.0], "stop", 0, "", routed_experts_T=wrong)
+    columns = np.array([1, 2, 3]), np.array([4, 5]), np.array([-1.0, -1.0])
+    completion = Completion(Problem("1", "", ""), *columns, "stop", 0, "", routed_experts_T=wrong)
+
+    def take() -> None:  # as rank 0, and then as the sample's replica
+        (sample,) = to_training_samples(RolloutBatch([completion]), routing=SHAPE)
+        SHAPE.check(sample.routed_experts.numpy(), sample.length, "completion 1 of 1")
+
     with pytest.raises(RunError, match=line) as raised:
-        to_training_samples(RolloutBatch([completion]), routing=SHAPE)
+        take()
     assert "\n" not in str(raised.value)
 
 
