@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from examples.arithmetic.new_model import make_hf_config
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.mcore.actor import Actor
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import fill_weights
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
@@ -64,21 +63,15 @@ def make_model(architecture: ArchitectureConfig, precision: PrecisionConfig) -> 
     """Return a model with random weights, the same for the same widths and precision.mode. Megatron must be started."""
     hf_config = make_hf_config(architecture, 0, precision.high)
     (chunk,) = get_model_chunks(build_model(hf_config, Layout(), PrecisionContract.from_config(precision)))
-    layers = {id(layer.weight): layer for layer in find_quantized_layers(chunk).values()}
-    for number, parameter in enumerate(chunk.parameters()):
-        draw = partial(_draw, parameter.shape, parameter.device, number)
-        if (layer := layers.get(id(parameter))) is not None:
-            layer.quantize(draw())
-            layer.start_master(draw)
-        else:
-            parameter.data.copy_(draw())
+    device = next(chunk.parameters()).device
+
+    def draw(shape: torch.Size, number: int) -> torch.Tensor:
+        if len(shape) == 1:
+            return torch.ones(shape, device=device)
+        return torch.empty(shape, device=device).normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(number))
+
+    fill_weights(chunk, draw)
     return chunk
-
-
-def _draw(shape: torch.Size, device: torch.device, seed: int) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.ones(shape, device=device)
-    return torch.empty(shape, device=device).normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(seed))
 
 
 def make_actor(architecture: ArchitectureConfig, precision: PrecisionConfig) -> Actor:

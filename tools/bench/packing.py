@@ -36,6 +36,7 @@ from megatron_rl.batch.micro_batch import MicroBatch
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.config import PrecisionConfig, TrainConfig
 from megatron_rl.mcore.actor import Actor
+from megatron_rl.mcore.layers.quantized_linear import fill_weights
 from megatron_rl.mcore.model import build_model, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from parallel.layout import Layout
@@ -69,11 +70,11 @@ def draw_answer_lengths(file: Path | None, field: str, count: int, longest: int)
 def make_actor(architecture: ArchitectureConfig, precision: PrecisionConfig, train: TrainConfig) -> Actor:
     """Return an actor with random weights. Megatron must be started."""
     model: Any = build_model(make_hf_config(architecture, 0, precision.high), Layout(), PrecisionContract.from_config(precision))
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            matrix = parameter.dim() > 1
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.02 if matrix else torch.ones(parameter.shape))
+
+    def draw(shape: torch.Size, number: int) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.02 if len(shape) > 1 else torch.ones(shape)
+
+    fill_weights(model, draw)
     return Actor(model, train, temperature=1.0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -274,6 +275,18 @@ class QuantizedReplicatedLinear(QuantizedLinear, ReplicatedLinear):
 def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
     """Return name -> layer for every quantized linear of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch.Tensor]) -> None:
+    """Give a model the weights that `draw` returns for the shape and the number of each parameter; it is asked again for a master."""
+    layers = {id(layer.weight): layer for layer in find_quantized_layers(model).values()}
+    for number, parameter in enumerate(model.parameters()):
+        layer = layers.get(id(parameter))
+        if layer is None:
+            parameter.data.copy_(draw(parameter.shape, number))
+        else:
+            layer.quantize(draw(parameter.shape, number).to(parameter.device))
+            layer.start_master(partial(draw, parameter.shape, number))
 
 
 @contextmanager
