@@ -31,6 +31,7 @@ _NO_PARENT = 0
 
 def run_scheduler(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler process. Raise RuntimeError if a hook was not applied."""
+    _die_with_server()
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     from megatron_rl.precision.ops.threads import lend_threads
@@ -44,6 +45,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> Any:
 
 def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's detokenizer process."""
+    _die_with_server()
     from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 
     return run_detokenizer_process(*args, **kwargs)
@@ -52,11 +54,18 @@ def run_detokenizer(*args: Any, **kwargs: Any) -> Any:
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
     """Let Linux send `signum` to this process when the thread that started it ends, for whatever reason, so that no engine is orphaned.
 
-    Prefer SIGKILL, the only signal that ends a stopped process. SGLang's own child processes do the same.
+    Prefer SIGKILL, the only signal that ends a stopped process.
     """
     ctypes.CDLL(None, use_errno=True).prctl(1, signum)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signum)
+
+
+def _die_with_server() -> None:
+    """End this child with the server, which may have ended already: SGLang asks for it later, and does not look."""
+    server = multiprocessing.parent_process()
+    assert server is not None and server.pid is not None
+    die_with_parent(server.pid)
 
 
 def main(arguments: list[str]) -> None:
