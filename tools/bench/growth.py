@@ -1,4 +1,4 @@
-"""Measure how a trainer's cost grows with the model and the ranks: memory, bytes read and written, processor seconds.
+"""Measure how a trainer's cost grows with the model and the ranks: memory, bytes written, processor seconds.
 
     python tools/bench/growth.py                          # 1, 2, 4 times the model at tp 2; tp and dp of 1, 2, 4, 8 at twice the model
     python tools/bench/growth.py --cases 1:tp=2,2:tp=2,4:tp=2
