@@ -16,13 +16,25 @@ def updates_share_the_prompts(facts: Facts) -> None:
 
 
 @rule(Needs.TRAINER)
+def constant_learning_rate_does_not_fall(facts: Facts) -> None:
+    """The setting would be ignored silently."""
+    train = facts.config.train
+    for name in ("decay_steps", "wsd_decay_steps", "min_learning_rate"):
+        if train.decay_style == "constant" and (value := getattr(train, name)):
+            rule = "says how the learning rate falls, which train.decay_style keeps constant"
+            raise UserError(f"train.{name}", value, rule, "set train.decay_style to linear, cosine or WSD")
+
+
+@rule(Needs.TRAINER)
 def learning_rate_can_fall(facts: Facts) -> None:
     train = facts.config.train.decay_over(facts.config.optimizer_steps)
+    if train.decay_style == "constant":
+        return
     after_warmup = train.decay_steps - train.warmup_steps
     if train.min_learning_rate > train.learning_rate:
         rule = f"must not be above train.learning_rate ({train.learning_rate})"
         raise UserError("train.min_learning_rate", train.min_learning_rate, rule, "lower it")
-    if train.decay_style != "constant" and after_warmup <= 0:
+    if after_warmup <= 0:
         rule = f"must be below train.decay_steps ({train.decay_steps}), in which the learning rate has fallen"
         raise UserError("train.warmup_steps", train.warmup_steps, rule, "lower it")
     if train.decay_style == "WSD" and not 0 < train.wsd_decay_steps <= after_warmup:

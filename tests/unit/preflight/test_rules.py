@@ -97,7 +97,13 @@ MISTAKES = [
         settings.learning_rate_can_fall,
         "train plan",
         "train.min_learning_rate = 2.0: must not be above train.learning_rate (",
-        ("--train.min_learning_rate=2",),
+        ("--train.min_learning_rate=2", "--train.decay_style=linear"),
+    ),
+    Mistake(
+        settings.constant_learning_rate_does_not_fall,
+        "train plan",
+        "train.decay_steps = 9: says how the learning rate falls, which train.decay_style keeps constant; set train.decay_style to linear",
+        ("--train.decay_steps=9",),
     ),
     Mistake(
         settings.learning_rate_can_fall,
