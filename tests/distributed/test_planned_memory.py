@@ -78,12 +78,10 @@ def test_what_a_layer_keeps_for_the_backward_pass(worlds, tmp_path, name, layout
 
 
 PEAKS = [
-    ("deepseek_v3", UNIFIED, "none"),
-    ("glm4", UNIFIED, "none"),
     ("qwen3", UNIFIED, "full"),
     ("qwen3", UNIFIED, "selective"),
     ("qwen3_moe", UNIFIED, "full"),
-    *(pytest.param(name, UNIFIED, "none", marks=pytest.mark.long) for name in ("glm4_moe", "llama", "qwen2", "qwen3", "qwen3_moe")),
+    *(pytest.param(name, UNIFIED, "none", marks=pytest.mark.long) for name in FAMILIES),
     pytest.param("qwen3", BF16, "none", marks=pytest.mark.long),
 ]
 

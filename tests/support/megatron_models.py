@@ -83,7 +83,7 @@ def compare_with_checkpoint(folder: Path, layout: Layout, precision: dict[str, A
     hf_config, contract = read_config(folder), PrecisionContract.from_config(PrecisionConfig(**precision))
     chunks = load_model_chunks(folder, contract, layout)
     shards = build_trainer_shards(ModelGeometry.from_hf_config(hf_config), layout, format_of=contract.format_of)[dist.get_rank()]
-    tensors = collect_named_tensors(chunks, shards, contract)
+    tensors = collect_named_tensors(chunks, build_rank_shards(hf_config, layout, dist.get_rank()), contract)
     expected = _on_the_checkpoints_grid(folder, shards, contract)
     return {
         "missing": sorted(expected.keys() - tensors.keys()),
