@@ -122,12 +122,12 @@ def get_rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather_from_ranks(value: T) -> list[T]:
-    """Return every rank's (picklable) value, in rank order. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+def gather_from_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the (picklable) value of every rank, or every one of `group`, in order. Collective."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return [value]
-    values: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[T | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return cast(list[T], values)
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_rl.batch.totals import Totals
+from megatron_rl.distributed import gather_from_ranks
 
 T = TypeVar("T")
 
@@ -29,9 +30,7 @@ def sum_by_name(sums: dict[str, float | torch.Tensor]) -> dict[str, float]:
     numbers = torch.stack(list(tensors.values())).tolist() if tensors else []  # one wait for the device
     values = {**cast(dict[str, float], sums), **dict(zip(tensors, numbers, strict=True))}
     for group in _groups():
-        gathered: list[dict[str, float] | None] = [None] * group.size()
-        dist.all_gather_object(gathered, values, group=group)
-        per_rank = cast(list[dict[str, float]], gathered)
+        per_rank = gather_from_ranks(values, group)
         names = dict.fromkeys(name for rank_values in per_rank for name in rank_values)
         values = {name: sum(rank_values.get(name, 0.0) for rank_values in per_rank) for name in names}
     return values
@@ -44,12 +43,12 @@ def combine(totals: Totals) -> Totals:
 
 def gather_from_replicas(value: T) -> list[T]:
     """Return every replica's small picklable value, which all ranks of a replica pass alike; collective."""
-    group = parallel_state.get_data_parallel_group()
-    if group.size() == 1:
-        return [value]
-    values: list[T | None] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return cast(list[T], values)
+    return gather_from_ranks(value, parallel_state.get_data_parallel_group())
+
+
+def merge_replicas(by_sample: dict[int, T]) -> dict[int, T]:
+    """Return small picklable values of all replicas' samples, by the sample's number; collective."""
+    return {number: value for part in gather_from_replicas(by_sample) for number, value in part.items()}
 
 
 def sum_over_replicas(*numbers: float) -> list[float]:

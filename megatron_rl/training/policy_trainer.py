@@ -119,8 +119,7 @@ class PolicyTrainer:
         algorithm = self._config.algorithm
         if not algorithm.kl_in_reward:
             return {}
-        own = {sample.number: measure_kl(sample, algorithm) for sample in samples.own}
-        of_all = {number: kl for part in reduce.gather_from_replicas(own) for number, kl in part.items()}
+        of_all = reduce.merge_replicas({sample.number: measure_kl(sample, algorithm) for sample in samples.own})
         kl = [of_all[number] for number in range(samples.count)]
 
         def compute() -> list[float]:

@@ -70,7 +70,7 @@ class Recorder:
         """Write the completions that the report shows, with what the replicas that have their samples know of them. Collective."""
         shown = set(samples.shown)
         own = {sample.number: (sample.advantage, bin_mismatch(sample)) for sample in samples.own if sample.number in shown}
-        of_all = {number: values for part in reduce.gather_from_replicas(own) for number, values in part.items()}
+        of_all = reduce.merge_replicas(own)
         for number, row in zip(samples.shown, samples.rows, strict=False):
             row["advantage"], row["mismatch"] = of_all[number]
         self._log.tell(lambda log: log.write_samples(step, samples.rows))

@@ -34,10 +34,9 @@ from megatron_rl.config import PrecisionConfig
 from megatron_rl.config.sync import Running, SyncConfig
 from megatron_rl.distributed import Rank0
 from megatron_rl.errors import MegatronRLError, RunError, UserError
-from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import list_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, global_parameters
 from megatron_rl.mcore.model import build_model, start_megatron
-from megatron_rl.mcore.names import get_model_chunks
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.precision.quantizers import quantize
 from megatron_rl.sync.plan import SyncPlan
@@ -86,7 +85,7 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
     start_megatron(task.train, task.seed)
     model = build_model(task.hf_config, task.train, task.contract)
     shards, parameters = build_rank_shards(task.hf_config, task.train, rank), global_parameters(model)
-    layers = {id(layer.weight): layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()}
+    layers = {id(layer.weight): layer for layer in list_quantized_layers(model)}
     for shard in shards:
         layer = layers.get(id(parameters[shard.name]))
         values = parameters[shard.name].detach() if layer is None else torch.zeros(shard.shape)

@@ -21,7 +21,7 @@ from megatron_rl.mcore.checkpoint import folder as checkpoints
 from megatron_rl.mcore.checkpoint.async_save import AsyncSave
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.rng import restore_rng_state
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, find_quantized_layers
+from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers, list_quantized_layers
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.mcore.quantizing_optimizer import requantize
 
@@ -53,7 +53,7 @@ class CheckpointWriter:
             optimizer_state = OptimizerState(optimizer, chunks)
             sharded["optimizer"] = optimizer_state.sharded_for_save()
             self._state = {**state, "adam_step": optimizer_state.step}
-        sharded["masters"] = MasterState(_list_quantized_layers(model), chunks).sharded_for_save()
+        sharded["masters"] = MasterState(list_quantized_layers(model), chunks).sharded_for_save()
         if random is not None:
             sharded["random"] = _rng_shard(random)
         with self._discarded_on_failure():
@@ -103,10 +103,6 @@ def _weights(model: ModelChunks) -> dict[str, Any]:
     return {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(get_model_chunks(model))}
 
 
-def _list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
-    return [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
-
-
 def _load_weights(model: ModelChunks, loaded: dict[str, Any]) -> None:
     """Set what `dist_checkpointing.load` returned for `_weights`; quantized weights, whose masters are loaded, stay."""
     for number, chunk in enumerate(get_model_chunks(model)):
@@ -126,7 +122,7 @@ def load_run_checkpoint(folder: Path, model: ModelChunks, optimizer: Any, state:
     """
     sharded = _weights(model)
     chunks = [*sharded.values()]
-    optimizer_state, masters = OptimizerState(optimizer, chunks), MasterState(_list_quantized_layers(model), chunks)
+    optimizer_state, masters = OptimizerState(optimizer, chunks), MasterState(list_quantized_layers(model), chunks)
     sharded["optimizer"], sharded["masters"] = optimizer_state.sharded_for_load(), masters.sharded_for_load()
     if same_layout:
         sharded["random"] = _rng_shard(None)

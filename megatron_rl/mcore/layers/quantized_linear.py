@@ -277,6 +277,11 @@ def find_quantized_layers(model: torch.nn.Module) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
+def list_quantized_layers(model: ModelChunks) -> list[QuantizedLinear]:
+    """Return those of all virtual pipeline stages."""
+    return [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
+
+
 def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch.Tensor]) -> None:
     """Give a model the weights that `draw` returns for the shape and the number of each parameter; it is asked again for a master."""
     layers = {id(layer.weight): layer for layer in find_quantized_layers(model).values()}
@@ -293,7 +298,7 @@ def fill_weights(model: torch.nn.Module, draw: Callable[[torch.Size, int], torch
 def disable_quantization(model: ModelChunks) -> Iterator[None]:
     """Within the context, forward passes compute with the masters, each gathered for its product alone, to measure the effect of
     quantization. No gradient."""
-    layers = [layer for chunk in get_model_chunks(model) for layer in find_quantized_layers(chunk).values()]
+    layers = list_quantized_layers(model)
     for layer in layers:
         layer.quantization_enabled = False
     try:
