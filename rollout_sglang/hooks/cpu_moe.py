@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.precision import int8
-from megatron_rl.precision.ops.batch_invariant import invariant_matmul
+from megatron_rl.precision.ops.batch_invariant import InvariantRouting, invariant_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import gpu_activation_quant
@@ -68,7 +68,8 @@ def route_tokens_with_bias(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Wrap `biased_grouped_topk_impl`, sigmoid routing; return as `route_tokens` does. Like Megatron, add up the chosen scores in the order
     of the choice, best first; SGLang leaves that order open, and with it the last bit of the weights."""
-    weights, experts = original(hidden_states, gating_output, correction_bias, topk, False, *groups, **named)
+    with InvariantRouting():
+        weights, experts = original(hidden_states, gating_output, correction_bias, topk, False, *groups, **named)
     order = (weights + correction_bias[experts.long()]).argsort(-1, descending=True)
     weights, experts = weights.gather(1, order), experts.gather(1, order)
     if renormalize:

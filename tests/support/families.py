@@ -50,7 +50,7 @@ def _add(family: str, architecture: str, trained: dict[str, Any], served: dict[s
     """Add a family, by its class in transformers: `trained` over `_TRAINED`, `served` over `_SERVED`.
 
     `trained` says how wide heads are: `{"head_dim": 128}`, or `_HEADS_OF_64` where config.json has no `head_dim`. `served` gives
-    `architectures` where SGLang's class has another name, and with sigmoid routing a multiple of 32 experts: see `glm4_moe`.
+    `architectures` where SGLang's class has another name.
     """
     CLASSES[family] = architecture
     ARCHITECTURES[family] = _TRAINED | {"model_type": family} | trained
@@ -119,8 +119,7 @@ _add(
     "glm4_moe",
     "Glm4MoeForCausalLM",
     _GLM4_MOE | {"num_experts_per_tok": 4},
-    # with 32 experts torch's sigmoid, and so the router, has the same bits in every batch
-    _GLM4_MOE | {"num_hidden_layers": 2, "n_routed_experts": 32, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
+    _GLM4_MOE | {"num_hidden_layers": 2, "num_experts_per_tok": 4, "num_nextn_predict_layers": 0},
 )
 ARCHITECTURES["glm4_moe_air"] = ARCHITECTURES["glm4_moe"] | {
     "attention_bias": False,

@@ -30,6 +30,7 @@ from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.mcore import reduce
 from megatron_rl.metrics import declare
+from megatron_rl.precision.ops.batch_invariant import InvariantRouting
 
 _LOAD, _ENTROPY = "most / mean", "router entropy (nats per token)"
 _LAYER_LOAD = declare("router/load/layer_{}", "most tokens of an expert over the mean, layer {}")
@@ -55,7 +56,8 @@ class Router(TopKRouter):
 
     def forward(self, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         batch = self.router_replay.begin()
-        return super().forward(input, padding_mask if batch is None else batch.padding)
+        with InvariantRouting():
+            return super().forward(input, padding_mask if batch is None else batch.padding)
 
     def attach_and_log_load_balancing_loss(
         self,

@@ -14,7 +14,7 @@ FP32 products of BF16 numbers (`bf16_operands`), which AMX computes too, are no 
 sums of 128 to 4,096 numbers, 16 to 600 rows, one thread and two.
 
 Norms, SwiGLU, rotary positions and log-softmax work row by row and need no care. Sigmoids, which route GLM-4.5's and DeepSeek-V3's tokens,
-differ in their last bit at the end of a tensor unless their number is a multiple of 32: so must be the number of experts.
+differ in their last bit at the end of a tensor unless their number is a multiple of `SIGMOIDS`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ MAX_ROWS = 32
 SPLIT_SUM = 481
 MIN_AMX_COLUMNS = 32
 """Of an FP32 product of BF16 numbers on a CPU with AMX: with up to 16 the bits depend on the number of rows."""
+SIGMOIDS = 32
+"""The vector loop's step: torch computes what is left at the end of a tensor by another formula."""
 _MIN_ATTENDING_ROWS = 2
 """Of attention's products: those of values sum 32 numbers, and those of few queries are computed with keys as the left matrix."""
 KEYS_PER_PRODUCT = 32
@@ -123,6 +125,25 @@ class InvariantMatmuls(TorchFunctionMode):
         if function is F.linear and args[2:] in ((), (None,)) and not kwargs:
             return invariant_matmul(args[0], args[1])
         return function(*args, **(kwargs or {}))
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + exp(-x)), float32 of any shape."""
+    if x.is_cuda:
+        return torch.sigmoid(x)
+    with single_threaded():
+        return append_zeros(x.reshape(-1), -1, -x.numel() % SIGMOIDS).sigmoid()[: x.numel()].view(x.shape)
+
+
+class InvariantRouting(InvariantMatmuls):
+    """Within the context, a router's logits (`torch.mm(x, weight.t())`) are `invariant_matmul`, and its sigmoids `sigmoid`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.mm:
+            return invariant_matmul(args[0], args[1].t())
+        if function in (torch.sigmoid, torch.Tensor.sigmoid):
+            return sigmoid(args[0])
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

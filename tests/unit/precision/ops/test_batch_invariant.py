@@ -75,6 +75,17 @@ def test_a_row_of_an_fp32_product_of_bf16_numbers_is_the_same_in_any_batch_and_o
     )  # the setting does not outlive the context
 
 
+@pytest.mark.parametrize("experts", [6, 8, 160])
+def test_routing_scores_of_a_token_are_the_same_in_any_batch(threads, experts):
+    x, weight = random(900, 256, seed=0), random(experts, 256, seed=1)
+    with batch_invariant.InvariantRouting():
+        scores = torch.mm(x, weight.t()).sigmoid()
+        torch.testing.assert_close(scores.double(), (x.double() @ weight.double().t()).sigmoid(), rtol=1e-5, atol=1e-5)
+        for count in (1, 2, 15, 17, 33, 899):
+            assert torch.equal(torch.sigmoid(torch.mm(x[:count], weight.t())), scores[:count])
+            assert torch.equal(torch.sigmoid(torch.mm(x[-count:], weight.t())), scores[-count:])
+
+
 def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
     x, weight = random(200, 384, seed=0), random(384, seed=1)
     normed, logprobs = batch_invariant.rms_norm(x, weight, 1e-6), F.log_softmax(x, -1)
