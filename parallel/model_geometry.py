@@ -92,6 +92,17 @@ class ModelGeometry:
         model: ModelGeometry = load_family(config.get("model_type")).read(HFConfig(config))
         return model
 
+    @property
+    def row_parallel_widths(self) -> dict[str, int]:
+        """The numbers that a row-parallel layer sums, by the layer's name in checkpoints; without experts, which other ranks share."""
+        value_dim = self.latent.v_dim if self.latent else self.head_dim
+        widths = {"self_attn.o_proj": self.heads * value_dim}
+        if self.experts is None or self.experts.dense_layers:
+            widths["mlp.down_proj"] = self.ffn
+        if self.experts is not None and self.experts.shared_ffn:
+            widths["mlp.shared_experts.down_proj"] = self.experts.shared_ffn
+        return widths
+
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.experts.dense_layers
 

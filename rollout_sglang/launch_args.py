@@ -24,7 +24,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import gpu_activation_quant
+from rollout_sglang.hooks import gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 
@@ -111,10 +111,11 @@ def _server_arguments(
 
 
 def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement: EnginePlacement) -> dict[str, str]:
+    reduction = {tree_reduction.REDUCTION_VARIABLE: "tree" if contract.sums_by_tree else "fast"}
     if torch.cuda.is_available():
         format = contract.engine_format
         scales = {gpu_activation_quant.SCALE_FORMAT_VARIABLE: format.scale_format} if format.quantized else {}
-        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **scales}
+        return {_PRECOMPILE: os.environ.get(_PRECOMPILE, "false"), **reduction, **scales}
     cores, first = os.cpu_count() or 1, placement.index * rollout.tp + placement.node * rollout.ranks_per_node
     interface = {} if rollout.nodes_per_engine > 1 else {"GLOO_SOCKET_IFNAME": "lo"}  # see `rollout_sglang.server`
     return {
@@ -123,6 +124,7 @@ def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement:
         THREADS_VARIABLE: str(count_threads(count_ranks_on_machine(rollout, placement))),  # the trainer sleeps while engines work
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((first + rank) % cores) for rank in range(rollout.ranks_per_node)),
         **interface,
+        **reduction,
         # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
         # `memory_release` gives them back
         "MALLOC_MMAP_MAX_": "0",

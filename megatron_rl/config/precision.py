@@ -23,6 +23,9 @@ class PrecisionConfig(ConfigSection):
     """Who computes the trainer's quantized products. `emulated` runs on any device and is the reference."""
     high: Literal["bf16", "fp32"] = "bf16"
     """The dtype of everything that is not quantized, the same on both sides. `fp32` is the faster one on a CPU."""
+    reduction: Literal["tree", "fast"] = "tree"
+    """Order of a row-parallel layer's sums. `tree`: a fixed one, the same bits for every tp of trainer and engine. `fast`: that of the
+    library and of the number of ranks."""
     masters: Literal["spread", "stored"] = "spread"
     """Where FP32 masters begin that are finer than the policy's copy of the weight. `spread`: drawn, by `train.seed` and place, from the
     values that the checkpoint's number stands for, so that the copy follows from the first step. `stored`: the number itself."""

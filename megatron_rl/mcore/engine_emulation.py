@@ -13,17 +13,19 @@ from typing import Any
 
 import torch
 
-from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer, gather_sequence
+from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer
+from megatron_rl.mcore.layers.row_parallel import RowSum, gather_sequence
 from megatron_rl.mcore.load_weights import find_weight_layers
 from megatron_rl.mcore.names import ModelChunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend
 from megatron_rl.precision.backends.emulated import DequantizedWeight
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import TensorFormat
 
-MatmulFn = Callable[[torch.Tensor], torch.Tensor]
-"""x [..., K] -> [..., N] in x's dtype."""
+MatmulFn = Callable[[torch.Tensor, bool], torch.Tensor]
+"""(x [..., K], whether to sum by the tree) -> [..., N] in x's dtype; float32 where summed by the tree, for the ranks to add up."""
 
 
 @contextmanager
@@ -49,10 +51,20 @@ def emulate_engine(
 
 
 def _forward(
-    multiply: MatmulFn, input: torch.Tensor, weight: torch.Tensor, *, sequence_parallel: bool, tp_group: Any, bias: Any = None, **_: Any
+    multiply: MatmulFn,
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    sequence_parallel: bool,
+    tp_group: Any,
+    bias: Any = None,
+    row_sum: RowSum | None = None,
+    **_: Any,
 ) -> torch.Tensor:
     """Replacement of a linear layer's `_forward_impl`, with the communication that Megatron leaves to it."""
-    y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input)
+    y = multiply(gather_sequence(input, tp_group) if sequence_parallel else input, row_sum is not None)
+    if row_sum is not None:
+        return row_sum.reduce(y, input.dtype)
     return y if bias is None else y + bias
 
 
@@ -67,11 +79,13 @@ def _make_matmul(layer: WeightLayer, blocks: QuantizedWeight, format: TensorForm
     return partial(_quantized_matmul, backend, backend.prepare(blocks, layer.row_order))
 
 
-def _quantized_matmul(backend: Backend, operand: Any, x: torch.Tensor) -> torch.Tensor:
+def _quantized_matmul(backend: Backend, operand: Any, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
     tokens = backend.quantize(x.reshape(-1, x.shape[-1]), rows=True, columns=False)
-    return backend.fprop(tokens, operand).unflatten(0, x.shape[:-1])
+    return (backend.fprop_by_tree if by_tree else backend.fprop)(tokens, operand).unflatten(0, x.shape[:-1])
 
 
-def _fp32_matmul(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _fp32_matmul(values: torch.Tensor, x: torch.Tensor, by_tree: bool) -> torch.Tensor:
     """Multiply in FP32: the values may not be representable in bf16."""
+    if by_tree:
+        return tree.multiply(x.float(), values)
     return (x.float() @ values.t()).to(x.dtype)

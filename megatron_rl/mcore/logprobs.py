@@ -5,8 +5,8 @@ what its exponentials add up to; the backward pass makes a chunk's logits again,
 once into those of hidden states and weight. That costs one product more, and memory does not depend on tokens x vocabulary. Tensor-parallel
 ranks, which share the vocabulary, exchange their maxima and sums of a chunk.
 
-On one rank's CPU log-probs are those of the engine's operator, bit for bit, in chunks of any size (`ops.batch_invariant`), and
-memory-bound work over the vocabulary is cut into rows that stay in a core's cache.
+On CPUs log-probs are those of the engine's operator, bit for bit, in chunks of any size and for any number of ranks (`ops.batch_invariant`,
+`ops.tree`), and one rank's memory-bound work over the vocabulary is cut into rows that stay in a core's cache.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state
 
 from megatron_rl.batch.packing import LOGITS_PER_CHUNK
+from megatron_rl.mcore.layers.weight_gradient import WeightGradient
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.ops.batch_invariant import MIN_ROWS, invariant_matmul
 from megatron_rl.precision.ops.threads import all_threads
 
@@ -75,13 +76,13 @@ def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets)
 def score_tokens(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `token_logprobs`, without gradient, and the entropy in nats of softmax(logits / temperature), over all tokens; both
     float32 [n]."""
-    return _score(hidden, weight, targets, _score_locally if _is_local(hidden) else _score_together)
+    return _score(hidden, weight, targets, _score_with_entropy)
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: Targets) -> torch.Tensor:
-        logprobs, log_sums = _score(hidden, weight, targets, _normalize_locally if _is_local(hidden) else _normalize_together)
+        logprobs, log_sums = _score(hidden, weight, targets, _normalize)
         ctx.save_for_backward(hidden, weight, log_sums)
         ctx.targets = targets
         return logprobs
@@ -89,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         hidden, weight, log_sums = ctx.saved_tensors
-        dhidden, dweight = torch.empty_like(hidden), _WeightGradient(weight) if ctx.needs_input_grad[1] else None
+        dhidden, dweight = torch.empty_like(hidden), WeightGradient(weight) if ctx.needs_input_grad[1] else None
         for chunk in _cut_into_chunks(len(hidden), len(weight)):
             logits = hidden[chunk] @ weight.t()
             for rows in _cut_into_parts(logits):
@@ -108,29 +109,6 @@ def _differentiate(logits: torch.Tensor, targets: Targets, log_sums: torch.Tenso
     columns, is_here = targets.find(logits.shape[-1])
     probabilities = (targets.keep(targets.scale(logits)) - log_sums.unsqueeze(-1)).exp_()
     return probabilities.mul_(-scaled).scatter_add_(-1, columns, scaled * is_here)
-
-
-class _WeightGradient:
-    """Adds up the gradient of a weight in FP32 over chunks, in Megatron's buffer where there is one (its fused-accumulation protocol)."""
-
-    def __init__(self, weight: Any) -> None:
-        self._weight, self._has_buffer = weight, hasattr(weight, "main_grad")
-        self._sum = weight.main_grad if self._has_buffer else torch.zeros_like(weight, dtype=torch.float32)
-
-    def add(self, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Add dlogits^T . hidden."""
-        if self._sum.dtype == dlogits.dtype:
-            self._sum.addmm_(dlogits.t(), hidden)
-        else:
-            self._sum += dlogits.t() @ hidden
-
-    def finish(self) -> torch.Tensor:
-        """Return what autograd gets."""
-        if not self._has_buffer:
-            return self._sum.to(self._weight.dtype)
-        self._weight.grad_added_to_main_grad = True
-        # DDP's hook drops it, or adds it where an embedding has the same weight
-        return (torch.zeros_like if getattr(self._weight, "zero_out_wgrad", False) else torch.empty_like)(self._weight)
 
 
 def _cut(count: int, step: int) -> list[slice]:
@@ -167,36 +145,22 @@ def _score(hidden: torch.Tensor, weight: torch.Tensor, targets: Targets, score_r
     return first, second
 
 
-def _normalize_locally(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled = targets.keep(targets.scale(logits))
-    logprobs = F.log_softmax(scaled, -1)
-    return _gather(logprobs, targets), scaled.amax(-1) - logprobs.amax(-1)
-
-
-def _score_locally(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
-    scaled = targets.scale(logits)
-    logprobs = F.log_softmax(scaled, -1)
-    entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return _gather(logprobs if targets.kept is None else F.log_softmax(targets.keep(scaled), -1), targets), entropies
-
-
-def _gather(logprobs: torch.Tensor, targets: Targets) -> torch.Tensor:
-    return logprobs.gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1)
-
-
-def _normalize_together(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalize(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probs and the logarithm of what the exponentials add up to."""
     shifted, maxima = _shift(targets.keep(targets.scale(logits)))
-    at_targets, sums = _sum_over_ranks(torch.stack([_gather_local(shifted, targets), shifted.exp_().sum(-1)]))
-    return at_targets - sums.log(), maxima + sums.log()
+    at_targets, sums = _add_over_ranks(_gather_local(shifted, targets), _sum(shifted.exp_()))
+    log_sums = sums.log()
+    return at_targets - log_sums, maxima + log_sums
 
 
-def _score_together(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
+def _score_with_entropy(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
     shifted, _ = _shift(targets.scale(logits))
     at_targets, weights = _gather_local(shifted, targets), shifted.exp()
-    at_targets, sums, moments = _sum_over_ranks(torch.stack([at_targets, weights.sum(-1), shifted.mul_(weights).sum(-1)]))
+    at_targets, sums, moments = _add_over_ranks(at_targets, _sum(weights), _sum(shifted.mul_(weights)))
     del shifted, weights
-    logprobs = at_targets - sums.log() if targets.kept is None else _normalize_together(logits, targets)[0]
-    return logprobs, sums.log() - moments / sums
+    log_sums = sums.log()
+    logprobs = at_targets - log_sums if targets.kept is None else _normalize(logits, targets)[0]
+    return logprobs, log_sums - moments / sums
 
 
 def _gather_local(shifted: torch.Tensor, targets: Targets) -> torch.Tensor:
@@ -208,16 +172,18 @@ def _gather_local(shifted: torch.Tensor, targets: Targets) -> torch.Tensor:
 def _shift(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits less their largest in the whole vocabulary, and that [rows]."""
     maxima = scaled.amax(-1)
-    dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
+    if parallel_state.get_tensor_model_parallel_world_size() > 1:
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=parallel_state.get_tensor_model_parallel_group())
     return scaled - maxima.unsqueeze(-1), maxima
 
 
-def _sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum over tensor-parallel ranks, in their order: an all-reduce's order, so its bits, depend on a value's place."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    gathered = values.new_empty(group.size() * len(values), *values.shape[1:])
-    dist.all_gather_into_tensor(gathered, values, group=group)
-    total, *others = gathered.split(len(values))
-    for other in others:
-        total = total + other
-    return total
+def _sum(values: torch.Tensor) -> torch.Tensor:
+    """Return the sums [rows] of this rank's part of the vocabulary."""
+    return tree.sum_vocabulary(values, values.shape[-1] * parallel_state.get_tensor_model_parallel_world_size())
+
+
+def _add_over_ranks(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return sums [rows] over tensor-parallel ranks by the tree, of several numbers a row."""
+    if parallel_state.get_tensor_model_parallel_world_size() == 1:
+        return values
+    return tree.reduce(torch.stack(values, -1), parallel_state.get_tensor_model_parallel_group(), torch.float32).unbind(-1)

@@ -48,10 +48,12 @@ _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 
 @dataclass
 class QuantizedTransformerConfig(TransformerConfig):
-    """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, and its backend."""
+    """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
+    backend, and its order of row-parallel sums."""
 
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
+    sums_by_tree: bool = True
     post_norms: bool = False
     """Norm what attention and MLP add to the residual stream."""
     attention_length: float = math.inf
@@ -157,6 +159,7 @@ def _megatron_config(
         moe_token_dispatcher_type="alltoall",  # Megatron checks it even for dense models of variable sequence length
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,
+        sums_by_tree=contract.sums_by_tree,
         post_norms=geometry.post_norms,
         attention_length=geometry.attention_length,
         **layout_options(layout, train),

@@ -42,10 +42,18 @@ class PrecisionContract:
     high: str
     backend: str = "emulated"
     """Library that computes the trainer's products; every backend keeps the contract."""
+    reduction: str = "tree"
+    """Order of row-parallel sums: "tree" (`precision.ops.tree`) or "fast"."""
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
-        return cls(precision.mode, precision.scale_format, precision.high, precision.backend)
+        return cls(precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction)
+
+    @property
+    def sums_by_tree(self) -> bool:
+        """Whether row-parallel layers of trainer and engine sum by the tree; INT8 ones, whose ranks each quantize their part of a token,
+        have no sum that is independent of them."""
+        return self.reduction == "tree" and (not self.engine_format.block or self.engine_format.block[1] > 0)
 
     @property
     def high_format(self) -> TensorFormat:

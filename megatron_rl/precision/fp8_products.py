@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from megatron_rl.precision.fp8 import round_trip_1x128, round_trip_128x1
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.ops.batch_invariant import bf16_operands, invariant_matmul
 
 
@@ -30,6 +31,13 @@ def fprop(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Ten
     values = round_trip_1x128(x, scale_format).to(weight.dtype)
     with _exact_operands(values, weight.shape[0], scale_format):
         return invariant_matmul(values, weight).to(x.dtype)
+
+
+def fprop_by_tree(x: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Return the sum of `fprop` float32 [..., N], neither rounded nor added up over ranks, by the tree of `ops.tree`."""
+    values = round_trip_1x128(x, scale_format).float()
+    with _exact_operands(values, weight.shape[0], scale_format):
+        return tree.multiply(values, weight.float())
 
 
 def dgrad(dy: torch.Tensor, weight: torch.Tensor, scale_format: str) -> torch.Tensor:

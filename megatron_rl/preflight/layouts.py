@@ -11,6 +11,7 @@ from megatron_rl.preflight.rule import Facts, Needs, rule
 from megatron_rl.sync.plan import SyncPlan
 from parallel.layout_hints import find_engine_problem, find_trainer_problem, keep_first_layers, keep_one_replica
 from parallel.megatron_shards import check_layout
+from parallel.row_sums import LEAF, holds_node
 from parallel.shards import GeometryError
 
 
@@ -110,6 +111,21 @@ def _name_export(error: GeometryError, facts: Facts) -> GeometryError:
     path = facts.config.model.path if facts.path == Path() else facts.path
     words = [f"export --checkpoint {path} --output DIR --align {max(block)}", *(f"{name} {size}" for name, size in sizes.items())]
     return GeometryError(error.field, error.value, error.rule, f"{error.fix}, or wider matrices: megatron-rl {' '.join(words)}")
+
+
+@rule(Needs.MODEL | Needs.LAYOUT | Needs.ENGINE)
+def ranks_hold_whole_leaves(facts: Facts) -> None:
+    """Of every row-parallel layer's sum, which the tree adds up in the same order for any number of ranks."""
+    if not facts.contract.sums_by_tree:
+        return
+    widths = facts.model.row_parallel_widths
+    for field, ranks in (("train.layout.tp", facts.layout.tp), ("rollout.tp", facts.engine.tp)):
+        for name, width in widths.items():
+            if ranks > 1 and not holds_node(width, ranks):
+                rule = (
+                    f"with precision.reduction = 'tree' must be a power of two that cuts {name} ({width} numbers) into multiples of {LEAF}"
+                )
+                raise UserError(field, ranks, rule, "use another, wider matrices (export --align 128), or precision.reduction = 'fast'")
 
 
 @rule(Needs.MODEL)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from megatron_rl.precision.fp8 import dequantize_weight
-from megatron_rl.precision.fp8_products import fprop, value_dtype
-from megatron_rl.precision.ops import batch_invariant
+from megatron_rl.precision.fp8_products import fprop, fprop_by_tree, value_dtype
+from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
-from rollout_sglang.hooks import seeded_sampling
+from rollout_sglang.hooks import seeded_sampling, tree_reduction
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
@@ -47,6 +48,8 @@ def apply_block_fp8_linear(
 
 def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: str) -> torch.Tensor:
     """Return [..., N] of x [..., K], quantised with scales of this format, and a weight [N, K] in blocks."""
+    if tree_reduction.wants_partial_sums():
+        return fprop_by_tree(x, get_float_weight(weight.data, lambda: dequantize_weight(weight)), scale_format)
     values = get_float_weight(weight.data, lambda: dequantize_weight(weight).to(value_dtype(x, scale_format)))
     return fprop(x, values, scale_format)
 
@@ -54,6 +57,8 @@ def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: s
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
     rounded product, as Megatron does."""
+    if tree_reduction.wants_partial_sums():
+        return tree.multiply(x, layer.weight)
     with batch_invariant.InvariantMatmuls():
         y = batch_invariant.apply_product(lambda rows: original(self, layer, rows), x)
     return y if bias is None else y + bias
@@ -84,7 +89,8 @@ def apply_rms_norm(
 
 
 def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, return_logprob: bool, *args: Any, **named: Any) -> Any:
-    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, where SGLang takes the logarithm of a softmax.
+    """Wrap `Sampler.forward`: log-probs are the log-softmax of logits / temperature, whose sum goes by the trainer's tree, where SGLang
+    takes the logarithm of a softmax.
 
     SGLang overwrites the logits in place, but makes log-probs of a copy if it is given one.
     """
@@ -92,10 +98,18 @@ def sample(original: Callable[..., Any], self: Any, output: Any, sampling: Any, 
         seeded_sampling.truncate(output.next_token_logits, sampling)
     if return_logprob and named.get("logprob_logits") is None:
         named["logprob_logits"] = output.next_token_logits.clone()
-    tokens = original(self, output, sampling, return_logprob, *args, **named)
+    with _TreeLogSoftmax():
+        tokens = original(self, output, sampling, return_logprob, *args, **named)
     if output.sampling_mask_output is not None:  # SGLang takes these, too, from probabilities
         output.sampling_mask_output.selected_logprobs = output.next_token_logprobs[sampling.sampling_mask_batch_indices]
     return tokens
+
+
+class _TreeLogSoftmax(TorchFunctionMode):
+    """Within the context, `F.log_softmax` of logits is `tree.log_softmax`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return tree.log_softmax(args[0]) if function is F.log_softmax else function(*args, **(kwargs or {}))
 
 
 def run_extend_attention(

@@ -30,10 +30,11 @@ def check_version() -> None:
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import empty_start, fp32_router, int8_linear, llama_block_scales, stop_strings
+    from rollout_sglang.hooks import empty_start, fp32_router, int8_linear, llama_block_scales, stop_strings, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
+        ("sglang.srt.layers.linear.RowParallelLinear.forward", tree_reduction.run_row_parallel, "AROUND"),
         ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock.__init__", fp32_router.use_fp32_gate, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.__init__", fp32_router.use_model_dtype, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeGate.forward", fp32_router.compute_gate_logits, "REPLACE"),

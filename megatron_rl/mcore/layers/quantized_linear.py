@@ -16,11 +16,12 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.mcore.layers.master import MasterSlice
 from megatron_rl.mcore.layers.mla import ReplicatedLinear
+from megatron_rl.mcore.layers.row_parallel import RowSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend, Operand
@@ -50,13 +51,6 @@ class WeightLayer(Protocol):
     tp_group: Any
 
 
-def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]. An input's groups lie along h, so they are unaffected."""
-    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
-    return gathered
-
-
 def _flatten_tokens(x: torch.Tensor) -> torch.Tensor:
     """[..., h] -> [T, h]."""
     return x.reshape(-1, x.shape[-1])
@@ -71,12 +65,22 @@ class QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Any, sum_dgrad: bool, sequence_parallel: bool, group: Any
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        layer: Any,
+        sum_dgrad: bool,
+        sequence_parallel: bool,
+        group: Any,
+        row_sum: RowSum | None = None,
     ) -> torch.Tensor:
         inputs = gather_sequence(x, group) if sequence_parallel else x
         operand = layer.backend.quantize(_flatten_tokens(inputs), rows=True, columns=ctx.needs_input_grad[1] and not sequence_parallel)
         ctx.save_for_backward(weight, *((x,) if sequence_parallel else operand.columns))
         ctx.layer, ctx.sum_dgrad, ctx.sequence_parallel, ctx.group, ctx.shape = layer, sum_dgrad, sequence_parallel, group, x.shape
+        ctx.row_sum = row_sum
+        if row_sum is not None:
+            return row_sum.reduce(layer.backend.fprop_by_tree(operand, layer.operand).unflatten(0, inputs.shape[:-1]), x.dtype)
         return layer.backend.fprop(operand, layer.operand).unflatten(0, inputs.shape[:-1])
 
     @staticmethod
@@ -84,6 +88,7 @@ class QuantizedMatmul(torch.autograd.Function):
         weight, *saved = ctx.saved_tensors
         layer, group, backend = ctx.layer, ctx.group, ctx.layer.backend
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        dy = dy if ctx.row_sum is None else ctx.row_sum.gather_gradient(dy)
         gradient = backend.quantize(_flatten_tokens(dy), rows=needs_dx, columns=needs_dw)
         dx, dw, pending = None, None, None
         if needs_dx:
@@ -101,7 +106,7 @@ class QuantizedMatmul(torch.autograd.Function):
             dw = _weight_gradient(weight, backend, gradient, operand)
         if pending is not None:
             pending.wait()
-        return dx, dw, None, None, None, None
+        return dx, dw, None, None, None, None, None
 
 
 def _weight_gradient(weight: Any, backend: Backend, dy: Operand, x: Operand) -> torch.Tensor:
@@ -203,12 +208,13 @@ class QuantizedLinear:
         return self.cached_operand
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
-        sequence_parallel, group = options["sequence_parallel"], options["tp_group"]
+        sequence_parallel, group, row_sum = options["sequence_parallel"], options["tp_group"], options.get("row_sum")
         if self.quantization_enabled:
-            y = QuantizedMatmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group)
+            y = QuantizedMatmul.apply(input, weight, self, options["allreduce_dgrad"], sequence_parallel, group, row_sum)
         else:
             inputs = gather_sequence(input, group) if sequence_parallel else input
             y = F.linear(inputs, self.gather_master().to(inputs.dtype))
+            y = y if row_sum is None else row_sum.reduce(y.float(), y.dtype)
         bias = options.get("bias")
         return y if bias is None else y + bias
 
@@ -264,7 +270,7 @@ class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):
         return ColumnParallelLinear._forward_impl(self, input, _SubstituteBlockValues.apply(weight, values), *args, **options)
 
 
-class QuantizedRowParallelLinear(QuantizedLinear, RowParallelLinear):
+class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):
     """y = sum over ranks of x_r W_r^T with W's columns split over tensor-parallel ranks; `weight` [N, K / tp]."""
 
 

@@ -33,6 +33,7 @@ from megatron_rl.mcore.layers.quantized_linear import (
     WeightOnlyQuantizedLinear,
 )
 from megatron_rl.mcore.layers.router import Router
+from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
 from megatron_rl.mcore.packed_sequences import attend_packed
 from megatron_rl.precision.ops import batch_invariant
 
@@ -92,6 +93,9 @@ def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
 
 class SpecProvider(LocalSpecProvider):
     """Megatron's local layers, our experts, and a linear layer replicated on every tensor-parallel rank."""
+
+    def row_parallel_linear(self) -> type:
+        return TreeRowParallelLinear
 
     def replicated_linear(self) -> type:
         return ReplicatedLinear

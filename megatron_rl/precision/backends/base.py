@@ -52,6 +52,9 @@ class Backend(Protocol):
         """Return [T, N] in the dtype of the x that was quantized. A row's bits must not depend on other rows, as the engine decodes single
         tokens: on a CPU, multiply by `precision.ops.batch_invariant.invariant_matmul`."""
 
+    def fprop_by_tree(self, x: Operand, weight: Any) -> torch.Tensor:
+        """Return the sum of `fprop` float32 [T, N], not rounded, by the tree over this rank's leaves (`precision.ops.tree`)."""
+
     def dgrad(self, dy: Operand, weight: Any) -> torch.Tensor:
         """Return [T, K] in the dtype of the dy that was quantized."""
 

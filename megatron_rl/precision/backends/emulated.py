@@ -44,6 +44,9 @@ class EmulatedBackend:
     def fprop(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return fp8_products.fprop(x.rows[0], self._values(x, weight), self.scale_format)
 
+    def fprop_by_tree(self, x: Operand, weight: DequantizedWeight) -> torch.Tensor:
+        return fp8_products.fprop_by_tree(x.rows[0], self._values(x, weight), self.scale_format)
+
     def dgrad(self, dy: Operand, weight: DequantizedWeight) -> torch.Tensor:
         return fp8_products.dgrad(dy.rows[0], self._values(dy, weight), self.scale_format)
 
@@ -63,3 +66,7 @@ class EmulatedInt8(EmulatedBackend):
 
     def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
         return int8_matmul(x.rows[0], *weight)
+
+    def fprop_by_tree(self, x: Operand, weight: Any) -> torch.Tensor:
+        """Return what `fprop` does, in FP32: integers add up exactly, but an engine's ranks each quantize and round their part."""
+        return self.fprop(x, weight).float()

@@ -155,8 +155,8 @@ def test_a_layout_that_cuts_fp8_blocks(workplace, monkeypatch, ranks, overrides)
     assert "; use a smaller tensor-parallel size, or precision.mode = bf16, or wider matrices: megatron-rl export " in line
     assert CliRunner().invoke(app, line.partition("megatron-rl ")[2].replace("DIR", "wide").split()).exit_code == 0
     check_run(load_config(workplace / "run.toml", [*overrides, "--model.path=wide"]))
-    for mode in ("bf16", "int8_rollout"):
-        check_run(load_config(workplace / "run.toml", [*overrides, f"--precision.mode={mode}"]))
+    for settings in (["--precision.mode=bf16", "--precision.reduction=fast"], ["--precision.mode=int8_rollout"]):
+        check_run(load_config(workplace / "run.toml", [*overrides, *settings]))
 
 
 def test_a_checkpoint_of_another_kind(workplace):

@@ -256,6 +256,14 @@ MISTAKES = [
         ranks=2,
     ),
     Mistake(
+        layouts.ranks_hold_whole_leaves,
+        "train plan",
+        "rollout.tp = 2: with precision.reduction = 'tree' must be a power of two that cuts self_attn.o_proj (128 numbers) into "
+        "multiples of 128; use another, wider matrices (export --align 128), or precision.reduction = 'fast'",
+        ("--rollout.tp=2", "--precision.mode=bf16"),
+        {"num_attention_heads": 2, "head_dim": 64},
+    ),
+    Mistake(
         layouts.trainer_divides_the_model,
         "train plan",
         "model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block in "

@@ -1,0 +1,76 @@
+"""Megatron's row-parallel linear layer with sums in the contract's order: the tree of `precision.ops.tree`, at any tensor-parallel size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import RowParallelLinear
+
+from megatron_rl.mcore.layers.weight_gradient import WeightGradient
+from megatron_rl.precision.ops import tree
+
+
+def gather_sequence(x: torch.Tensor, group: Any) -> torch.Tensor:
+    """All-gather the sequence dimension: [s / tp, b, h] -> [s, b, h]. An input's groups lie along h, so they are unaffected."""
+    gathered = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    return gathered
+
+
+@dataclass(frozen=True)
+class RowSum:
+    """How the ranks of a row-parallel layer add up their parts."""
+
+    group: Any
+    scatter: bool
+    """Sequence parallelism: each rank gets the sums of its own tokens."""
+
+    def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the sums of float32 [s, b, N] in `dtype`; [s / tp, b, N] where tokens are scattered."""
+        return (tree.reduce_scatter if self.scatter else tree.reduce)(partial, self.group, dtype)
+
+    def gather_gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of this rank's part [s, b, N]."""
+        return gather_sequence(dy, self.group) if self.scatter else dy
+
+
+class _TreeProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.row_sum = row_sum
+        return row_sum.reduce(tree.multiply(x, weight), x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dy, dx, dw = ctx.row_sum.gather_gradient(dy), None, None
+        if ctx.needs_input_grad[0]:
+            dx = dy @ weight
+        if ctx.needs_input_grad[1]:
+            gradient = WeightGradient(weight)
+            gradient.add(dy.flatten(0, -2), x.flatten(0, -2))
+            dw = gradient.finish()
+        return dx, dw, None
+
+
+class TreeRowParallelLinear(RowParallelLinear):
+    """y = sum over ranks of x_r W_r^T by the tree, rounded once; with `config.sums_by_tree` False Megatron's own layer."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self.config.sums_by_tree or (self.explicit_expert_comm and self.tp_group.size() > 1):
+            return super().forward(input_)
+        row_sum = RowSum(self.tp_group, self.sequence_parallel and self.tp_group.size() > 1)
+        options = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
+        y = self._forward_impl(input=input_, weight=self.weight, row_sum=row_sum, **options)
+        if self.skip_bias_add:
+            return y, self.bias
+        return (y if self.bias is None else y + self.bias), None
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, row_sum: RowSum | None = None, **options: Any) -> Any:
+        if row_sum is None:
+            return super()._forward_impl(input, weight, *args, **options)
+        return _TreeProduct.apply(input, weight, row_sum)

@@ -1,0 +1,31 @@
+"""Whether a run promises that its engine's log-probs are the trainer's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_rl.config import Config
+from megatron_rl.precision.contract import PrecisionContract
+from parallel.model_geometry import ModelGeometry
+
+
+def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> list[str]:
+    """Return the reasons why |Δ log p| of the trainer's own tokens may differ from 0, [] where it must not.
+
+    `on_gpu`: trainer and engine run on GPUs, as they do where there are any.
+    """
+    contract, model = PrecisionContract.from_config(config.precision), ModelGeometry.from_hf_config(hf_config)
+    layout, engine = config.train.layout, config.rollout
+    reasons = []
+    if on_gpu:
+        reasons.append("GPUs: attention and norms of trainer and engine are different kernels")
+    if contract.trainer_format != contract.engine_format:
+        reasons.append(f"precision.mode = {contract.mode}: the engine alone is quantized")
+    if (layout.tp > 1 or engine.tp > 1) and not contract.sums_by_tree:
+        reasons.append("tensor parallelism without precision.reduction = tree: sums in another order")
+    if model.latent is not None:
+        reasons.append("latent attention (MLA): the engine absorbs kv_b_proj into the attention")
+    if model.experts is not None and (engine.tp > 1 or layout.tp > 1):
+        reasons.append("experts over several ranks: sums in another order")
+    return reasons

@@ -1,0 +1,80 @@
+"""Row-parallel layers of the engine with the trainer's sums: FP32 partial sums of each rank, added by the tree of
+`megatron_rl.precision.ops.tree`, and rounded once. SGLang's all-reduce adds rounded ones, in an order that depends on the ranks."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_rl.precision.ops import tree
+
+REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
+"""Carries `precision.reduction`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod")
+"""SGLang's linear methods whose products, replaced in `cpu_kernels`, give partial sums within `partial_sums`."""
+_partial = False
+
+
+@functools.cache
+def sums_by_tree() -> bool:
+    """Return whether this process's engine adds up by the tree."""
+    return os.environ.get(REDUCTION_VARIABLE) == "tree"
+
+
+@contextmanager
+def partial_sums() -> Iterator[None]:
+    """Within the context, products give float32 sums by the tree, not rounded and without a bias."""
+    global _partial
+    _partial = True
+    try:
+        yield
+    finally:
+        _partial = False
+
+
+def wants_partial_sums() -> bool:
+    return _partial
+
+
+def run_row_parallel(
+    original: Callable[..., Any],
+    self: Any,
+    input_: torch.Tensor,
+    skip_all_reduce: bool = False,
+    forward_batch: Any = None,
+    output_tensor: torch.Tensor | None = None,
+) -> Any:
+    """Wrap `RowParallelLinear.forward`: x [T, K / tp] -> (y [T, N], bias that was not added).
+
+    Where SGLang itself adds up later, together with other layers, the first rank returns the sum and the others zeros, which it adds
+    exactly.
+    """
+    if not sums_by_tree() or type(self.quant_method).__name__ not in _METHODS:
+        return original(self, input_, skip_all_reduce, forward_batch, output_tensor)
+    from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
+
+    if output_tensor is not None or not self.input_is_parallel or self.use_decode_attn_tp:
+        raise NotImplementedError("a row-parallel layer with its own output, split input or decode group is outside the precision contract")
+    with partial_sums():
+        partial = self.quant_method.apply(self, input_, bias=None)
+    y = add_over_ranks(partial, self.tp_group, input_.dtype)
+    if self.bias is not None and not self.skip_bias_add:
+        y = y + self.bias
+    if not self.reduce_results or skip_all_reduce or should_skip_mlp_all_reduce():
+        y = keep_on_first_rank(y, self.tp_group)
+    return y, self.bias if self.skip_bias_add else None
+
+
+def add_over_ranks(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of float32 [T, N] over the ranks of one of SGLang's groups, in `dtype`."""
+    return partial.to(dtype) if group.world_size == 1 else tree.reduce(partial, group.device_group, dtype)
+
+
+def keep_on_first_rank(y: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return y on a group's first rank, zeros on the others: a later sum over the ranks gives y."""
+    return y if group.rank_in_group == 0 else torch.zeros_like(y)

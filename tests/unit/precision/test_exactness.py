@@ -1,0 +1,28 @@
+"""Which runs promise that the engine's log-probs are the trainer's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.families import ENGINE_ARCHITECTURES
+
+from megatron_rl.config import Config
+from megatron_rl.precision.exactness import list_inexact
+
+
+@pytest.mark.parametrize(
+    "family, sections, on_gpu, reason",
+    [
+        ("qwen3", {}, False, None),
+        ("qwen3", {"rollout": {"tp": 4}, "train": {"layout": {"tp": 2}}}, False, None),
+        ("qwen3", {}, True, "GPUs: "),
+        ("qwen3", {"precision": {"mode": "fp8_rollout"}}, False, "precision.mode = fp8_rollout: "),
+        ("qwen3", {"precision": {"reduction": "fast"}}, False, None),
+        ("qwen3", {"precision": {"reduction": "fast"}, "rollout": {"tp": 2}}, False, "tensor parallelism without "),
+    ],
+)
+def test_a_run_is_exact_or_says_why_not(family, sections, on_gpu, reason):
+    config = Config.model_validate({"model": {"path": Path("model")}, **sections})
+    reasons = list_inexact(config, ENGINE_ARCHITECTURES[family], on_gpu)
+    assert reasons == [] if reason is None else reasons[0].startswith(reason) and len(reasons) == 1
