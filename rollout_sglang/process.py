@@ -77,7 +77,7 @@ class EngineProcess:
         return ""
 
     def stop(self) -> None:
-        """End the server and all its descendants by SIGTERM, and by SIGKILL those that still run after the grace period."""
+        """End all descendants by SIGTERM, and by SIGKILL those that still run after the grace period; the server ends with them."""
         self._end(psutil.Process.terminate)
 
     def kill(self) -> None:
@@ -97,12 +97,14 @@ class EngineProcess:
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 end(process)
-        running = psutil.wait_procs(processes, timeout=_GRACE_SECONDS)[1]
-        for process in running:
+        if not self._has_launcher:  # a server would wait 5 s, to examine the schedulers that ended
+            _wait_for_end([process for process in self._children if not _is_tracker(process)])
+            self._process.kill()
+        for process in _wait_for_end(processes):
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(running, timeout=_GRACE_SECONDS)
         self._process.wait(timeout=_GRACE_SECONDS)
+        _wait_for_end(processes)
 
 
 class EngineProcesses:
@@ -167,7 +169,27 @@ class EngineProcesses:
         return self._ended
 
 
+def _wait_for_end(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Wait for the grace period at most. Return those that still run; one that its parent has not asked for has ended."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (running := [process for process in processes if _runs(process)]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    return running
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _kill(process: psutil.Process) -> None:
-    """Kill a process, but spare Python's resource trackers, which end by themselves once they have cleaned up /dev/shm."""
-    if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+    if not _is_tracker(process):
         process.kill()
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Is it one of Python's resource trackers, which end by themselves once they have cleaned up /dev/shm?"""
+    with contextlib.suppress(psutil.Error):
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    return False

@@ -1,8 +1,8 @@
 """The engine's process: `python -m rollout_sglang.server --parent ... --host ... --port ...`, SGLang's HTTP server with our hooks verified.
 
 SGLang ends its parent process when a scheduler crashes, so the server runs in a process of its own, never inside the trainer.
-Importing this module installs the stub modules. The spawned scheduler and detokenizer import it first, because the two functions
-passed to SGLang are defined here.
+Importing this module installs the stub modules. Scheduler and detokenizer, which a GPU's server spawns and a CPU's forks, import it first,
+because the two functions passed to SGLang are defined here.
 """
 
 from __future__ import annotations

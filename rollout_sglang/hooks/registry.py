@@ -59,9 +59,10 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on what SGLang cannot compute on a CPU, or computes with other bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_mla, cpu_moe, fp32_router, int8_linear, seeded_sampling
+    from rollout_sglang.hooks import cpu_kernels, cpu_mla, cpu_moe, forked_start, fp32_router, int8_linear, seeded_sampling
 
     return [
+        ("sglang.srt.entrypoints.engine._set_envs_and_config", forked_start.fork_children, "AROUND"),
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", cpu_kernels.dispatch_block_fp8_linear, "REPLACE"),
         (_INT8_LINEAR + "apply", int8_linear.apply, "REPLACE"),
         ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", cpu_moe.apply_unquantized, "REPLACE"),

@@ -28,7 +28,8 @@ def gather_tensors(
     own: list[tuple[Transfer, torch.Tensor]] = []
     for transfer in add_scale_transfers(reshard(sources, {0: checkpoint_shards}, format_of)):
         if transfer.source_rank == rank:
-            values = view_rect(named_tensors[transfer.source], transfer.source_rect).contiguous()
+            values = view_rect(named_tensors[transfer.source], transfer.source_rect)
+            values = values.clone(memory_format=torch.contiguous_format)  # of a view, pickle takes the whole buffer, a model's
             own.append((transfer, values.view(torch.uint8) if values.itemsize == 1 else values))  # gloo and pickle know no float8
     gathered: list[Any] | None = [None] * world if rank == 0 else None
     dist.gather_object(own, gathered)

@@ -61,6 +61,7 @@ def train(folder: Path, layout: Layout, batches: list[list[TrainingSample]]) -> 
     load_checkpoint(model, folder, shards)
     actor = Actor(model, TrainConfig(**TRAIN, adam_eps=1e-4), temperature=1.0)
     steps = [actor.update(select_own(batch), negative_log_likelihood) for batch in batches]
+    assert not torch._dynamo.utils.counters["frames"], "a trainer on a CPU compiles nothing"
     geometry = ModelGeometry.from_hf_config(hf_config)
     return steps, gather_tensors(collect_named_tensors(model, shards, contract), geometry, layout, contract.format_of)
 

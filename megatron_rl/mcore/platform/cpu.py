@@ -161,7 +161,10 @@ def _patch_rng() -> None:
 def _patch_moe() -> None:
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    from megatron.core.transformer.moe.router import TopKRouter
 
+    # torch.compile of one sum of integers: a C++ compiler at work for 7 s in every process
+    TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
     if not hasattr(moe_utils, "te_general_gemm"):  # a NameError without Transformer Engine
         moe_utils.te_general_gemm = None
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.processes import family, until
+from support.processes import alive_after, family, until
 
+from rollout_sglang import process
 from rollout_sglang.process import EngineProcess, EngineProcesses
 
 SERVER = """
@@ -56,3 +57,23 @@ def test_the_end_of_the_only_node_needs_no_number_and_memory_is_that_of_all(star
     assert engine.wait_for_end(60) and engine.describe_end() == "exit code 5"
     two.stop()
     assert len(two.pids) == 2 and not any(map(family, two.pids))
+
+
+LINGERING = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "10000"], start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+print("node", sys.argv[3], flush=True)
+time.sleep(10000)
+"""
+
+
+@pytest.mark.timeout(100)
+def test_a_server_that_lingers_without_its_children_is_not_waited_for(start, tmp_path, monkeypatch):
+    """As SGLang's does, for 5 s, and never asks how the schedulers ended."""
+    (tmp_path / "stand_in_server.py").write_text(LINGERING)
+    engine, _ = start(1)
+    server, child = family(engine.pids[0])
+    monkeypatch.setattr(process, "_GRACE_SECONDS", 10000.0)
+    engine.stop()
+    assert alive_after([server, child], 10) == []

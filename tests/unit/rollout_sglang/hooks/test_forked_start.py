@@ -1,0 +1,16 @@
+"""The processes below a CPU engine's server do not import torch and SGLang again."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from rollout_sglang.hooks.forked_start import fork_children
+
+
+def test_children_are_forked_whatever_sglang_asked_for():
+    before = multiprocessing.get_start_method(allow_none=True)
+    try:
+        fork_children(lambda method: multiprocessing.set_start_method(method, force=True), "spawn")
+        assert multiprocessing.get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
