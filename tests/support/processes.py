@@ -287,6 +287,7 @@ def _rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def _serve(pipe: Connection, log: Path, environment: dict[str, str]) -> None:
     """A rank's life: run what is asked, answer (result, error), until the pipe closes."""
+    gc.freeze()  # what the server has imported lives as long as the rank: no collection looks through half a million objects
     os.environ.clear()
     os.environ.update(environment)
     descriptor = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
