@@ -99,22 +99,26 @@ class _GraphReader:
         return AttentionPrecision(qkv, output, self.hidden, cache, detail=backend, **head_norms)
 
     def read_latent_attention(self, attention: Any) -> MLAPrecision:
-        """Read MLA. If SGLang made w_kc and w_vc from kv_b's blocks it multiplies the cached latent with their values, unquantized."""
+        """Read MLA. SGLang makes w_kc and w_vc from kv_b's blocks, and multiplies with their values, unquantized: on a CPU always
+        (`hooks.cpu_mla`), on a GPU for decoded tokens."""
         if getattr(attention, "use_deep_gemm_bmm", False):
             raise ValueError("the engine quantises latents for DeepGEMM (SGLANG_USE_DEEPGEMM_BMM), which the trainer does not")
         fused = getattr(attention, "fused_qkv_a_proj_with_mqa", None)
-        cache = self.read_cache(attention.attn_mqa, attention.attn_mha)
+        cache, absorbed = self.read_cache(attention.attn_mqa, attention.attn_mha), self.runner.device == "cpu"
         kv_b = self.read_linear(attention.kv_b_proj)
         return MLAPrecision(
             q_b=self.read_linear(attention.q_proj if fused is None else attention.q_b_proj),
             kv_a=self.read_linear(attention.kv_a_proj_with_mqa if fused is None else fused),
             kv_a_norm=self.read_norm(attention.kv_a_layernorm, self.hidden),
-            kv_b=kv_b if attention.w_kc is None else replace(kv_b, x=cache, detail="absorbed into the attention"),
+            kv_b=kv_b
+            if attention.w_kc is None
+            else replace(kv_b, x=self.hidden if absorbed else cache, detail="absorbed into the attention"),
             output=self.read_linear(attention.o_proj),
             q=self.hidden,
             kv=cache,
             q_a=None if fused is None else self.read_linear(fused),
             q_a_norm=None if fused is None else self.read_norm(attention.q_a_layernorm, self.hidden),
+            absorbed=absorbed,
             detail=type(self.runner.attn_backend).__name__,
         )
 

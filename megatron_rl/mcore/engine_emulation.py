@@ -43,9 +43,13 @@ def emulate_engine(
         changed = 0
         for name, layer in find_weight_layers(model).items() if format.quantized else ():
             if (scale := named_tensors.get(format.scale_name(name))) is not None:
-                multiply = _make_matmul(layer, QuantizedWeight(named_tensors[name], scale), format, inputs)
-                layer._forward_impl = partial(_forward, multiply)  # type: ignore[attr-defined]
-                restore.callback(delattr, layer, "_forward_impl")
+                blocks = QuantizedWeight(named_tensors[name], scale)
+                if hasattr(layer, "read_values"):  # others multiply with them, their inputs are not quantized
+                    method, replacement = "read_values", DequantizedWeight(blocks, format, layer.row_order).as_dtype
+                else:
+                    method, replacement = "_forward_impl", partial(_forward, _make_matmul(layer, blocks, format, inputs))
+                setattr(layer, method, replacement)
+                restore.callback(delattr, layer, method)
                 changed += 1
         yield changed
 

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
 from megatron_rl.errors import RunError
+from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.norms import NormedAdd
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
@@ -106,6 +107,7 @@ class _MegatronReader:
             output=self.read_linear(attention.linear_proj),
             q=self.hidden,
             kv=self.hidden,
+            absorbed=isinstance(attention, AbsorbedLatentAttention),
             detail=type(attention.core_attention).__name__,
             **q_latent,
         )

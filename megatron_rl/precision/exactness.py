@@ -24,8 +24,6 @@ def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> 
         reasons.append(f"precision.mode = {contract.mode}: the engine alone is quantized")
     if (layout.tp > 1 or engine.tp > 1) and not contract.sums_by_tree:
         reasons.append("tensor parallelism without precision.reduction = tree: sums in another order")
-    if model.latent is not None:
-        reasons.append("latent attention (MLA): the engine absorbs kv_b_proj into the attention")
     if model.experts is not None and (engine.tp > 1 or layout.tp > 1):
         reasons.append("experts over several ranks: sums in another order")
     return reasons

@@ -1,4 +1,5 @@
-"""Multi-latent attention (MLA, DeepSeek-V3) on a CPU without Intel's kernels: three places where SGLang supports only the GPU or AMX.
+"""Multi-latent attention (MLA, DeepSeek-V3) on a CPU without Intel's kernels: three places where SGLang supports only the GPU or AMX, and
+the two products whose bits would depend on the batch.
 
 Prompts and decoded tokens both take the absorbed form: attention in the latent space, with w_kc and w_vc, the parts of kv_b_proj. SGLang
 makes these from kv_b_proj after loading weights, and again at the end of every weight update.
@@ -10,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.ops.batch_invariant import multiply_heads
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 
@@ -39,3 +42,20 @@ def dequantize_kv_b(data: torch.Tensor, scale: torch.Tensor, block_size: list[in
     if block_size != [BLOCK, BLOCK]:
         raise NotImplementedError(f"block size {block_size} is outside the precision contract")
     return dequantize_weight(QuantizedWeight(data, scale)).to(torch.get_default_dtype()), 1.0
+
+
+class _InvariantHeadProducts(TorchFunctionMode):
+    """Within the context, `torch.bmm` of [h, T, K] and [h, K, N] is `multiply_heads`."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.bmm:
+            return function(*args, **(kwargs or {}))
+        product = multiply_heads(args[0].transpose(0, 1), args[1].transpose(1, 2)).transpose(0, 1)
+        return kwargs["out"].copy_(product) if kwargs else product
+
+
+def multiply_invariantly(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wrap `forward_absorb_prepare`, which multiplies queries with w_kc, and `forward_absorb_core`, which multiplies attended latents with
+    w_vc: use the trainer's operator."""
+    with _InvariantHeadProducts():
+        return original(*args, **kwargs)

@@ -14,6 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
+_LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 
 Hook = tuple[str, Any, str]
@@ -82,6 +83,8 @@ def list_cpu_hooks() -> list[Hook]:
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
         ("sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler", cpu_mla.get_handler, "AROUND"),
+        (_LATENT_ATTENTION + "forward_absorb_prepare", cpu_mla.multiply_invariantly, "AROUND"),
+        (_LATENT_ATTENTION + "forward_absorb_core", cpu_mla.multiply_invariantly, "AROUND"),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_mla.get_rotary_embedding, "AROUND"),
         ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_mla.dequantize_kv_b, "REPLACE"),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_, **__: None, "REPLACE"),

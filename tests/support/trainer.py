@@ -31,6 +31,7 @@ from megatron_rl.mcore.checkpoint.optimizer import MOMENTS, flatten_chained, ite
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.context_parallel import ContextShard
 from megatron_rl.mcore.export import export_checkpoint
+from megatron_rl.mcore.layers import spec
 from megatron_rl.mcore.layers.output_layer import score_positions
 from megatron_rl.mcore.layers.quantized_linear import disable_quantization, find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, collect_named_tensors, find_weight_layers, global_parameters, load_checkpoint
@@ -342,6 +343,20 @@ def packed_and_alone(
         trainer.actor.update(own(batch), negative_log_likelihood)
         packed.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
     return _unpacked(trainer, batch), packed
+
+
+def forms_of_attention(
+    folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout
+) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Log-probs and this rank's gradients with latent attention in the absorbed form, and in the expanded one."""
+    results = []
+    for absorbed in (True, False):
+        with mock.patch.object(spec, "takes_absorbed_form", lambda absorbed=absorbed: absorbed):
+            trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
+        logprobs, _ = trainer.actor.compute_logprobs(batch)
+        trainer.actor.update(own(batch), negative_log_likelihood)
+        results.append((torch.cat(logprobs), {name: weight.main_grad.clone() for name, weight in trainer.model.named_parameters()}))
+    return results
 
 
 def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:

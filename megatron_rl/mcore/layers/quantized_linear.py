@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 
 from megatron_rl.mcore.layers.master import MasterSlice
-from megatron_rl.mcore.layers.mla import ReplicatedLinear
+from megatron_rl.mcore.layers.mla import AbsorbedLinear, ReplicatedLinear
 from megatron_rl.mcore.layers.row_parallel import RowSum, TreeRowParallelLinear, gather_sequence
 from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
@@ -263,11 +263,20 @@ class WeightOnlyQuantizedLinear(QuantizedColumnParallelLinear):
 
     quantizes_input = False
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def read_values(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the blocks' values [N / tp, K], with gradient."""
         if not self.quantization_enabled:
-            return super()._forward_impl(input, weight, *args, **options)
-        values = dequantize(self.blocks, self.format).to(input.dtype)
-        return ColumnParallelLinear._forward_impl(self, input, _SubstituteBlockValues.apply(weight, values), *args, **options)
+            return self.gather_master().to(dtype)
+        return _SubstituteBlockValues.apply(self.weight, dequantize(self.blocks, self.format).to(dtype))
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return ColumnParallelLinear._forward_impl(self, input, self.read_values(input.dtype), *args, **options)
+
+
+class QuantizedAbsorbedLinear(WeightOnlyQuantizedLinear):
+    """The same for an attention that multiplies with the values itself."""
+
+    forward = AbsorbedLinear.forward
 
 
 class QuantizedRowParallelLinear(QuantizedLinear, TreeRowParallelLinear):

@@ -24,9 +24,10 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
-from megatron_rl.mcore.layers.mla import LatentAttention, ReplicatedLinear
+from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.quantized_linear import (
+    QuantizedAbsorbedLinear,
     QuantizedColumnParallelLinear,
     QuantizedReplicatedLinear,
     QuantizedRowParallelLinear,
@@ -73,6 +74,16 @@ class CoreAttention(MegatronModule):
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+class AbsorbedCoreAttention(CoreAttention):
+    """Attention between latents, then for every head the product with its part V [h, v, rank] of kv_b, which comes in the place of
+    `value`: of packed sequences [t, h, rank + rope] and [t, 1, rank + rope] -> [t, h * v]."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
+        heads, _, rank = value.shape
+        attended = super().forward(query, key, key[..., :rank], attention_mask, **options)
+        return batch_invariant.multiply_heads(attended.unflatten(-1, (heads, rank)), value).flatten(-2)
+
+
 class OutputWeightedExperts(SequentialMLP):
     """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the input of the
     second layer, which gives another number once that input is quantized."""
@@ -100,9 +111,8 @@ class SpecProvider(LocalSpecProvider):
     def replicated_linear(self) -> type:
         return ReplicatedLinear
 
-    def absorbed_linear(self) -> type:
-        """Return the class of a column-parallel layer whose weight the engine absorbs into the attention."""
-        return self.column_parallel_linear()
+    def kv_b_linear(self) -> type:
+        return AbsorbedLinear if takes_absorbed_form() else self.column_parallel_linear()
 
     def grouped_mlp_modules(self, *_: bool) -> tuple[type, MLPSubmodules]:
         return OutputWeightedExperts, MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
@@ -120,8 +130,8 @@ class QuantizedSpecProvider(SpecProvider):
     def replicated_linear(self) -> type:
         return QuantizedReplicatedLinear
 
-    def absorbed_linear(self) -> type:
-        return WeightOnlyQuantizedLinear
+    def kv_b_linear(self) -> type:
+        return QuantizedAbsorbedLinear if takes_absorbed_form() else WeightOnlyQuantizedLinear
 
 
 def build_decoder_spec(config: TransformerConfig, quantized: bool, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -168,15 +178,17 @@ def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
 
 
 def _latent_attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
+    absorbed = takes_absorbed_form()
     parts = MLASelfAttentionSubmodules(
         linear_q_proj=backend.column_parallel_linear(),
         linear_q_down_proj=backend.replicated_linear(),
         linear_q_up_proj=backend.column_parallel_linear(),
         linear_kv_down_proj=backend.replicated_linear(),
-        linear_kv_up_proj=backend.absorbed_linear(),
-        core_attention=CoreAttention,
+        linear_kv_up_proj=backend.kv_b_linear(),
+        core_attention=AbsorbedCoreAttention if absorbed else CoreAttention,
         linear_proj=backend.row_parallel_linear(),
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,
     )
-    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)
+    module = AbsorbedLatentAttention if absorbed else LatentAttention
+    return ModuleSpec(module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=parts)

@@ -75,6 +75,8 @@ class MLAPrecision:
     kv: TensorPrecision
     q_a: WeightedOpPrecision | None = None
     q_a_norm: WeightedOpPrecision | None = None
+    absorbed: bool = False
+    """Queries are multiplied with kv_b's part K, attended latents with its part V; else latents with both."""
     detail: str = ""
 
 
@@ -193,12 +195,17 @@ def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecisio
         latent = builder.weighted(f"{prefix}q_a_norm", "norm", q_a, precision.q_a_norm)
     q = builder.weighted(f"{prefix}q_b", "linear", latent, precision.q_b)
     kv_a = builder.weighted(f"{prefix}kv_a", "linear", source, precision.kv_a)
-    kv = builder.weighted(
-        f"{prefix}kv_b", "linear", builder.weighted(f"{prefix}kv_a_norm", "norm", kv_a, precision.kv_a_norm), precision.kv_b
-    )
+    kv = builder.weighted(f"{prefix}kv_a_norm", "norm", kv_a, precision.kv_a_norm)
     rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (kv_a, builder.hidden)})
-    inputs = {"q": (rope, precision.q), "k_rope": (rope, precision.kv), "k": (kv, builder.hidden), "v": (kv, builder.hidden)}
-    core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
+    if precision.absorbed:
+        q = builder.weighted(f"{prefix}kv_b.k", "linear", q, precision.kv_b)
+        inputs = {"q": (q, precision.q), "q_rope": (rope, precision.q), "k": (kv, precision.kv), "v": (kv, precision.kv)}
+    else:
+        kv = builder.weighted(f"{prefix}kv_b", "linear", kv, precision.kv_b)
+        inputs = {"q": (rope, precision.q), "k": (kv, builder.hidden), "v": (kv, builder.hidden)}
+    core = builder.op(f"{prefix}core", "attention", inputs | {"k_rope": (rope, precision.kv)}, detail=precision.detail)
+    if precision.absorbed:
+        core = builder.weighted(f"{prefix}kv_b.v", "linear", core, precision.kv_b)
     return builder.weighted(f"{prefix}output", "linear", core, precision.output)
 
 

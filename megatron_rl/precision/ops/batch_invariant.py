@@ -116,6 +116,25 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class _HeadProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        products = [invariant_matmul(*pair) for pair in zip(x.movedim(-2, 0).contiguous(), weight.contiguous(), strict=True)]
+        return torch.stack(products, -2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.einsum("...hn,hnk->...hk", gradient, weight), torch.einsum("...hn,...hk->hnk", gradient, x)
+
+
+def multiply_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return for every head `invariant_matmul` with a weight of its own, with gradient; x [..., h, K], weight [h, N, K], result
+    [..., h, N]."""
+    return _HeadProducts.apply(x, weight)
+
+
 class InvariantMatmuls(TorchFunctionMode):
     """Within the context, `torch.matmul(x, weight.t())` and `F.linear(x, weight)` are `invariant_matmul(x, weight)`."""
 

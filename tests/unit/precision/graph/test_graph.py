@@ -170,16 +170,25 @@ def test_a_planted_difference_is_named(plant):
         assert result == expected
 
 
-def test_latent_attention_that_absorbs_a_projection_shows_it():
-    def graph(trained: bool, read: TensorPrecision) -> PrecisionGraph:
-        norm, product = high(trained), linear(trained)
-        kv_b = replace(product, x=read)
-        attention = MLAPrecision(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm)
-        return decoder_graph(replace(decoder(1, trained), layers={0: replace(layer(trained), attention=attention)}))
+def latent_graph(trained: bool, absorbed: bool, read: TensorPrecision = HIGH) -> PrecisionGraph:
+    norm, product = high(trained), linear(trained)
+    kv_b = replace(product, x=read)
+    attention = MLAPrecision(product, product, norm, kv_b, product, HIGH, HIGH, q_a=product, q_a_norm=norm, absorbed=absorbed)
+    return decoder_graph(replace(decoder(1, trained), layers={0: replace(layer(trained), attention=attention)}))
 
-    assert describe_differences(graph(False, X), graph(True, X)) == []
-    line = "layer 0: attention.kv_a_norm -> attention.kv_b (x) is bf16 in the rollout, e4m3 1x128 pow2 in training"
-    assert describe_differences(graph(False, HIGH), graph(True, X)) == [line]
+
+@pytest.mark.parametrize("absorbed, weights", [(False, ["kv_b"]), (True, ["kv_b.k", "kv_b.v"])])
+def test_latent_attention_shows_what_multiplies_with_kv_b(absorbed, weights):
+    training, rollout = latent_graph(True, absorbed, X), latent_graph(False, absorbed, X)
+    assert describe_differences(rollout, training) == []
+    learned = {edge.target for edge in training.edges if edge.tensor == "master" and ".kv_b" in edge.target}
+    assert learned == {f"layers.0.attention.{weight}.weight" for weight in weights}
+    source = "q_b -> attention.kv_b.k" if absorbed else "kv_a_norm -> attention.kv_b"
+    line = f"layer 0: attention.{source} (x) is bf16 in the rollout, e4m3 1x128 pow2 in training"
+    assert line in describe_differences(latent_graph(False, absorbed), training)
+    assert "layer 0: attention.kv_b is linear in the rollout, absent in training" in describe_differences(
+        latent_graph(False, False), latent_graph(True, True)
+    )
 
 
 def test_layers_that_are_alike_are_folded():

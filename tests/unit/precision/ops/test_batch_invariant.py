@@ -10,6 +10,7 @@ from support.largest_tensor import LargestTensor
 from megatron_rl.precision.ops import batch_invariant
 
 SHAPES = [(2, 2, 128, 128), (4, 2, 64, 64), (8, 1, 96, 64)]  # heads, key-value heads, width of q and k, width of v
+LATENT = (4, 1, 576, 512)  # DeepSeek-V3's attention between latents
 
 
 @pytest.fixture(params=[1, 2])
@@ -86,15 +87,35 @@ def test_routing_scores_of_a_token_are_the_same_in_any_batch(threads, experts):
             assert torch.equal(torch.sigmoid(torch.mm(x[-count:], weight.t())), scores[-count:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns, rows", [(128, 512), (512, 128)])
+def test_a_head_of_its_own_weight_is_the_same_in_any_batch_and_with_any_heads(threads, columns, rows, dtype):
+    x, weight = random(70, 4, columns, seed=0).to(dtype), (0.05 * random(4, columns, rows, seed=1)).to(dtype).transpose(1, 2)
+    whole = batch_invariant.multiply_heads(x, weight)
+    torch.testing.assert_close(whole.double(), torch.einsum("thk,hnk->thn", x.double(), weight.double()), rtol=1e-2, atol=1e-2)
+    for count in (1, 2, 17, 33):
+        assert torch.equal(batch_invariant.multiply_heads(x[:count, None], weight)[:, 0], whole[:count])
+    assert torch.equal(batch_invariant.multiply_heads(x[:, 2:], weight[2:].contiguous()), whole[:, 2:])
+    learned = [tensor.float().requires_grad_() for tensor in (x, weight)]
+    gradients, wanted = (
+        torch.autograd.grad(function(*learned).square().sum(), learned)
+        for function in (batch_invariant.multiply_heads, lambda *args: torch.einsum("thk,hnk->thn", *args))
+    )
+    torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_norm_and_log_softmax_of_a_row_are_the_same_in_any_batch(threads):
     x, weight = random(200, 384, seed=0), random(384, seed=1)
     normed, logprobs = batch_invariant.rms_norm(x, weight, 1e-6), F.log_softmax(x, -1)
     for rows in (slice(0, 1), slice(7, 9), slice(50, 180)):
         assert torch.equal(batch_invariant.rms_norm(x[rows], weight, 1e-6), normed[rows])
         assert torch.equal(F.log_softmax(x[rows], -1), logprobs[rows])
+    assert torch.equal(
+        batch_invariant.rms_norm(x[:, 128:], weight[128:], 1e-6), batch_invariant.rms_norm(x[:, 128:].clone(), weight[128:], 1e-6)
+    )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, LATENT])
 def test_a_prompt_and_decoded_tokens_attend_as_in_one_pass(threads, shape):
     query, key, value = attention_inputs(*shape)
     scale = shape[2] ** -0.5
