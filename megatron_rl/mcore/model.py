@@ -142,7 +142,7 @@ def _megatron_config(
         activation_func=F.silu,
         normalization="RMSNorm",
         layernorm_epsilon=geometry.norm_eps,
-        qk_layernorm=geometry.qk_norm or geometry.latent is not None,
+        qk_layernorm=geometry.qk_norm,  # of heads: not of latent queries, whose gradients Megatron would sum over tensor-parallel ranks
         add_bias_linear=False,
         add_qkv_bias=geometry.qkv_bias,
         hidden_dropout=0.0,
