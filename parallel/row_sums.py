@@ -17,3 +17,19 @@ def halve(leaves: int) -> int:
 def holds_node(width: int, ranks: int) -> bool:
     """Return whether each of so many ranks holds a node of a sum over `width` numbers."""
     return width % (LEAF * ranks) == 0 and ranks & (ranks - 1) == 0
+
+
+def list_merges(leaves: int) -> list[tuple[int, int]]:
+    """Return for each leaf, in order, (its level, level of the node that it completes): what to do with one leaf after the other.
+
+    The root's level is ceil(log2(leaves)), so a leaf's is 0 or 1. At most one node of each level waits for its second half: a leaf's sum is
+    added to those that wait at its level and above, up to the level that it completes, and waits there.
+    """
+    return _list_merges(leaves, (leaves - 1).bit_length())
+
+
+def _list_merges(leaves: int, level: int) -> list[tuple[int, int]]:
+    if leaves == 1:
+        return [(level, level)]
+    merges = _list_merges(halve(leaves), level - 1) + _list_merges(leaves - halve(leaves), level - 1)
+    return [*merges[:-1], (merges[-1][0], level)]

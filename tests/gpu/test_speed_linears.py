@@ -1,4 +1,5 @@
-"""Speed of linear layers of 8B and 32B models: the three products of every back end against BF16, quantizers against a copy."""
+"""Speed of linear layers of 8B and 32B models: the three products of every back end against BF16, quantizers against a copy; of
+row-parallel ones, sums by the tree against the library's."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from support.timing import time_in_turns, time_kernels
 
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.fp8 import quantize_weight
+from megatron_rl.precision.ops import tree
 from parallel.formats import FP8
 
 SHAPES = {  # name: (N, K), without tensor parallelism
@@ -20,6 +22,7 @@ SHAPES = {  # name: (N, K), without tensor parallelism
     "32B fc1": (51200, 5120),
     "32B fc2": (5120, 25600),
 }
+ROW_PARALLEL = {"8B o": (4096, 4096), "8B fc2": (4096, 14336), "32B fc2": (5120, 25600)}
 
 
 def make_cases(backends: list[str], device: str, tokens: int, n: int, k: int) -> dict[tuple[str, str], Callable[[], object]]:
@@ -58,6 +61,30 @@ def test_speed_of_products_and_quantizers(device, backends, figures, shape):
         for case, value in of_operation.items():  # a copy reads and writes two bytes per value; a quantizer reads two, writes one twice
             rate = {"gb_per_s": 4e-9 * tokens * k / value} if operation == "quantize" else {"tflop_per_s": 2e-12 * tokens * n * k / value}
             figures.add(f"{shape} {operation}, {case}", seconds=value, of_bf16=of_operation["bf16"] / value, **rate)
+
+
+@pytest.mark.parametrize("tokens", [8192, 64])
+@pytest.mark.parametrize("shape", ROW_PARALLEL)
+def test_speed_of_sums_by_the_tree(device, backends, figures, shape, tokens):
+    """What `precision.reduction = "tree"` costs in training and in decoding, on one rank at tp 1."""
+    tokens, (n, k), repeat = (tokens, ROW_PARALLEL[shape], 10) if device == "cuda" else (8, (256, 256), 1)
+    x, master = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), torch.randn(n, k, device=device) * 0.02
+    bf16_weight = master.bfloat16()
+    cases: dict[tuple[str, str], Callable[[], object]] = {
+        ("bf16", "fast"): lambda: x @ bf16_weight.t(),
+        ("bf16", "tree"): lambda: tree.multiply(x, bf16_weight).to(x.dtype),
+    }
+    for name in backends:
+        backend = make_backend(name, FP8.with_scales("pow2"))
+        weight, x_fp8 = backend.prepare(quantize_weight(master, "pow2"), None), backend.quantize(x, rows=True, columns=False)
+        cases |= {
+            (name, "fast"): lambda b=backend, x=x_fp8, w=weight: b.fprop(x, w),
+            (name, "tree"): lambda b=backend, x_fp8=x_fp8, w=weight: b.fprop_by_tree(x_fp8, w).to(x.dtype),
+        }
+    seconds = figures.measure(time_in_turns, (cases, repeat), {"warmup": 3 if device == "cuda" else 0, "timer": time_kernels})
+    for (case, order), value in seconds.items():
+        rates = {"tflop_per_s": 2e-12 * tokens * n * k / value, "of_fast": value / seconds[case, "fast"]}
+        figures.add(f"{shape}, {tokens} tokens, {case}, {order}", seconds=value, **rates)
 
 
 def test_speed_of_the_weights_quantizer(device, figures):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.fp8 import quantize_1x128, quantize_128x1
+from megatron_rl.precision.ops import tree
+from support.tree_sums import dequantize
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -24,6 +26,7 @@ def install(monkeypatch: Any) -> None:
         monkeypatch.setitem(sys.modules, name, fake)
 
     module("megatron_rl.precision.backends.triton_quantize", quantize_activation=quantize_activation, quantize_into=quantize_into)
+    module("megatron_rl.precision.ops.tree_triton", multiply_nodes=multiply_nodes)
     module(
         "deep_gemm",
         fp8_gemm_nt=fp8_gemm_nt,
@@ -62,6 +65,18 @@ def quantize_into(x: torch.Tensor, data: torch.Tensor, scale: torch.Tensor, scal
     """The kernel's bytes and scales, into the caller's tensors."""
     for target, values in zip((data, scale), quantize_1x128(x, scale_format), strict=True):
         target.copy_(values)
+
+
+def multiply_nodes(
+    x: torch.Tensor, weight: torch.Tensor, x_scale: torch.Tensor | None = None, weight_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The kernel's sums, as one node."""
+    assert x.dtype == weight.dtype and weight.is_contiguous()
+    if x_scale is not None and weight_scale is not None:
+        assert x.dtype == torch.float8_e4m3fn and x_scale.shape[0] == len(x) and weight_scale.shape[0] == -(-len(weight) // 128)
+        assert x_scale.shape[1] == weight_scale.shape[1] == x.shape[1] // 128
+        x, weight = dequantize((x, x_scale), (weight, weight_scale))
+    return tree.multiply(x, weight).unsqueeze(0)
 
 
 def _values(operand: Pair, recipe: tuple[int, int]) -> torch.Tensor:

@@ -32,7 +32,7 @@ ROOT_MODULES = 8
 ONLY_IN = {
     "sglang": ("rollout_sglang/*",),
     "megatron": ("megatron_rl/mcore/*",),
-    "triton": ("megatron_rl/precision/backends/triton_quantize.py", "parallel/digest_triton.py"),
+    "triton": ("megatron_rl/precision/*/*triton*.py", "parallel/digest_triton.py"),
     "deep_gemm": ("megatron_rl/precision/backends/deep_gemm*.py",),
     "transformer_engine": ("megatron_rl/precision/backends/transformer_engine.py",),
     "transformer_engine_torch": ("megatron_rl/precision/backends/transformer_engine.py",),

@@ -6,7 +6,8 @@ operands with the contraction innermost only ("NT"), so the weight's bytes are k
     FProp, DGrad   1x128 . 128x128   bf16 out      recipe (1, 128, 128)
     WGrad          1x128 . 1x128     float32 out, added to the buffer      recipe (1, 1, 128)
 
-Sums run over 128 terms in the tensor core, then `sum += scale_a * scale_b * partial` in FP32, block after block in order.
+Sums run over 128 terms in the tensor core, then `sum += scale_a * scale_b * partial` in FP32, block after block in order. DeepGEMM has no
+other order: sums by the tree are those of our Triton kernel (`ops.tree_triton`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_rl.precision.backends.base import GpuBackend, Operand
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 
 BLOCK_RECIPE = (1, 128, 128)
@@ -47,6 +49,9 @@ class DeepGemmBackend(GpuBackend):
 
     def fprop(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(x, weight.fprop)
+
+    def fprop_by_tree(self, x: Operand, weight: DeepGemmWeight) -> torch.Tensor:
+        return tree.multiply_blocks(x.rows, weight.fprop)
 
     def dgrad(self, dy: Operand, weight: DeepGemmWeight) -> torch.Tensor:
         return _multiply(dy, weight.dgrad)

@@ -34,6 +34,7 @@ class Package:
     install_hint: str
 
 
+_TRITON = (Package("triton", (3, 2), (4,), "install torch's CUDA build, which brings Triton"),)
 _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of alternatives one must be installed
     "emulated": (),
     "deep_gemm": (
@@ -41,10 +42,11 @@ _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of a
             Package("sgl-deep-gemm", (0, 2, 3), (0, 3), "pip install sgl-deep-gemm==0.2.3.post2"),
             Package("deep_gemm", (2, 1), (2, 7), "build it from github.com/deepseek-ai/DeepGEMM"),
         ),
-        (Package("triton", (3, 2), (4,), "install torch's CUDA build, which brings Triton"),),
+        _TRITON,
     ),
     "transformer_engine": (
         (Package("transformer-engine", (2, 12), (2, 21), "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.12,<2.21'"),),
+        _TRITON,
     ),
 }
 

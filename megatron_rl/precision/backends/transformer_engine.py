@@ -18,8 +18,10 @@ import torch
 
 from megatron_rl.precision.backends.base import GpuBackend, Operand
 from megatron_rl.precision.contract import AMAX_EPSILON
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.ops.batch_invariant import append_zeros
 from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.formats import BLOCK
 
 _TOKENS = 16
 """cuBLAS reads the transposed operand of WGrad in rows of T bytes, which must be a multiple of 16. Zeros are added."""
@@ -46,6 +48,15 @@ class TransformerEngineBackend(GpuBackend):
 
     def fprop(self, x: Operand, weight: Any) -> torch.Tensor:
         return self._multiply(weight, x, "TN", weight.get_metadata()["rowwise_data"])
+
+    def fprop_by_tree(self, x: Operand, weight: Any) -> torch.Tensor:
+        """By our Triton kernel: cuBLAS chooses its own order."""
+        metadata = weight.get_metadata()
+        data, weight_scale = metadata["rowwise_data"], metadata["rowwise_scale_inv"]
+        if not x.tokens:
+            return torch.empty(0, len(data), device=data.device)
+        rows, scale = x.rows[0][: x.tokens].view(torch.float8_e4m3fn), x.rows[1].t()[: x.tokens]
+        return tree.multiply_blocks((rows, scale), (data.view(torch.float8_e4m3fn), weight_scale[:, : data.shape[1] // BLOCK]))
 
     def dgrad(self, dy: Operand, weight: Any) -> torch.Tensor:
         return self._multiply(weight, dy, "NN", weight.get_metadata()["columnwise_data"])

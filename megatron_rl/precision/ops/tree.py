@@ -31,12 +31,23 @@ _GATHERED_WHOLE = 1 << 14
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x . W^T, float32 [..., N], by the tree over this rank's leaves; x [..., K] and weight [N, K] in BF16 or float32.
 
-    On a CPU a row's bits do not depend on the other rows.
+    A row's bits do not depend on the other rows. On a GPU they are those of its tensor cores, not a CPU's.
     """
     if x.is_cuda:
-        raise NotImplementedError("precision.reduction = 'tree' is not built for GPUs")
+        from megatron_rl.precision.ops.tree_triton import multiply_nodes
+
+        return add(multiply_nodes(x.reshape(-1, x.shape[-1]), weight).unbind()).unflatten(0, x.shape[:-1])
     with bf16_operands(len(weight)) if x.dtype == torch.bfloat16 else nullcontext():
         return _multiply(x.float(), weight.float())
+
+
+def multiply_blocks(x: tuple[torch.Tensor, ...], weight: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return `multiply` of (E4M3 data [T, K], float32 scales [T, K / 128]) and (data [N, K], scales [N / 128, K / 128]), scales of any
+    strides, on a GPU: every leaf is a product of the data, scaled."""
+    from megatron_rl.precision.ops.tree_triton import multiply_nodes
+
+    (x_data, x_scale), (weight_data, weight_scale) = x, weight
+    return add(multiply_nodes(x_data, weight_data, x_scale, weight_scale).unbind())
 
 
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

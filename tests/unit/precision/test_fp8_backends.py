@@ -50,6 +50,19 @@ def test_products_are_the_references(name, scale_format, tokens):
         assert_close(got, wanted, rtol)
 
 
+@both_scale_formats
+@pytest.mark.parametrize("name", ["deep_gemm", "transformer_engine"])
+@pytest.mark.parametrize("tokens", [150, 3, 0])
+def test_sums_by_the_tree_are_of_the_references_operands(name, scale_format, tokens):
+    sums = []
+    for each in (name, "emulated"):
+        backend = make_backend(each, FP8.with_scales(scale_format))
+        weight = backend.prepare(quantize_weight(uneven_matrix(N, K, 3), scale_format), None)
+        sums.append(backend.fprop_by_tree(backend.quantize(activations(tokens)[0], rows=True, columns=False), weight))
+    assert sums[0].dtype == torch.float32 and sums[0].shape == (tokens, N)
+    assert_close(*sums, rtol=1e-5)
+
+
 @BACKENDS
 @pytest.mark.parametrize(
     "make", [torch.ones, lambda *shape: torch.ones(N * K + 1)[1:].view(shape), lambda *shape: torch.ones(shape).bfloat16()]
