@@ -107,24 +107,46 @@ class SGLangEngine(RankRequests):
         generations: dict[int, Generation] = {}
         while missing := [index for index in range(len(prompts_B)) if index not in generations]:
             with self._gate.passing(), self._health_monitor.working():
-                body = {
-                    "input_ids": [np.asarray(prompts_B[index]).tolist() for index in missing],
-                    "sampling_params": [parameters[index] for index in missing],
-                    "return_logprob": True,
-                    "return_routed_experts": self._routing is not None,
-                    "return_sampling_mask": [samplings[index].record_kept_tokens for index in missing],
-                }
-                answers = self._post("/generate", body)
+                recorded = [samplings[index].record_kept_tokens for index in missing]
+                answers = self._ask([prompts_B[index] for index in missing], [parameters[index] for index in missing], recorded)
+            if self._http.is_closed:  # while its answers waited for a proof
+                raise self._make_error("the engine was stopped", EngineLostError)
             for index, answer in zip(missing, answers, strict=True):
                 if answer["meta_info"]["finish_reason"]["type"] == "abort":  # discarded by a sync: sample it again
                     continue
-                generations[index] = generation = parse_generation(answer, self._mixed_versions)
+                generations[index] = generation = self._read(answer, len(prompts_B[index]), self._mixed_versions)
                 if samplings[index].record_kept_tokens:
                     read_kept_tokens(answer, generation)
-                if self._routing is not None:
-                    tokens = len(prompts_B[index]) + len(generation.output_ids_T)
-                    generation.routed_experts_T = read_routed_experts(answer, self._routing, tokens)
         return [generations[index] for index in range(len(prompts_B))]
+
+    def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
+        self._continue_generation()  # the gate holds what else is answered
+        self._health_monitor.resume()
+        parameters = {**_sampling_params(sampling), "ignore_eos": True}
+        with self._health_monitor.working():
+            answers = self._ask(prompts_B, [parameters] * len(prompts_B), [False] * len(prompts_B))
+        return [[self._read(answer, len(prompt), False) for answer, prompt in zip(answers, prompts_B, strict=True)]]
+
+    def _ask(
+        self, prompts_B: Sequence[np.ndarray], parameters: list[dict[str, Any]], record_kept_tokens: list[bool]
+    ) -> list[dict[str, Any]]:
+        """Return SGLang's answers."""
+        body = {
+            "input_ids": [np.asarray(prompt).tolist() for prompt in prompts_B],
+            "sampling_params": parameters,
+            "return_logprob": True,
+            "return_routed_experts": self._routing is not None,
+            "return_sampling_mask": record_kept_tokens,
+        }
+        return self._post("/generate", body)
+
+    def _read(self, answer: dict[str, Any], prompt_tokens: int, mixed_versions: bool) -> Generation:
+        """Return a completion with its routing, where that is recorded."""
+        generation = parse_generation(answer, mixed_versions)
+        if self._routing is not None:
+            tokens = prompt_tokens + len(generation.output_ids_T)
+            generation.routed_experts_T = read_routed_experts(answer, self._routing, tokens)
+        return generation
 
     def start_receiving(self, hashing: bool) -> None:
         super().start_receiving(hashing)
@@ -154,17 +176,20 @@ class SGLangEngine(RankRequests):
         """See `Engine.pause`. For "continue" SGLang frees the cache of running requests and queues them; the new weights compute the
         cache of their tokens again."""
         if running == "continue":
-            self._gate.close()
+            self._gate.close(holding=True)
             if not self._generation_paused:  # still paused if an earlier sync failed
                 self._post("/pause_generation", {"mode": "retract"})
             self._generation_paused = self._mixed_versions = True
         else:
             self._gate.drain((lambda: self._post("/abort_request", {"abort_all": True})) if running == "restart" else None)
 
-    def resume(self) -> None:
+    def _continue_generation(self) -> None:
         if self._generation_paused:
             self._post("/continue_generation", {"torch_empty_cache": False})
             self._generation_paused = False
+
+    def resume(self) -> None:
+        self._continue_generation()
         self._health_monitor.resume()
         self._gate.refusal = ""
         self._gate.open()

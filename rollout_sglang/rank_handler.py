@@ -10,6 +10,7 @@ that starts with `PREFIX` is ours and carries JSON. Every engine rank answers wi
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see parallel.transport.base
     {"verb": "start", "hashing": BOOL}                         receiving begins, in the background
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
+    {"verb": "served"}                                         kind -> number of tensors accounted for, or "wrong" -> which is not, and why
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
     {"verb": "release"}                                        frees the KV cache's memory (`rollout_sglang.memory_release`)
@@ -35,6 +36,7 @@ from parallel.shards import Rect
 from parallel.transport.base import Link
 from rollout_sglang import memory_release, precision_graph
 from rollout_sglang.activation_hooks import ActivationRecorder
+from rollout_sglang.derived_tensors import ServedTensors
 from rollout_sglang.hooks import dequant_cache, gpu_activation_quant
 from rollout_sglang.weight_receiver import WeightReceiver
 
@@ -49,6 +51,7 @@ class RankHandler:
     _receiver: WeightReceiver | None = None
     """The connection to the trainer; a new one replaces it."""
     _recorder: ActivationRecorder | None = None
+    _served: ServedTensors | None = None
 
     def answer(self, request: dict[str, Any], rank: int, runner: Any) -> dict[str, str]:
         """Return the rank's answer to a request. Raise ValueError for a request that does not fit; errors of the transport pass through."""
@@ -67,6 +70,8 @@ class RankHandler:
                 dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
                 named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
                 return _number(digest_all(live_tensors(model), named_rects))
+            case "served":
+                return self._account(runner)
             case "release":
                 memory_release.release(runner.token_to_kv_pool)
             case "restore":
@@ -103,8 +108,22 @@ class RankHandler:
             self._receiver.close()
         self._receiver = None
         if request["verb"] == "connect":
+            self._served = self._served or ServedTensors(model)
             chunks = [Chunk.from_json(rank, fields) for fields in request["ranks"].get(str(rank), [])]
             self._receiver = WeightReceiver(Link(**request["link"]), rank, chunks, live_tensors(model), request["staged"])
+
+    def _account(self, runner: Any) -> dict[str, str]:
+        """Check what will be served: an empty KV cache, and every tensor."""
+        allocator, receiver = runner.token_to_kv_pool_allocator, self._get_receiver()
+        if cached := allocator.size - allocator.available_size():
+            return {"wrong": f"the KV cache was not flushed: it holds {cached} tokens of the weights before"}
+        assert self._served is not None
+        live = live_tensors(runner.model)
+        try:
+            counts = self._served.check(runner.model, {name: live[name] for name in receiver.names})
+        except ValueError as error:
+            return {"wrong": str(error)}
+        return {kind: str(count) for kind, count in counts.items()}
 
     def _get_receiver(self) -> WeightReceiver:
         if self._receiver is None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.rollout.engine import ServedReport
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
@@ -39,6 +40,13 @@ class RankRequests:
         ranks = {str(rank): [[name, *rect] for name, rect in named_rects] for rank, named_rects in rects_by_rank.items()}
         answers = self._ask_ranks({"verb": "digest", "ranks": ranks})
         return {rank: [answers[rank][str(index)] for index in range(len(named_rects))] for rank, named_rects in rects_by_rank.items()}
+
+    def account_for_tensors(self) -> list[ServedReport]:
+        answers = self._ask_ranks({"verb": "served"})
+        return [
+            ServedReport(wrong=rank["wrong"]) if "wrong" in rank else ServedReport(int(rank["derived"]), int(rank["constant"]))
+            for rank in answers
+        ]
 
     def tap(self) -> None:
         """Let every rank record its operators' outputs from now on."""

@@ -15,13 +15,15 @@ _POLL_SECONDS = 0.05
 class RequestGate:
     """Starts open. Threads that generate pass through it; one thread closes and opens it. No wait is longer than `timeout` seconds.
 
+    Whoever is inside when it is closed with `holding` does not leave before it opens: what he has got was not proved.
+
     While `refusal` says something, it is what every request is refused with at once.
     """
 
     def __init__(self, timeout: float, refusal: str = "") -> None:
         self._timeout, self.refusal = timeout, refusal
         self._changed = threading.Condition()
-        self._closed, self._inside = False, 0
+        self._closed, self._holding, self._inside = False, False, 0
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -34,6 +36,11 @@ class RequestGate:
             self._inside += 1
         try:
             yield
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._holding, self._timeout):
+                    raise RunError(
+                        f"an answer waited {self._timeout:g} s for the proof of the engine's new weights (rollout.request_timeout)"
+                    )
         finally:
             with self._changed:
                 self._inside -= 1
@@ -53,15 +60,15 @@ class RequestGate:
             if on_wait is not None:
                 on_wait()
 
-    def close(self) -> None:
-        """Let no request in; those inside stay."""
+    def close(self, holding: bool = False) -> None:
+        """Let no request in; those inside stay. With `holding`, let none out either."""
         with self._changed:
-            self._closed = True
+            self._closed, self._holding = True, holding
 
     def open(self) -> None:
-        """Let requests in."""
+        """Let requests in, and out."""
         with self._changed:
-            self._closed = False
+            self._closed = self._holding = False
             self._changed.notify_all()
 
     def _is_empty(self, seconds: float) -> bool:

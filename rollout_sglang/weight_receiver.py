@@ -29,9 +29,10 @@ class WeightReceiver:
         transport = load_transport(link.transport)
         check_targets(make_target_packer(live, chunks), chunks)
         self._chunks, self._timeout = chunks, link.timeout
+        self.names = sorted({name for chunk in chunks for name, _ in chunk.targets})
+        """Of the live tensors that a sync fills."""
         self._device = next(iter(live.values())).device
-        names = sorted({name for chunk in chunks for name, _ in chunk.targets}) if staged else []
-        staging = {name: torch.empty_like(live[name]) for name in names}
+        staging = {name: torch.empty_like(live[name]) for name in (self.names if staged else ())}
         self._staging = make_target_packer(staging, chunks) if staged else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="megatron-rl-sync", initializer=self._enter_device)
         self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)

@@ -28,6 +28,18 @@ class EngineTensorSpec:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class ServedReport:
+    """What one engine rank says of the tensors that it computes with, all of which it has looked for."""
+
+    derived: int = 0
+    """Made from what the last sync wrote: made again, and the same bit by bit."""
+    constant: int = 0
+    """The same as when the engine started."""
+    wrong: str = ""
+    """The first that is neither, nor among those that the sync wrote, and why; or what else must not be served."""
+
+
 class Engine(Protocol):
     """An engine. Every call is bounded in time and raises RunError with the engine's log tail if the engine fails, EngineLostError if
     another engine can replace it."""
@@ -86,6 +98,14 @@ class Engine(Protocol):
 
     def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
         """Return, per rank, the digests (`parallel.digest.digest`) of rectangles of live tensors, in the order given."""
+
+    def account_for_tensors(self) -> list[ServedReport]:
+        """Return, per engine rank, whether all that it would serve follows from what the last sync wrote. Between `end_sync` and
+        `resume`."""
+
+    def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
+        """Return, per engine, a completion of each prompt, of exactly `max_new_tokens` tokens, while no other request is answered. Between
+        `end_sync` and `resume`."""
 
     def stop(self, force: bool = False) -> None:
         """End the engine's processes: by SIGTERM first, or at once with `force`. Safe to call twice."""

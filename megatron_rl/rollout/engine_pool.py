@@ -24,7 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import Engine, EngineTensorSpec, find_engine_launcher
+from megatron_rl.rollout.engine import Engine, EngineTensorSpec, ServedReport, find_engine_launcher
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
@@ -255,6 +255,12 @@ class EnginePool:
             return engine.digest_rects(own_rects) if own_rects else {}
 
         return self._merge_by_rank(self._call_all(ask))
+
+    def account_for_tensors(self) -> list[ServedReport]:
+        return [rank for ranks in self._call_all(lambda _, engine: engine.account_for_tensors()) for rank in ranks]
+
+    def answer_canary(self, prompts_B: Sequence[np.ndarray], sampling: SamplingParams) -> list[list[Generation]]:
+        return [engine for engines in self._call_all(lambda _, engine: engine.answer_canary(prompts_B, sampling)) for engine in engines]
 
     def stop(self, force: bool = False) -> None:
         with self._changed:

@@ -2,7 +2,8 @@
 
 Nothing is dequantised, cast or quantised on the way. Trainer ranks send chunk by chunk straight to the engine ranks that need them
 (`parallel.transport.base`), while the engine answers no request; so the extra memory is two chunks. Every chunk is hashed at both
-ends: in the trainer's live tensors, and in the engine's after it was written there.
+ends: in the trainer's live tensors, and in the engine's after it was written there. Then the engine accounts for every tensor that it made
+of those (`rollout_sglang.derived_tensors`), and answers a canary (`megatron_rl.training.canary`).
 """
 
 from __future__ import annotations
@@ -43,11 +44,17 @@ _METRICS = (
     declare("sync/proved", "tensors whose hashes were equal on both sides", "count"),
     declare("time/sync", "moving the weights to the engine", "seconds", STEP_SECONDS, _SECONDS),
     declare("time/proof", "hashing the weights on both sides, and comparing", "seconds", STEP_SECONDS, _SECONDS),
+    declare("time/served", "making anew, and comparing, what the engine made of the weights", "seconds", STEP_SECONDS),
+    declare("time/canary", "a few tokens through every engine and the trainer, before anything is served", "seconds", STEP_SECONDS),
+    declare("sync/derived", "tensors that the engine made of others, made anew and found equal", "count"),
+    declare("sync/canary", "largest |log p trainer - log p engine| of the canary's tokens", "nats"),
     declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
     declare("engine/restarts", "engines that took the place of lost ones", "count"),
 )
 
 T = TypeVar("T")
+Canary = Callable[[Rank0[Engine], int, dict[str, torch.Tensor]], float]
+"""(engines, policy version, this rank's tensors) -> the largest difference found. Collective; raises RunError for one that is too large."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,12 @@ class SyncReport:
     seconds: float
     """In all, the proof included."""
     proof_seconds: float
+    served_seconds: float = 0.0
+    canary_seconds: float = 0.0
+    derived: int = 0
+    """Engine tensors made of those, made anew and found equal."""
+    canary: float = 0.0
+    """Largest |log p trainer - log p engine| of the canary's tokens."""
     restarts: int = 0
     """Engines that replaced lost ones since the previous sync."""
     recovery_seconds: float = 0.0
@@ -71,9 +84,10 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""
-        sync_seconds, restarts = self.seconds - self.proof_seconds, float(self.restarts)
+        proofs = self.proof_seconds, self.served_seconds, self.canary_seconds
         counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved))
-        return dict(zip(_METRICS, (*counts, sync_seconds, self.proof_seconds, self.recovery_seconds, restarts), strict=True))
+        rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts)
+        return dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
 
 
 class WeightSync:
@@ -85,11 +99,12 @@ class WeightSync:
         engine: Rank0[Engine],
         read_named_tensors: Callable[[], dict[str, torch.Tensor]],
         settings: SyncConfig,
+        canary: Canary | None = None,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
         `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
-        self._rank = dist.get_rank()
+        self._rank, self._canary = dist.get_rank(), canary
         check_transport(self._settings)
         self._transport = self._settings.load_transport()
         if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
@@ -129,10 +144,31 @@ class WeightSync:
             if self._settings.proof == "reread" or not self._reread_done:  # once is enough: end_sync does the same to weights every time
                 self.prove(named_tensors)
                 self._reread_done = True
-        proof_seconds = time.perf_counter() - proof_start + hash_seconds
+        proof_end = time.perf_counter()
+        derived = self._account_for_tensors() if hashing else 0
+        canary_start = time.perf_counter()
+        canary = self._canary(self._engine, version, named_tensors) if hashing and self._canary else 0.0
+        canary_end = time.perf_counter()
         self._engine.run(lambda engine: engine.resume())
-        proved = self._counts["tensors"] if hashing else 0
-        return SyncReport(**self._counts, proved=proved, seconds=time.perf_counter() - start, proof_seconds=proof_seconds)
+        return SyncReport(
+            **self._counts,
+            proved=self._counts["tensors"] if hashing else 0,
+            seconds=time.perf_counter() - start,
+            proof_seconds=proof_end - proof_start + hash_seconds,
+            served_seconds=canary_start - proof_end,
+            canary_seconds=canary_end - canary_start,
+            derived=derived,
+            canary=canary,
+        )
+
+    def _account_for_tensors(self) -> int:
+        """Return how many tensors the engine made of those that were sent. Raise RunError if what it would serve does not follow from
+        them."""
+        reports = self._engine.run(lambda engine: engine.account_for_tensors())
+        for rank, report in enumerate(reports):
+            if report.wrong:
+                raise RunError(f"the sync is not proved: engine rank {rank}: {report.wrong}")
+        return sum(report.derived for report in reports)
 
     def _connect(self) -> Outbox:
         """Open this rank's outbox while the engine ranks open their inboxes."""

@@ -83,7 +83,8 @@ class LightEngine:
         self.version = "0"
         self.model = TensorsAsModel(make_random_tensors(build_engine_shards(MODEL, 1)[0], seed=0))
         checker = SimpleNamespace(_placement={"tp_rank": 0, "tp_size": 1})
-        self._runner = SimpleNamespace(model=self.model, _weight_checker=checker)
+        cache = SimpleNamespace(size=8, available_size=lambda: 8)
+        self._runner = SimpleNamespace(model=self.model, _weight_checker=checker, token_to_kv_pool_allocator=cache)
         self._one_at_a_time = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:

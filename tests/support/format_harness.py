@@ -13,6 +13,7 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import convert
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
+from megatron_rl.rollout.engine import ServedReport
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
@@ -46,6 +47,9 @@ class ReceivingEngine:
 
     def digest_rects(self, rects_by_rank: dict[int, list[NamedRect]]) -> dict[int, list[str]]:
         return {rank: digest_all(self.tensors[rank], rects) for rank, rects in rects_by_rank.items()}
+
+    def account_for_tensors(self) -> list[ServedReport]:
+        return [ServedReport()] * len(self._receivers)
 
     def disconnect(self) -> None:
         for receiver in self._receivers.values():

@@ -19,6 +19,9 @@ from parallel.shards import Shard
 from rollout_sglang.rank_handler import RankHandler
 from rollout_sglang.rank_requests import RankRequests
 
+_CACHE = SimpleNamespace(size=0, available_size=int)
+"""A KV cache that holds nothing."""
+
 
 class PipeEngine(RankRequests):
     """The engine that `WeightSync` talks to: forwards its requests to the engine ranks' processes. It serves nothing."""
@@ -57,7 +60,7 @@ def serve_engine_rank(pipe: Connection, setup: BenchSetup, rank: int) -> None:
             return
         try:
             model = SimpleNamespace(named_parameters=tensors[fp8].items)  # a torch module takes no names with dots
-            pipe.send((handlers[case].answer(request, rank, SimpleNamespace(model=model)), None))
+            pipe.send((handlers[case].answer(request, rank, SimpleNamespace(model=model, token_to_kv_pool_allocator=_CACHE)), None))
         except Exception as error:
             pipe.send((None, f"{type(error).__name__}: {error}"))
 

@@ -96,13 +96,19 @@ def build_trainer_tensors(task: VerifyTask, rank: int) -> dict[str, torch.Tensor
     return collect_named_tensors(model, shards, task.contract)
 
 
+def make_model(tensors: Mapping[str, torch.Tensor]) -> SimpleNamespace:
+    """Return what an engine's rank finds its tensors in; a torch module takes no names with dots."""
+    return SimpleNamespace(named_parameters=tensors.items, tensors=tensors)
+
+
 class InProcessEngine(RankRequests):
     """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own code."""
 
     def __init__(self, shards: Mapping[int, Sequence[Shard]], contract: PrecisionContract) -> None:
         self.tensors = {rank: make_stored_tensors(rank_shards, contract.format_of) for rank, rank_shards in shards.items()}
-        models = [SimpleNamespace(named_parameters=tensors.items) for tensors in self.tensors.values()]  # torch's take no names with dots
-        self._ranks = [(RankHandler(), SimpleNamespace(model=model)) for model in models]
+        cache = SimpleNamespace(size=0, available_size=int)
+        models = [make_model(tensors) for tensors in self.tensors.values()]
+        self._ranks = [(RankHandler(), SimpleNamespace(model=model, token_to_kv_pool_allocator=cache)) for model in models]
 
     def _ask_ranks(self, request: dict[str, Any]) -> list[dict[str, str]]:
         return [handler.answer(request, rank, runner) for rank, (handler, runner) in enumerate(self._ranks)]
@@ -176,10 +182,13 @@ def sync_and_compare(task: VerifyTask, rank: int) -> Any:
         write_dump(task, engine.value, task.dump)
     return {
         "parameters": report.tensors,
+        "derived": report.derived,
         "blocks": report.blocks,
         "bytes_moved": report.bytes,
         "bytes_across_ranks": across_ranks,
         "seconds": seconds,
+        "proof_seconds": report.proof_seconds,
+        "served_seconds": report.served_seconds,
         "differences": differences,
     }
 

@@ -1,0 +1,186 @@
+"""Account for every tensor that an engine rank can compute with, after a sync has proved bytes and before anything is served.
+
+A tensor is one of these; any other is refused by name:
+
+    proved      it lies in memory that the sync filled and hashed
+    derived     `DERIVED`: made from proved bytes, made again here by the contract's formulas, and compared bit by bit
+    constant    `CONSTANTS`: never changes; its digest is the one of the engine's start
+    scratch     `SCRATCH`: written before it is read, at every use
+
+A new family that keeps another tensor needs one line in one of these tables. No tensor may move: a captured CUDA graph reads where it lay
+when it was captured.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from megatron_rl.precision.fp8 import dequantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from parallel.digest import Hash, as_byte_matrix
+from rollout_sglang.hooks import dequant_cache
+from rollout_sglang.tensor_walk import FoundTensor, find_tensors
+
+Derive = Callable[[Any], torch.Tensor]
+"""The module that keeps a tensor -> what the tensor must be."""
+
+
+def _unfold_kv_b(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the key's and the value's part of MLA's kv_b_proj, [heads, width of a head, latent], in the dtype that multiplies with them.
+
+    INT8 as in SGLang's `post_load_weights`: BF16 values, each times its row's scale in BF16.
+    """
+    layer = attention.kv_b_proj
+    weight = layer.weight.detach()
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = dequantize_weight(QuantizedWeight(weight, layer.weight_scale_inv.detach())).to(attention.w_kc.dtype)
+    elif weight.dtype == torch.int8:
+        weight = weight.to(torch.bfloat16) * layer.weight_scale.detach().to(torch.bfloat16)
+    return _split_heads(weight, attention.qk_nope_head_dim, attention.v_head_dim)
+
+
+def _split_heads(rows: torch.Tensor, keys: int, values: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key_part, value_part = rows.unflatten(0, (-1, keys + values)).split([keys, values], dim=1)
+    return key_part, value_part
+
+
+def _absorbed(part: int) -> Derive:
+    """`w_kc` (part 0) and `w_vc` (part 1). With DeepGEMM's products they are the FP8 bytes, their scales in `w_scale_k` and `w_scale_v`."""
+
+    def derive(attention: Any) -> torch.Tensor:
+        if getattr(attention, "use_deep_gemm_bmm", False):
+            layer = attention.kv_b_proj
+            tensor = _split_heads(layer.weight.detach(), attention.qk_nope_head_dim, attention.v_head_dim)[part]
+            return tensor if part else tensor.transpose(1, 2)
+        tensor = _unfold_kv_b(attention)[part]
+        return tensor.transpose(1, 2) if part else tensor
+
+    return derive
+
+
+def _absorbed_scale(part: int) -> Derive:
+    def derive(attention: Any) -> torch.Tensor:
+        scale = attention.kv_b_proj.weight_scale_inv.detach()
+        tensor = _split_heads(scale, attention.qk_nope_head_dim // 128, attention.v_head_dim // 128)[part]
+        return tensor if part else tensor.transpose(1, 2)
+
+    return derive
+
+
+DERIVED: dict[str, Derive] = {
+    "*.w_kc": _absorbed(0),
+    "*.w_vc": _absorbed(1),
+    "*.w_scale_k": _absorbed_scale(0),
+    "*.w_scale_v": _absorbed_scale(1),
+}
+"""Pattern of a path -> how it is made."""
+CONSTANTS: dict[str, str] = {
+    "*cos_sin_cache": "rotary embedding",
+    "*.inv_freq": "rotary embedding",
+    "*.[kv]_scale": "of a KV cache in FP8: 1 where it is not",
+    "*._fused_[kv]_scale": "the same, of SGLang's fused Qwen3 kernel",
+    "*.expert_mask_gpu": "which experts this rank has",
+    "*.local_expert_mapping": "which experts this rank has",
+    "*.ab_strides[12]": "CUTLASS's experts",
+    "*.c_strides[12]": "CUTLASS's experts",
+    "*.active_ranks*": "of a process group",
+}
+"""Pattern of a path -> what it is."""
+SCRATCH: dict[str, str] = {
+    "*.quant_method.workspace": "CUTLASS's experts",
+    "*.quant_method.*_ptr*": "CUTLASS's experts",
+    "*.quant_method.expert_offsets": "CUTLASS's experts",
+    "*.quant_method.problem_sizes[12]": "CUTLASS's experts",
+    "*.ca_comm.*": "buffers of a process group",
+    "*.pynccl_comm.*": "buffers of a process group",
+}
+"""Pattern of a path -> whose it is."""
+
+
+class ServedTensors:
+    """One rank's account. Made when the engine is up, before its first sync."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = list(find_tensors(model))
+        self._addresses = {each.path: each.tensor.data_ptr() for each in found}
+        self._constants = {each.path: _fingerprint(each.tensor) for each in found if _matches(each.path, CONSTANTS)}
+
+    def check(self, model: torch.nn.Module, proved: Mapping[str, torch.Tensor]) -> dict[str, int]:
+        """Return how many tensors were found of each kind. Raise ValueError, by name, for the first that is not what it must be.
+
+        `proved`: the live tensors whose bytes the sync has proved.
+        """
+        memory, counts = ProvedMemory(proved), {"proved": 0, "derived": 0, "constant": 0}
+        for found in find_tensors(model):
+            if not found.tensor.numel() or _matches(found.path, SCRATCH):
+                continue
+            self._check_address(found)
+            if memory.holds(found.tensor):
+                kind = "proved"
+            elif derive := _matches(found.path, DERIVED):
+                kind = "derived"
+                _compare(found, derive(found.owner))
+            elif _matches(found.path, CONSTANTS):
+                kind, fingerprint = "constant", _fingerprint(found.tensor)
+                if self._constants.setdefault(found.path, fingerprint) != fingerprint:
+                    raise ValueError(f"{found.path} is a constant, and has changed since the engine started")
+            else:
+                what = f"{found.path} ({str(found.tensor.dtype).removeprefix('torch.')} {list(found.tensor.shape)})"
+                raise ValueError(f"{what} is neither filled by the sync nor known to rollout_sglang/derived_tensors.py")
+            counts[kind] += 1
+        counts["derived"] += dequant_cache.check_cache(memory.holds)
+        return counts
+
+    def _check_address(self, found: FoundTensor) -> None:
+        if self._addresses.setdefault(found.path, found.tensor.data_ptr()) != found.tensor.data_ptr():
+            raise ValueError(f"{found.path} has moved in memory since the engine started: CUDA graphs read its old place")
+
+
+class ProvedMemory:
+    """The places in memory that proved tensors take up."""
+
+    def __init__(self, proved: Mapping[str, torch.Tensor]) -> None:
+        self._spans = sorted(_span(tensor) for tensor in proved.values() if tensor.numel())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether all of a tensor lies within one of them."""
+        first, end = _span(tensor)
+        place = bisect.bisect_right(self._spans, (first, float("inf"))) - 1
+        return place >= 0 and self._spans[place][0] <= first and end <= self._spans[place][1]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, float]:
+    """Return a tensor's first byte, and the first behind it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _matches(path: str, rules: Mapping[str, Any]) -> Any:
+    """Return what the first fitting rule says, None if none fits."""
+    return next((value for pattern, value in rules.items() if fnmatchcase(path, pattern)), None)
+
+
+def _compare(found: FoundTensor, expected: torch.Tensor) -> None:
+    actual = found.tensor.detach()
+    if (actual.dtype, actual.shape) != (expected.dtype, expected.shape):
+        raise ValueError(f"{found.path} is {actual.dtype} {list(actual.shape)}, made again {expected.dtype} {list(expected.shape)}")
+    wrong = (_bytes(actual) != _bytes(expected)).view(actual.numel(), -1).any(1)
+    if wrong.any():
+        raise ValueError(
+            f"{found.path} is stale: {int(wrong.sum())} of its {actual.numel()} values are not those made from the proved bytes"
+        )
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    values = Hash()
+    values.update(as_byte_matrix(_bytes(tensor.detach()).view(1, -1)))
+    return f"{tensor.dtype} {list(tensor.shape)} {values.hexdigest()}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,200 @@
+"""Every tensor that a live model holds is found, and accounted for or refused by name."""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
+from megatron_rl.precision.quantized_weight import QuantizedWeight
+from rollout_sglang import rank_handler
+from rollout_sglang.derived_tensors import ServedTensors
+from rollout_sglang.hooks import dequant_cache
+from rollout_sglang.rank_handler import RankHandler, live_tensors
+from rollout_sglang.tensor_walk import find_tensors
+
+HEADS, KEYS, VALUES, LATENT = 2, 128, 256, 128
+
+
+def parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+class Model(torch.nn.Module):
+    """An attention layer as SGLang leaves it after its post-load hooks."""
+
+    def __init__(self, kind: str = "fp8") -> None:
+        super().__init__()
+        self.attn = attn = torch.nn.Module()
+        attn.kv_b_proj, attn.rotary_emb = torch.nn.Module(), torch.nn.Module()
+        attn.qk_nope_head_dim, attn.v_head_dim, attn.use_deep_gemm_bmm = KEYS, VALUES, kind == "deep_gemm"
+        attn.k_scale = parameter(torch.ones(()))
+        attn.rotary_emb.register_buffer("cos_sin_cache", torch.arange(64.0).view(8, 8), persistent=False)
+        attn.kv_b_proj.bias = None
+        attn.quant_method = SimpleNamespace(workspace=torch.empty(16), c_strides1=torch.arange(4))
+        self.write(kind, seed=0)
+        self.post_load(kind)
+
+    def write(self, kind: str, seed: int) -> None:
+        """What a sync does, in place."""
+        weight = torch.randn(HEADS * (KEYS + VALUES), LATENT, generator=torch.Generator().manual_seed(seed))
+        layer = self.attn.kv_b_proj
+        if kind == "bf16":
+            tensors = {"weight": weight.bfloat16()}
+        elif kind == "int8":
+            tensors = {"weight": (weight * 30).to(torch.int8), "weight_scale": weight.abs().amax(1, True)}
+        else:
+            data, scale = quantize_weight(weight, "fp32")
+            tensors = {"weight": data, "weight_scale_inv": scale}
+        for name, tensor in tensors.items():
+            if hasattr(layer, name):
+                getattr(layer, name).view(torch.uint8).copy_(tensor.view(torch.uint8))
+            else:
+                setattr(layer, name, parameter(tensor))
+
+    def post_load(self, kind: str) -> None:
+        """SGLang 0.5.23's `DeepseekV2WeightLoaderMixin.post_load_weights`, retold (`test_the_real_hook` has the real one)."""
+        layer, attn = self.attn.kv_b_proj, self.attn
+        w = layer.weight
+        if kind == "fp8":
+            w = dequantize_weight(QuantizedWeight(layer.weight, layer.weight_scale_inv)).bfloat16()
+        if kind == "int8":
+            w = w.to(torch.bfloat16) * layer.weight_scale.to(torch.bfloat16)
+        w_kc, w_vc = w.unflatten(0, (HEADS, KEYS + VALUES)).split([KEYS, VALUES], dim=1)
+        made = {"w_kc": w_kc.transpose(1, 2).contiguous().transpose(1, 2), "w_vc": w_vc.contiguous().transpose(1, 2)}
+        if kind == "deep_gemm":
+            ws_kc, ws_vc = layer.weight_scale_inv.unflatten(0, (-1, 3)).split([1, 2], dim=1)
+            made = {"w_kc": w_kc.transpose(1, 2).contiguous(), "w_vc": w_vc.contiguous()}
+            made |= {"w_scale_k": ws_kc.transpose(1, 2).contiguous(), "w_scale_v": ws_vc.contiguous()}
+        for name, tensor in made.items():
+            if hasattr(attn, name):
+                getattr(attn, name).copy_(tensor)
+            else:
+                setattr(attn, name, tensor.clone())
+
+
+def check(served: ServedTensors, model: torch.nn.Module) -> dict[str, int]:
+    return served.check(model, live_tensors(model))
+
+
+@pytest.mark.parametrize("kind, derived", [("fp8", 2), ("deep_gemm", 4), ("int8", 2), ("bf16", 2)])
+def test_what_was_made_of_proved_bytes_is_made_again_and_compared(kind, derived):
+    model = Model(kind)
+    served = ServedTensors(model)
+    assert check(served, model) == {"proved": 1 if kind == "bf16" else 2, "derived": derived, "constant": 3}
+    model.write(kind, seed=1)  # a sync whose post-load hook is skipped
+    with pytest.raises(ValueError, match=r"^attn\.w_kc is stale: \d+ of its 32768 values are not those made from the proved bytes$"):
+        check(served, model)
+    model.post_load(kind)
+    check(served, model)
+    model.attn.w_vc[1, 5, 7] = 17
+    with pytest.raises(ValueError, match=r"attn\.w_vc is stale: 1 of its 65536"):
+        check(served, model)
+
+
+def test_a_stale_copy_of_scales_is_named_though_the_bytes_are_new():
+    model = Model("deep_gemm")
+    served, old = ServedTensors(model), model.attn.w_scale_v.clone()
+    model.write("deep_gemm", seed=1)
+    model.post_load("deep_gemm")
+    model.attn.w_scale_v.copy_(old)
+    with pytest.raises(ValueError, match=r"attn\.w_scale_v is stale: 4 of its 4 values"):
+        check(served, model)
+
+
+def plant_attribute(model: Model) -> None:
+    model.attn.w_new = torch.ones(3)
+
+
+def plant_in_method(model: Model) -> None:
+    model.attn.quant_method.packed = [{"low": torch.ones(2, dtype=torch.int32)}]
+
+
+def plant_on_parameter(model: Model) -> None:
+    model.attn.kv_b_proj.weight._shuffled = torch.ones(2)
+
+
+def plant_in_closure(model: Model) -> None:
+    copy = torch.ones(4)
+    model.attn.apply = functools.partial(lambda x, y: x + y + copy, 1)
+
+
+def plant_parameter(model: Model) -> None:
+    model.attn.extra = parameter(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "plant, line",
+    [
+        (plant_attribute, r"attn\.w_new \(float32 \[3\]\) is neither filled by the sync nor known to rollout_sglang/derived_tensors\.py"),
+        (plant_in_method, r"attn\.quant_method\.packed\.0\.low \(int32 \[2\]\) is neither"),
+        (plant_on_parameter, r"attn\.kv_b_proj\.weight\._shuffled \(float32 \[2\]\) is neither"),
+        (plant_in_closure, r"attn\.apply\.func\.copy \(float32 \[4\]\) is neither"),
+        (plant_parameter, r"attn\.extra \(float32 \[2\]\) is neither"),
+    ],
+)
+def test_a_tensor_that_nobody_knows_is_refused_by_name(plant, line):
+    model = Model()
+    served, proved = ServedTensors(model), live_tensors(model)
+    plant(model)
+    with pytest.raises(ValueError, match=line):
+        served.check(model, proved)
+
+
+def test_constants_stay_and_no_tensor_moves():
+    model = Model()
+    served = ServedTensors(model)
+    model.attn.rotary_emb.cos_sin_cache[3, 3] = 0
+    with pytest.raises(ValueError, match=r"attn\.rotary_emb\.cos_sin_cache is a constant, and has changed since the engine started"):
+        check(served, model)
+    model.attn.rotary_emb.cos_sin_cache[3, 3] = 27
+    model.attn.quant_method.workspace.fill_(5)  # scratch
+    check(served, model)
+    moved = model.attn.w_kc = model.attn.w_kc.clone()  # as a hook that assigns where it should copy
+    with pytest.raises(ValueError, match=r"attn\.w_kc has moved in memory since the engine started: CUDA graphs read its old place"):
+        check(served, model)
+    assert moved.shape == (HEADS, KEYS, LATENT)
+
+
+def test_views_of_proved_memory_are_proved_and_every_tensor_is_found_once():
+    model = Model()
+    model.tied = model.attn.kv_b_proj.weight.t()[:5]
+    model.again = [model.attn.kv_b_proj]
+    paths = [found.path for found in find_tensors(model)]
+    assert len(paths) == len(set(paths)) and "tied" in paths and not any(path.startswith("again") for path in paths)
+    assert check(ServedTensors(model), model)["proved"] == 3
+
+
+def test_float_values_that_were_kept_are_those_of_the_proved_bytes():
+    model = Model("int8")
+    served, layer = ServedTensors(model), model.attn.kv_b_proj
+    dequant_cache.clear_cache()
+    try:
+        dequant_cache.get_float_weight(layer.weight, layer.weight.float)
+        assert check(served, model)["derived"] == 3
+        model.write("int8", seed=1)
+        model.post_load("int8")
+        with pytest.raises(ValueError, match=r"float values kept of a weight \[768, 128\] are stale"):
+            check(served, model)
+    finally:
+        dequant_cache.clear_cache()
+
+
+def test_the_rank_answers_with_what_is_wrong(monkeypatch):
+    model, handler = Model(), RankHandler()
+    cache = SimpleNamespace(size=64, available_size=lambda: 60)
+    runner: Any = SimpleNamespace(model=model, token_to_kv_pool_allocator=cache)
+    monkeypatch.setattr(rank_handler, "WeightReceiver", lambda *_: SimpleNamespace(names=list(live_tensors(model))))
+    link = {"transport": "disk", "addresses": {}, "sources": [], "targets": [], "chunk_bytes": 1, "timeout": 1.0}
+    monkeypatch.setattr(rank_handler, "Link", lambda **_: None)
+    handler.answer({"verb": "connect", "link": link, "staged": False, "ranks": {}}, 0, runner)
+    line = "the KV cache was not flushed: it holds 4 tokens of the weights before"
+    assert handler.answer({"verb": "served"}, 0, runner) == {"wrong": line}
+    cache.available_size = lambda: 64
+    assert handler.answer({"verb": "served"}, 0, runner) == {"proved": "2", "derived": "2", "constant": "3"}
+    model.write("fp8", seed=1)
+    assert "attn.w_kc is stale" in handler.answer({"verb": "served"}, 0, runner)["wrong"]
