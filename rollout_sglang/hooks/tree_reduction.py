@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_rl.precision.ops import tree
+from rollout_sglang.hooks import gpu_tree
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
 """Carries `precision.reduction`; `rollout_sglang.launch_args` sets it for the engine's processes."""
@@ -60,8 +61,11 @@ def run_row_parallel(
 
     if output_tensor is not None or not self.input_is_parallel or self.use_decode_attn_tp:
         raise NotImplementedError("a row-parallel layer with its own output, split input or decode group is outside the precision contract")
-    with partial_sums():
-        partial = self.quant_method.apply(self, input_, bias=None)
+    if torch.cuda.is_available():
+        partial = gpu_tree.multiply(self, input_)
+    else:
+        with partial_sums():
+            partial = self.quant_method.apply(self, input_, bias=None)
     y = add_over_ranks(partial, self.tp_group, input_.dtype)
     if self.bias is not None and not self.skip_bias_add:
         y = y + self.bias
@@ -72,6 +76,9 @@ def run_row_parallel(
 
 def add_over_ranks(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of float32 [T, N] over the ranks of one of SGLang's groups, in `dtype`."""
+    if torch.cuda.is_available():
+        captured = gpu_tree.CapturedGroup(group)
+        return tree.reduce(partial, captured, dtype, captured)
     return partial.to(dtype) if group.world_size == 1 else tree.reduce(partial, group.device_group, dtype)
 
 

@@ -86,28 +86,29 @@ def add(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return add(parts[:cut]) + add(parts[cut:])
 
 
-def reduce(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return the sum over a group's ranks of float32 [T, ...], rounded to `dtype`, on every rank."""
+def reduce(partial: torch.Tensor, group: Any, dtype: torch.dtype, collectives: Any = dist) -> torch.Tensor:
+    """Return the sum over a group's ranks of float32 [T, ...], rounded to `dtype`, on every rank. `collectives`: what has the functions of
+    `torch.distributed` for this group."""
     size = group.size()
     if size == 1:
         return partial.to(dtype)
     if partial.numel() <= _GATHERED_WHOLE:
-        return add(_gather(partial, group).chunk(size)).to(dtype)
+        return add(_gather(partial, group, collectives).chunk(size)).to(dtype)
     rows = len(partial)
-    own = reduce_scatter(F.pad(partial, (0, 0) * (partial.dim() - 1) + (0, -rows % size)), group, dtype)
-    return _gather(own, group)[:rows]
+    own = reduce_scatter(F.pad(partial, (0, 0) * (partial.dim() - 1) + (0, -rows % size)), group, dtype, collectives)
+    return _gather(own, group, collectives)[:rows]
 
 
-def _gather(x: torch.Tensor, group: Any) -> torch.Tensor:
+def _gather(x: torch.Tensor, group: Any, collectives: Any) -> torch.Tensor:
     gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
-    dist.all_gather_into_tensor(gathered, x.contiguous(), group=group)
+    collectives.all_gather_into_tensor(gathered, x.contiguous(), group=group)
     return gathered
 
 
-def reduce_scatter(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+def reduce_scatter(partial: torch.Tensor, group: Any, dtype: torch.dtype, collectives: Any = dist) -> torch.Tensor:
     """Return this rank's part [T / tp, ...] of `reduce`: each rank sends every other one its part, and adds its own."""
     received = torch.empty_like(partial, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(received, partial.contiguous(), group=group)
+    collectives.all_to_all_single(received, partial.contiguous(), group=group)
     return add(received.chunk(group.size())).to(dtype)
 
 
