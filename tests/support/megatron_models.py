@@ -39,7 +39,7 @@ from parallel.model_geometry import ModelGeometry
 from parallel.reshard import get_scale_rect
 from parallel.shards import Rect, Shard
 from support.gathered import gather_tensors
-from support.trainer import TRAIN, Trainer, leave_layout, negative_log_likelihood, start
+from support.trainer import TRAIN, Trainer, latent_attention, leave_layout, negative_log_likelihood, start
 
 
 def restart_megatron(layout: Layout) -> None:
@@ -183,8 +183,9 @@ def _count_storages() -> int:
 
 def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int]) -> list[int]:
     """Bytes that the forward pass of each decoder layer keeps for the backward pass; parameters apart. One micro-batch of sequences
-    with `lengths` places."""
-    actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
+    with `lengths` places. Latent attention takes its form of a GPU, for which memory is planned."""
+    with latent_attention(absorbed=False):
+        actor = Trainer(folder, precision, {"micro_batch_tokens": sum(lengths)}, layout=layout).actor
     sequences = [TrainingSample([1] * length, [2]) for length in lengths]
     (batch,) = actor.make_micro_batches(sequences)
     trackers = [_SavedTensors(actor.model) for _ in actor.model.decoder.layers]
@@ -198,7 +199,8 @@ def count_saved_bytes(folder: Path, precision: dict[str, Any], layout: Layout, l
 def measure_peak(folder: Path, precision: dict[str, Any], layout: Layout, lengths: list[int], recompute: str) -> int:
     """The most bytes that a training pass over one micro-batch allocates on this rank, beside what the rank holds before and after it."""
     options = {"micro_batch_tokens": sum(lengths), "recompute": recompute}
-    actor = Trainer(folder, precision, options, layout=layout).actor
+    with latent_attention(absorbed=False):
+        actor = Trainer(folder, precision, options, layout=layout).actor
     samples = [TrainingSample([1] * length, [2]) for length in lengths]
     actor.update(samples, negative_log_likelihood)  # makes what lasts
     actor.compute_logprobs(samples)

@@ -345,13 +345,18 @@ def packed_and_alone(
     return _unpacked(trainer, batch), packed
 
 
+def latent_attention(absorbed: bool) -> Any:
+    """Models built within the context take this form."""
+    return mock.patch.object(spec, "takes_absorbed_form", return_value=absorbed)
+
+
 def forms_of_attention(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], layout: Layout
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Log-probs and this rank's gradients with latent attention in the absorbed form, and in the expanded one."""
     results = []
     for absorbed in (True, False):
-        with mock.patch.object(spec, "takes_absorbed_form", lambda absorbed=absorbed: absorbed):
+        with latent_attention(absorbed):
             trainer = Trainer(folder, precision, {"learning_rate": 1e-12, "clip_grad": 0.0}, layout=layout)
         logprobs, _ = trainer.actor.compute_logprobs(batch)
         trainer.actor.update(own(batch), negative_log_likelihood)
