@@ -31,8 +31,9 @@ check_disk "${MEGATRON_RL_MIN_DISK_MB:-4000}" "; free some, or move the clone"
 echo "megatron-rl setup: installing into $venv (a few minutes; this happens once)"
 is_usable_venv || "$python" -m venv --clear "$venv"
 rm -f "$stamp"
-pip -qq --retries 1 install --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
-pip -qq install --no-deps -r "$root/launch/requirements.txt"
+pip -qq --retries 1 install --no-compile --no-deps -r "$root/launch/requirements-torch.txt" # a closed network may lack its index and still have the build
+pip -qq install --no-compile --no-deps -r "$root/launch/requirements.txt"
 pip -qq install --no-deps --no-build-isolation -e "$root"
+"$venv/bin/python" -m compileall -qq -j 0 -x /tests/ "$venv/lib" || true # on all cores, where pip uses one; some files are templates
 print_dependencies >"$stamp"
 echo "megatron-rl setup: done"
