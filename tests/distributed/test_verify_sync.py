@@ -61,7 +61,7 @@ def test_head_dim_64_on_the_canonical_grid(tmp_path):
     "config, options, words",
     [
         (QWEN3, ["--train", "tp=3"], ["layout.tp = 3", "4"]),
-        (QWEN3, ["--train", "mp=3"], ["--train", "tp, pp, vpp"]),
+        pytest.param(QWEN3, ["--train", "mp=3"], ["--train", "tp, pp, vpp"], marks=pytest.mark.long),
         pytest.param(QWEN3 | {"model_type": "mamba"}, [], ["mamba"], marks=pytest.mark.long),
         pytest.param(QWEN3 | {"intermediate_size": 384}, ["--rollout", "tp=2"], ["gate", "192"], marks=pytest.mark.long),
     ],

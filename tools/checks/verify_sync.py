@@ -220,8 +220,9 @@ def read_hf_config(path: Path, layers: int | None) -> dict[str, Any]:
 def run_on_ranks(work: Callable[[int], Any], world_size: int) -> Any:
     """Run `work(rank)` in trainer ranks and return rank 0's result. Raise its expected error, or RunError where a rank is lost."""
     store = listening_store("127.0.0.1", _WAIT_SECONDS)
-    results = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.start_processes(run_rank, args=(work, world_size, store.port, results), nprocs=world_size, join=False, start_method="spawn")
+    method = "forkserver"  # it imports Megatron once for all ranks
+    results = mp.get_context(method).SimpleQueue()
+    ranks = mp.start_processes(run_rank, args=(work, world_size, store.port, results), nprocs=world_size, join=False, start_method=method)
     deadline = time.monotonic() + _WAIT_SECONDS
     while results.empty():
         try:
