@@ -23,7 +23,7 @@ from megatron_rl.sync.recovery import RecoveringWeightSync
 from parallel.transport.pack import ChunkPacker
 from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
-from support.processes import family, until
+from support.processes import alive_after, family, until
 
 Faults = dict[int, str]
 """Number of an engine -> what happens to it."""
@@ -49,7 +49,7 @@ def strike_while(work: Callable[[], Any], engines: EnginePool, sync: RecoveringW
     striking.start()
     result = sync.run_with_recovery(version, work)
     striking.join()
-    return {"result": result, "left": [process.pid for process in processes if process.is_running()]}
+    return {"result": result, "left": [process.pid for process in alive_after(processes, 10)]}
 
 
 def sync_through(engines: Rank0[EnginePool], sync: RecoveringWeightSync, version: int, faults: Faults) -> dict[str, Any]:
