@@ -41,6 +41,7 @@ from megatron_rl.mcore.quantizing_optimizer import requantize
 from megatron_rl.mcore.replicas import select_own
 from megatron_rl.mcore.scored_positions import ScoredPositions
 from megatron_rl.precision.contract import PrecisionContract
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import dequantize
 from parallel.layout import Layout
@@ -371,7 +372,7 @@ def _unpacked(trainer: Trainer, batch: list[TrainingSample]) -> torch.Tensor:
         tokens = F.pad(ids, (0, 64 - ids.shape[1]))
         with torch.no_grad():
             logits = trainer.model(tokens, torch.arange(64).unsqueeze(0), None)
-        row = logits[0, len(sequence.prompt_ids) - 1 : ids.shape[1] - 1].float().log_softmax(-1)
+        row = tree.log_softmax(logits[0, len(sequence.prompt_ids) - 1 : ids.shape[1] - 1].float())
         logprobs.append(row.gather(-1, sequence.response_ids.long().unsqueeze(-1)).squeeze(-1))
     return torch.cat(logprobs)
 
