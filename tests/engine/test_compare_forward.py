@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
 
 DENSE = ("input_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.rope.q", "attention.rope.k", "attention.core")
 DENSE += ("attention.output", "post_attention_norm", "mlp.gate_up", "mlp.swiglu", "mlp.down", "mlp")
+LATENT = tuple(f"attention.{op}" for op in ("q_a", "q_a_norm", "q_b", "kv_a", "kv_a_norm", "rope.q", "rope.k")) + DENSE[6:]
 SPARSE = tuple(op for op in DENSE if not op.startswith("mlp.") or op == "mlp")
 
 
@@ -48,6 +49,13 @@ def test_no_operator_differs_with_experts(tmp_path, sparse_model):
     """In bf16, where a router in anything but FP32 on both sides would choose other experts."""
     result, _ = compare(tmp_path, "--model", sparse_model, "--high", "bf16")
     assert_nothing_differs(result, SPARSE)
+
+
+def test_no_operator_differs_in_latent_attention(tmp_path):
+    model = tmp_path / "model"
+    write_model(model, "deepseek_v3", {"mode": "bf16", "high": "bf16"}, first_k_dense_replace=2)
+    result, _ = compare(tmp_path, "--model", model, "--high", "bf16")
+    assert_nothing_differs(result, LATENT)
 
 
 def test_the_first_difference_is_what_the_engine_alone_quantizes(tmp_path):

@@ -49,3 +49,27 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
         generated = world.call(trainer_engine.generate, PROMPTS)[0]
         assert generated["versions"] == {1} and len(generated["engine"]) >= 50
         assert torch.equal(generated["engine"], generated["trainer"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "layout, tp, mode",
+    [
+        (Layout(tp=2), 2, "fp8"),
+        (Layout(tp=2), 1, "bf16"),
+        (Layout(), 2, "bf16"),
+        (Layout(pp=2), 2, "fp32"),
+        (Layout(cp=2), 1, "fp8_bf16"),
+        (Layout(cp=2, tp=2), 2, "fp8"),
+    ],
+)
+def test_latent_attention_has_the_same_bits_in_any_layout(layout, tp, mode, tmp_path):
+    prompts = [[7 * token % 250 for token in range(length)] for length in (1, 3, 31, 33, 64, 70, 130)]
+    with World(layout.world_size, tmp_path / "world") as world:
+        world.call(trainer_engine.start_architecture, "deepseek_v3", tmp_path, MODES[mode], layout, {"tp": tp}, True)
+        world.call(trainer_engine.change_weights, "deepseek_v3", 1)
+        world.call(trainer_engine.sync, 1)
+        for _ in range(2):  # then with the prompts' cache
+            generated = world.call(trainer_engine.generate, prompts)[0]
+            assert len(generated["engine"]) >= 100
+            assert torch.equal(generated["engine"], generated["trainer"])
