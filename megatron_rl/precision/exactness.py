@@ -20,10 +20,10 @@ def list_inexact(config: Config, hf_config: Mapping[str, Any], on_gpu: bool) -> 
     reasons = []
     if on_gpu:
         reasons.append("GPUs: attention and norms of trainer and engine are different kernels")
+        if model.experts is not None:
+            reasons.append("GPUs: SGLang's kernels for experts add up in an order of their own")
     if contract.trainer_format != contract.engine_format:
         reasons.append(f"precision.mode = {contract.mode}: the engine alone is quantized")
-    if (layout.tp > 1 or engine.tp > 1) and not contract.sums_by_tree:
+    if (layout.tp > 1 or layout.etp not in (None, 1) or engine.tp > 1) and not contract.sums_by_tree:
         reasons.append("tensor parallelism without precision.reduction = tree: sums in another order")
-    if model.experts is not None and (engine.tp > 1 or layout.tp > 1):
-        reasons.append("experts over several ranks: sums in another order")
     return reasons

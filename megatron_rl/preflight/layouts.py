@@ -118,14 +118,16 @@ def ranks_hold_whole_leaves(facts: Facts) -> None:
     """Of every row-parallel layer's sum, which the tree adds up in the same order for any number of ranks."""
     if not facts.contract.sums_by_tree:
         return
-    widths = facts.model.row_parallel_widths
-    for field, ranks in (("train.layout.tp", facts.layout.tp), ("rollout.tp", facts.engine.tp)):
-        for name, width in widths.items():
-            if ranks > 1 and not holds_node(width, ranks):
-                rule = (
-                    f"with precision.reduction = 'tree' must be a power of two that cuts {name} ({width} numbers) into multiples of {LEAF}"
-                )
-                raise UserError(field, ranks, rule, "use another, wider matrices (export --align 128), or precision.reduction = 'fast'")
+    model, trainer, engine = facts.model, facts.layout, facts.engine
+    whole = (("train.layout.tp", trainer.tp), ("rollout.tp", engine.tp))
+    sums = [(field, ranks, name, width) for field, ranks in whole for name, width in model.row_parallel_widths.items()]
+    if model.experts is not None:
+        expert = ("mlp.experts.*.down_proj", model.experts.ffn)
+        sums += [("train.layout.etp", trainer.etp, *expert), ("rollout.tp / rollout.ep", engine.tp // engine.ep, *expert)]
+    for field, ranks, name, width in sums:
+        if ranks > 1 and not holds_node(width, ranks):
+            rule = f"with precision.reduction = 'tree' must be a power of two that cuts {name} ({width} numbers) into multiples of {LEAF}"
+            raise UserError(field, ranks, rule, "use another, wider matrices (export --align 128), or precision.reduction = 'fast'")
 
 
 @rule(Needs.MODEL)

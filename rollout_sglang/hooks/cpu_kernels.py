@@ -54,6 +54,11 @@ def multiply_block_fp8(x: torch.Tensor, weight: QuantizedWeight, scale_format: s
     return fprop(x, values, scale_format)
 
 
+def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return [..., N] of x [..., K] and a weight [N, K] that is not quantised."""
+    return tree.multiply(x, weight) if tree_reduction.wants_partial_sums() else batch_invariant.invariant_matmul(x, weight)
+
+
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
     rounded product, as Megatron does."""

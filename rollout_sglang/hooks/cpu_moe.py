@@ -2,10 +2,14 @@
 
     y = sum over the chosen experts e of  p_e * (silu(x G_e^T) * (x U_e^T)) D_e^T
 
-w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. An expert's output is weighted and rounded to x's
-dtype, as in SGLang's GPU kernels and in Megatron; experts are added in ascending order, in float32, and rounded once; the sum over
-ranks is SGLang's all-reduce. FP8 experts run `megatron_rl.precision.fp8_products.fprop` twice, as two linear layers would, INT8 experts
-`megatron_rl.precision.int8.int8_matmul`: tokens are quantised before w13, and again before w2.
+w13 [E, 2I, H] holds [G ; U] of every expert of this rank, w2 [E, H, I] holds D. An expert's output is rounded to x's dtype, weighted and
+rounded again, as in SGLang's GPU kernels and in Megatron. FP8 experts run `megatron_rl.precision.fp8_products` twice, as two linear layers
+would, INT8 experts `megatron_rl.precision.int8.int8_matmul`: tokens are quantised before w13, and again before w2.
+
+With `precision.reduction = "tree"`, the ranks that cut an expert (SGLang's moe_tp) first add their float32 parts of its output, then those
+that share the experts (moe_ep) their float32 sums, both by the trainer's trees (`ops.tree`, `ops.expert_sum`). SGLang all-reduces later,
+together with shared experts: the first rank returns the sum and the others zeros. Else each rank adds its experts in ascending order, in
+float32, and rounds once; the sum over ranks is SGLang's all-reduce.
 """
 
 from __future__ import annotations
@@ -17,31 +21,51 @@ import torch
 import torch.nn.functional as F
 
 from megatron_rl.precision import int8
-from megatron_rl.precision.ops.batch_invariant import InvariantRouting, invariant_matmul
+from megatron_rl.precision.ops.batch_invariant import InvariantRouting
+from megatron_rl.precision.ops.expert_sum import sum_experts
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
-from rollout_sglang.hooks import gpu_activation_quant
-from rollout_sglang.hooks.cpu_kernels import multiply_block_fp8
+from rollout_sglang.hooks import gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks.cpu_kernels import multiply_block_fp8, multiply_plain
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 ExpertLinear = Callable[[torch.Tensor, int], torch.Tensor]
 """An expert's linear layer: (x [T, K], expert) -> [T, N] in x's dtype."""
 
 
-def run_experts(x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, gate_up: ExpertLinear, down: ExpertLinear) -> torch.Tensor:
-    """Return this rank's part of the sum, [T, H] in the dtype of x [T, H].
+def run_experts(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    gate_up: ExpertLinear,
+    down: ExpertLinear,
+    num_experts: int,
+    tree: bool,
+) -> torch.Tensor:
+    """Return what SGLang is to add up over ranks, [T, H] in the dtype of x [T, H]: this rank's part of the sum, or with `tree`, where
+    `down` gives float32 partial sums, the whole sum on the first rank.
 
-    `weights` float32 [T, k] and `experts` [T, k] come from the router; experts by this rank's numbers, -1 for another rank's expert.
+    `weights` float32 [T, k] and `experts` [T, k] come from the router; experts by this rank's numbers, below `num_experts`, -1 for another
+    rank's expert.
     """
-    summed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in experts.unique().tolist():  # ascending
-        if expert < 0:
-            continue
-        token, choice = (experts == expert).nonzero(as_tuple=True)
-        gate, up = gate_up(x[token], expert).chunk(2, dim=-1)
-        y = down(F.silu(gate) * up, expert)
-        summed.index_add_(0, token, (y.float() * weights[token, choice, None]).to(x.dtype).float())
-    return summed.to(x.dtype)
+    chosen, choice = experts.flatten().long().sort(stable=True)
+    chosen, choice = chosen[chosen >= 0], choice[chosen >= 0]
+    tokens, counts = choice // experts.shape[1], torch.bincount(chosen, minlength=num_experts).tolist()
+    parts = [down(_gate(gate_up(x[rows], expert)), expert) for expert, rows in enumerate(tokens.split(counts)) if len(rows)]
+    y = torch.cat([x.new_empty(0, x.shape[1]), *parts])
+    ranks = get_ranks() if tree else None
+    if ranks is not None:
+        y = tree_reduction.add_over_ranks(y.float(), ranks.moe_tp_group, x.dtype)
+    weighted = (y.float() * weights.flatten()[choice, None]).to(x.dtype)
+    if ranks is None:
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add_(0, tokens, weighted.float()).to(x.dtype)
+    summed = sum_experts(weighted, tokens, chosen, len(x), num_experts, torch.float32)
+    return tree_reduction.keep_on_first_rank(tree_reduction.add_over_ranks(summed, ranks.moe_ep_group, x.dtype), ranks.tp_group)
+
+
+def _gate(both: torch.Tensor) -> torch.Tensor:
+    gate, up = both.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def route_tokens(
@@ -78,8 +102,8 @@ def route_tokens_with_bias(
 
 
 def scale_routing_weights(original: Callable[..., Any], moe_layer: Any, *args: Any, **kwargs: Any) -> None:
-    """Wrap `Glm4MoeSparseMoeBlock.__init__`: multiply a token's weights with `routed_scaling_factor`, as Megatron does. Off CUDA, SGLang
-    multiplies the rounded sum of the experts' outputs instead."""
+    """Wrap GLM-4.5's and DeepSeek-V3's constructors: multiply a token's weights with `routed_scaling_factor`, as Megatron does.
+    Off CUDA, SGLang multiplies the rounded sum of the experts' outputs instead."""
     original(moe_layer, *args, **kwargs)
     moe_layer.topk.topk_config.apply_routed_scaling_factor_on_output = True
     moe_layer.routed_scaling_factor = 1.0
@@ -112,7 +136,7 @@ def apply_unquantized(self: Any, layer: Any, dispatch_output: Any) -> Any:
     """Replace `UnquantizedFusedMoEMethod.apply`."""
 
     def linear(weight: torch.Tensor) -> ExpertLinear:
-        return lambda x, expert: invariant_matmul(x, weight[expert])
+        return lambda x, expert: multiply_plain(x, weight[expert])
 
     return _apply_experts(self, dispatch_output, linear(layer.w13_weight), linear(layer.w2_weight))
 
@@ -123,8 +147,22 @@ def _apply_experts(method: Any, dispatch_output: Any, gate_up: ExpertLinear, dow
     with_bias = getattr(method, "with_bias", False)  # SGLang's INT8 method has no such attribute
     if not swiglu or with_bias or any(value is not None for value in (config.gemm1_alpha, config.swiglu_limit)):
         raise NotImplementedError("experts other than silu(gate) * up without bias are not supported on the CPU tier")
-    routing = dispatch_output.topk_output
-    return make_combine_input(run_experts(dispatch_output.hidden_states, routing.topk_weights.float(), routing.topk_ids, gate_up, down))
+    routing, by_tree = dispatch_output.topk_output, tree_reduction.sums_by_tree()
+
+    def down_in_parts(x: torch.Tensor, expert: int) -> torch.Tensor:
+        with tree_reduction.partial_sums():
+            return down(x, expert)
+
+    last, weights = down_in_parts if by_tree else down, routing.topk_weights.float()
+    y = run_experts(dispatch_output.hidden_states, weights, routing.topk_ids, gate_up, last, config.num_local_experts, by_tree)
+    return make_combine_input(y)
+
+
+def get_ranks() -> Any:
+    """Return SGLang's groups of ranks."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel()
 
 
 def make_combine_input(y: torch.Tensor) -> Any:

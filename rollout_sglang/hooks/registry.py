@@ -79,6 +79,7 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.layers.moe.topk.fused_topk_native", cpu_moe.route_tokens, "AROUND"),
         ("sglang.srt.layers.moe.topk.biased_grouped_topk_impl", cpu_moe.route_tokens_with_bias, "AROUND"),
         ("sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", cpu_moe.scale_routing_weights, "AROUND"),
+        ("sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.MoEGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),

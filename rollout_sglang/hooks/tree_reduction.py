@@ -79,7 +79,7 @@ def add_over_ranks(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> tor
     if torch.cuda.is_available():
         captured = gpu_tree.CapturedGroup(group)
         return tree.reduce(partial, captured, dtype, captured)
-    return partial.to(dtype) if group.world_size == 1 else tree.reduce(partial, group.device_group, dtype)
+    return partial.to(dtype) if group.world_size == 1 or not len(partial) else tree.reduce(partial, group.device_group, dtype)
 
 
 def keep_on_first_rank(y: torch.Tensor, group: Any) -> torch.Tensor:

@@ -37,6 +37,19 @@ class RowSum:
         return gather_sequence(dy, self.group) if self.scatter else dy
 
 
+@dataclass(frozen=True)
+class PartialSum(RowSum):
+    """Leaves the ranks' parts, float32, for others to add up, and rounds the gradient to `dtype`."""
+
+    dtype: torch.dtype
+
+    def reduce(self, partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return partial
+
+    def gather_gradient(self, dy: torch.Tensor) -> torch.Tensor:
+        return dy.to(self.dtype)
+
+
 class _TreeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, row_sum: RowSum) -> torch.Tensor:
@@ -61,9 +74,13 @@ class TreeRowParallelLinear(RowParallelLinear):
     """y = sum over ranks of x_r W_r^T by the tree, rounded once; with `config.sums_by_tree` False Megatron's own layer."""
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not self.config.sums_by_tree or (self.explicit_expert_comm and self.tp_group.size() > 1):
+        if not self.config.sums_by_tree:
             return super().forward(input_)
-        row_sum = RowSum(self.tp_group, self.sequence_parallel and self.tp_group.size() > 1)
+        is_cut = self.tp_group.size() > 1
+        if is_cut and self.explicit_expert_comm:  # `experts` adds up the parts of all experts at once
+            row_sum: RowSum = PartialSum(self.tp_group, False, input_.dtype)
+        else:
+            row_sum = RowSum(self.tp_group, is_cut and self.sequence_parallel)
         options = {"bias": None, "allreduce_dgrad": False, "sequence_parallel": False, "tp_group": None}
         y = self._forward_impl(input=input_, weight=self.weight, row_sum=row_sum, **options)
         if self.skip_bias_add:

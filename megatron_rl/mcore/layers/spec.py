@@ -1,4 +1,4 @@
-"""The layers that replace Megatron's local ones: core attention, experts, and the layer spec that names them all.
+"""The layers that replace Megatron's local ones: core attention, and the layer spec that names them all.
 
 Megatron's own local norm refuses sequence parallelism, its local attention refuses packed input, and its spec function hard-codes
 linear layers. These classes plug in through Megatron's ModuleSpec, so nothing is patched.
@@ -19,11 +19,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 
+from megatron_rl.mcore.layers.experts import MixtureOfExperts, OutputWeightedExperts
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention, AbsorbedLinear, LatentAttention, ReplicatedLinear, takes_absorbed_form
 from megatron_rl.mcore.layers.norms import NormedAdd, RMSNorm
 from megatron_rl.mcore.layers.quantized_linear import (
@@ -82,24 +82,6 @@ class AbsorbedCoreAttention(CoreAttention):
         heads, _, rank = value.shape
         attended = super().forward(query, key, key[..., :rank], attention_mask, **options)
         return batch_invariant.multiply_heads(attended.unflatten(-1, (heads, rank)), value).flatten(-2)
-
-
-class OutputWeightedExperts(SequentialMLP):
-    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the input of the
-    second layer, which gives another number once that input is quantized."""
-
-    def forward(
-        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
-        """Tokens [T, h] sorted by expert, weights [T]; returns [T, h]."""
-        tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
-        y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
-        return (y.float() * permuted_probs.unsqueeze(-1)).to(y.dtype), None
-
-
-def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
-    """Run one expert's MLP; it may get few tokens, or none."""
-    return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
 
 
 class SpecProvider(LocalSpecProvider):
@@ -161,7 +143,7 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
 def _mlp(backend: SpecProvider, experts: int | None) -> ModuleSpec:
     spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts)
     if experts is not None:
-        spec.submodules.router = Router
+        spec.module, spec.submodules.router = MixtureOfExperts, Router
     return spec
 
 

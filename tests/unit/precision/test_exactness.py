@@ -17,6 +17,7 @@ from megatron_rl.precision.exactness import list_inexact
         ("qwen3", {}, False, None),
         ("qwen3", {"rollout": {"tp": 4}, "train": {"layout": {"tp": 2}}}, False, None),
         ("deepseek_v3", {}, False, None),
+        ("qwen3_moe", {"rollout": {"tp": 4, "ep": 2}, "train": {"layout": {"tp": 2, "ep": 2, "etp": 2}}}, False, None),
         ("qwen3", {}, True, "GPUs: "),
         ("qwen3", {"precision": {"mode": "fp8_rollout"}}, False, "precision.mode = fp8_rollout: "),
         ("qwen3", {"precision": {"reduction": "fast"}}, False, None),

@@ -264,6 +264,14 @@ MISTAKES = [
         {"num_attention_heads": 2, "head_dim": 64},
     ),
     Mistake(
+        layouts.ranks_hold_whole_leaves,
+        "train plan",
+        "rollout.tp / rollout.ep = 2: with precision.reduction = 'tree' must be a power of two that cuts mlp.experts.*.down_proj "
+        "(192 numbers) into multiples of 128; ",
+        (EXPERTS, "--rollout.tp=2", "--precision.mode=bf16"),
+        scene=lambda _: edit_config(Path("experts"), {"moe_intermediate_size": 192}),
+    ),
+    Mistake(
         layouts.trainer_divides_the_model,
         "train plan",
         "model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block in "

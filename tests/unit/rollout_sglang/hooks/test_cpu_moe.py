@@ -12,7 +12,7 @@ from megatron_rl.precision.fp8 import dequantize_weight, quantize_weight
 from megatron_rl.precision.fp8_products import fprop
 from megatron_rl.precision.int8 import quantize_int8_weight
 from megatron_rl.precision.quantized_weight import QuantizedWeight
-from rollout_sglang.hooks import cpu_moe, dequant_cache
+from rollout_sglang.hooks import cpu_moe, dequant_cache, tree_reduction
 
 EXPERTS, WIDTH, HIDDEN = 3, 128, 256
 
@@ -55,7 +55,7 @@ def run(monkeypatch):
     monkeypatch.setattr(cpu_moe, "make_combine_input", lambda y: SimpleNamespace(hidden_states=y))
 
     def apply(function, layer: SimpleNamespace, **method: object) -> torch.Tensor:
-        config = SimpleNamespace(activation="silu", is_gated=True, gemm1_alpha=None, swiglu_limit=None)
+        config = SimpleNamespace(activation="silu", is_gated=True, gemm1_alpha=None, swiglu_limit=None, num_local_experts=EXPERTS)
         config.apply_router_weight_on_input = config.no_combine = False
         chosen = SimpleNamespace(topk_weights=WEIGHTS, topk_ids=CHOSEN)
         given = SimpleNamespace(hidden_states=X, topk_output=chosen)
@@ -156,12 +156,45 @@ def test_values_are_kept_up_to_a_limit_and_forgotten(monkeypatch):
     assert get(second) is get(second)
 
 
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_by_the_tree_the_first_rank_returns_the_sum_of_all(monkeypatch, tp_rank):
+    """Outputs are rounded when their ranks' parts are added, when they are weighted, and when the ranks' sums of experts are added. Here
+    every other rank has the same numbers as this one."""
+    added = []
+
+    def add(partial: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+        added.append((group, partial.dtype, len(partial)))
+        return (partial * group).to(dtype)
+
+    monkeypatch.setattr(
+        cpu_moe, "get_ranks", lambda: SimpleNamespace(moe_tp_group=2, moe_ep_group=4, tp_group=SimpleNamespace(rank_in_group=tp_rank))
+    )
+    monkeypatch.setattr(tree_reduction, "add_over_ranks", add)
+    x, experts = X.bfloat16(), torch.tensor([[3, 0, 2], [1, -1, 3], [-1, -1, -1], [2, 1, 0], [0, 3, -1]])
+    weights = random(*experts.shape, seed=7).softmax(-1)
+
+    def down(rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return rows.float() * (expert + 1.1)
+
+    y = cpu_moe.run_experts(x, weights, experts, lambda rows, _: rows.repeat(1, 2), down, 4, True)
+    assert y.dtype == torch.bfloat16 and added == [(2, torch.float32, 10), (4, torch.float32, 5)]
+    if tp_rank:
+        assert not y.any()
+        return
+    outputs = torch.zeros(4, *x.shape)
+    for token, choice in (experts >= 0).nonzero().tolist():
+        expert = experts[token, choice]
+        output = (2 * down(F.silu(x[token]) * x[token], expert)).bfloat16()
+        outputs[expert, token] = (output.float() * weights[token, choice]).bfloat16().float()
+    assert torch.equal(y, (4 * ((outputs[0] + outputs[1]) + (outputs[2] + outputs[3]))).bfloat16())
+
+
 def test_weighted_outputs_are_rounded_before_they_are_summed():
     """In BF16, as the trainer's experts give them: a sum of unrounded ones is another."""
     x, ones = X.bfloat16(), torch.tensor([[0, 1, 2]]).expand(len(X), -1)
     weights = random(len(X), 3, seed=7).softmax(-1)
     outputs = [x * (expert + 1) for expert in range(3)]
-    y = cpu_moe.run_experts(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert])
+    y = cpu_moe.run_experts(x, weights, ones, lambda rows, _: rows.repeat(1, 2), lambda _, expert: outputs[expert], 3, False)
     rounded = [(output.float() * weights[:, e, None]).bfloat16() for e, output in enumerate(outputs)]
     assert torch.equal(y, sum(part.float() for part in rounded).bfloat16())
     assert not torch.equal(y, sum(output.float() * weights[:, e, None] for e, output in enumerate(outputs)).bfloat16())

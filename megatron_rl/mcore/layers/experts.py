@@ -1,0 +1,92 @@
+"""Mixtures of experts whose outputs have the same bits however ranks share experts (`ep`) and cut each of them (`etp`).
+
+An expert's output is a row-parallel sum: FP32 partial sums of its ranks, added by the tree of `precision.ops.tree` and rounded once. It is
+multiplied with the token's weight and rounded. A token's outputs come back to its own rank, which adds them by the tree over all experts'
+numbers (`precision.ops.expert_sum`) and rounds once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from megatron_rl.precision.ops import batch_invariant, tree
+from megatron_rl.precision.ops.expert_sum import sum_experts
+
+
+class OutputWeightedExperts(SequentialMLP):
+    """Megatron's experts, but a token's weight multiplies the expert's output, as in every engine. Megatron multiplies the input of the
+    second layer, which gives another number once that input is quantized."""
+
+    def forward(
+        self, permuted_local_hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, permuted_probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """Tokens [T, h] sorted by expert, weights [T]; returns [T, h], for Megatron to add up over the ranks of an expert."""
+        tokens = permuted_local_hidden_states.split(tokens_per_expert.tolist())
+        y = torch.cat([_run_expert(mlp, x) for mlp, x in zip(self.local_experts, tokens, strict=True)])
+        if self.config.sums_by_tree and self.tp_group.size() > 1:
+            return _WeightedSum.apply(y, permuted_probs, self.tp_group, permuted_local_hidden_states.dtype), None
+        return _weigh(y, permuted_probs), None
+
+
+def _run_expert(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+    """Run one expert's MLP; it may get few tokens, or none."""
+    return batch_invariant.apply_with_min_rows(lambda rows: mlp(rows)[0], x)
+
+
+def _weigh(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return (y.float() * weights.unsqueeze(-1)).to(y.dtype)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """Adds up the partial sums of an expert's ranks, float32 [T, h], and weighs them: each rank for its part of the tokens, with zeros for
+    the others. So Megatron's sum over the ranks, which follows, adds one output and zeros. Its gradient is whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, partial: torch.Tensor, weights: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
+        ranks, count = group.size(), len(partial)
+        y = tree.reduce_scatter(F.pad(partial, (0, 0, 0, -count % ranks)), group, dtype) if count else partial.to(dtype)
+        start = min(group.rank() * len(y), count)
+        ctx.rows = slice(start, min(start + len(y), count))
+        y = y[: ctx.rows.stop - start]
+        ctx.save_for_backward(y, weights)
+        result = torch.zeros_like(partial, dtype=dtype)
+        result[ctx.rows] = _weigh(y, weights[ctx.rows])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        y, weights = ctx.saved_tensors
+        of_weights = torch.zeros_like(weights)
+        of_weights[ctx.rows] = (gradient[ctx.rows].float() * y.float()).sum(-1).to(weights.dtype)
+        return _weigh(gradient, weights), of_weights, None, None
+
+
+class MixtureOfExperts(MoELayer):
+    """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False Megatron's own."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None
+    ) -> None:
+        groups = pg_collection or get_default_pg_collection()
+        super().__init__(config, submodules, layer_number, groups)
+        if config.sums_by_tree:
+            self.token_dispatcher = TreeDispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
+
+
+class TreeDispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron's all-to-all dispatcher, which adds up a token's outputs by the tree over experts."""
+
+    def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
+        """Return [s, b, h] of the weighted outputs [n, h] of this rank's tokens, sorted by expert, then by token."""
+        outputs = permutated_local_input_tokens
+        experts, tokens = self.routing_map.t().nonzero(as_tuple=True)
+        num_tokens, num_experts = self.routing_map.shape
+        return sum_experts(outputs, tokens, experts, num_tokens, num_experts, outputs.dtype).view(self.hidden_shape)
