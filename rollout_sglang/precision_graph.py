@@ -23,6 +23,7 @@ from megatron_rl.precision.graph.decoder import (
 )
 from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, group_format, token_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
+from rollout_sglang.hooks import tree_reduction
 
 _KNOWN_METHODS = (
     "Fp8LinearMethod",
@@ -95,7 +96,7 @@ class _GraphReader:
             name: self.read_norm(getattr(attention, name), self.hidden) for name in ("q_norm", "k_norm") if hasattr(attention, name)
         }
         backend, cache = type(self.runner.attn_backend).__name__, self.read_cache(attention.attn)
-        qkv, output = self.read_linear(attention.qkv_proj), self.read_linear(attention.o_proj)
+        qkv, output = self.read_linear(attention.qkv_proj), self.read_row_parallel(attention.o_proj)
         return AttentionPrecision(qkv, output, self.hidden, cache, detail=backend, **head_norms)
 
     def read_latent_attention(self, attention: Any) -> MLAPrecision:
@@ -113,7 +114,7 @@ class _GraphReader:
             kv_b=kv_b
             if attention.w_kc is None
             else replace(kv_b, x=self.hidden if absorbed else cache, detail="absorbed into the attention"),
-            output=self.read_linear(attention.o_proj),
+            output=self.read_row_parallel(attention.o_proj),
             q=self.hidden,
             kv=cache,
             q_a=None if fused is None else self.read_linear(fused),
@@ -129,20 +130,24 @@ class _GraphReader:
         return TensorPrecision(dtype_name(dtype), "tensor", "fp32") if dtype.itemsize == 1 else TensorPrecision(dtype_name(dtype))
 
     def read_mlp(self, mlp: Any) -> MLPPrecision:
-        return MLPPrecision(self.read_linear(mlp.gate_up_proj), self.read_linear(mlp.down_proj))
+        return MLPPrecision(self.read_linear(mlp.gate_up_proj), self.read_row_parallel(mlp.down_proj))
 
     def read_experts(self, moe: Any) -> MoEPrecision:
         gate, experts, shared = moe.gate, moe.experts, getattr(moe, "shared_experts", None)
         fp32_logits = not hasattr(gate, "quant_method") or type(gate.quant_method).__name__ == "Fp32RouterMethod"  # hooks.fp32_router
         logits = TensorPrecision("fp32") if fp32_logits else unquantized_format(gate.weight)
         router = self.read_linear(gate) if hasattr(gate, "quant_method") else self.read_norm(gate, self.hidden)
-        gate_up, down = self.read_linear(experts, name="w13_weight"), self.read_linear(experts, name="w2_weight")
+        gate_up, down = self.read_linear(experts, name="w13_weight"), self.read_row_parallel(experts, name="w2_weight")
         return MoEPrecision(
             router=replace(router, bias=self.read_vector(gate, "e_score_correction_bias")),
             logits=logits,
             experts=MLPPrecision(gate_up, down, count=gate.weight.shape[0]),
             shared=None if shared is None else self.read_mlp(shared),
         )
+
+    def read_row_parallel(self, module: Any, name: str = "weight") -> WeightedOpPrecision:
+        """Read a linear layer that tensor-parallel ranks cut by columns, or so the second matrix of all experts."""
+        return replace(self.read_linear(module, name=name), by_tree=tree_reduction.is_summed_by_tree(module.quant_method))
 
     def read_linear(self, module: Any, x: TensorPrecision | None = None, name: str = "weight") -> WeightedOpPrecision:
         """Read a linear layer, an embedding, or by `name` one of the two matrices of all experts, [experts, N, K]. `x`: format of its input

@@ -22,6 +22,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron_rl.errors import RunError
 from megatron_rl.mcore.layers.mla import AbsorbedLatentAttention
 from megatron_rl.mcore.layers.norms import NormedAdd
+from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
 from megatron_rl.precision.graph.decoder import (
     AttentionPrecision,
     DecoderPrecision,
@@ -138,8 +139,9 @@ class _MegatronReader:
         """Read a quantized layer by its blocks, any other by its weight. Transformer Engine's own layers hide how they quantize."""
         if not type(layer).__module__.startswith("megatron_rl."):
             _require_class(layer, ColumnParallelLinear, RowParallelLinear)
+        by_tree = isinstance(layer, TreeRowParallelLinear) and layer.config.sums_by_tree
         if layer.blocks is None:
-            return self.read_weighted(layer)
+            return replace(self.read_weighted(layer), by_tree=by_tree)
         self.seen.add(id(layer.weight))
         weight, master = block_format(*layer.blocks), TensorPrecision("fp32")
         x = tokens = self.hidden
@@ -149,7 +151,7 @@ class _MegatronReader:
             tokens = TensorPrecision(x.dtype, f"{group}x1", x.scale)  # WGrad contracts over tokens: columns of x, rows of dy^T
         gradients = GradientFormats(x, weight, x, tokens, _gradient(layer.weight), master)
         detail = f"{type(layer).__name__}, {type(layer.backend).__name__}"
-        return WeightedOpPrecision(x, weight, self.read_bias(layer), detail, gradients)
+        return WeightedOpPrecision(x, weight, self.read_bias(layer), detail, gradients, by_tree)
 
     def read_weighted(self, module: Any, x: TensorPrecision | None = None) -> WeightedOpPrecision:
         """Read a module that multiplies its weight in high precision."""
@@ -198,5 +200,8 @@ def _merge_experts(parts: Sequence[WeightedOpPrecision]) -> WeightedOpPrecision:
     if all(part == parts[0] for part in parts):
         return parts[0]
     return WeightedOpPrecision(
-        common_format([part.x for part in parts]), common_format([part.weight for part in parts]), None, parts[0].detail
+        common_format([part.x for part in parts]),
+        common_format([part.weight for part in parts]),
+        detail=parts[0].detail,
+        by_tree=all(part.by_tree for part in parts),
     )

@@ -59,6 +59,12 @@ def multiply_plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return tree.multiply(x, weight) if tree_reduction.wants_partial_sums() else batch_invariant.invariant_matmul(x, weight)
 
 
+def keep_heads(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    """Replace `adjust_config_with_unaligned_cpu_tp`, which adds heads where there are fewer key-value heads than ranks. Ranks share a
+    key-value head then, as on a GPU; other sizes that do not fit are refused beforehand."""
+    return model_config
+
+
 def apply_plain_linear(original: Callable[..., torch.Tensor], self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
     """Wrap `UnquantizedLinearMethod.apply`: routers, and every linear layer of a model that is not quantised. A bias is added to the
     rounded product, as Megatron does."""

@@ -88,6 +88,7 @@ def list_cpu_hooks() -> list[Hook]:
         (_LATENT_ATTENTION + "forward_absorb_core", cpu_mla.multiply_invariantly, "AROUND"),
         ("sglang.srt.layers.rotary_embedding.factory.get_rope_wrapper", cpu_mla.get_rotary_embedding, "AROUND"),
         ("sglang.srt.layers.quantization.fp8_utils.block_quant_to_tensor_quant", cpu_mla.dequantize_kv_b, "REPLACE"),
+        ("sglang.srt.model_executor.model_runner.adjust_config_with_unaligned_cpu_tp", cpu_kernels.keep_heads, "REPLACE"),
         ("sglang.srt.mem_cache.pool_host.common._cuda_host_register", lambda *_, **__: None, "REPLACE"),
     ]
 

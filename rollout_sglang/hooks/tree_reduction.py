@@ -16,8 +16,8 @@ from rollout_sglang.hooks import gpu_tree
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
 """Carries `precision.reduction`; `rollout_sglang.launch_args` sets it for the engine's processes."""
-_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod")
-"""SGLang's linear methods whose products, replaced in `cpu_kernels`, give partial sums within `partial_sums`."""
+_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod", "UnquantizedFusedMoEMethod", "Fp8MoEMethod")
+"""SGLang's methods whose products, replaced in `cpu_kernels` and `cpu_moe`, give partial sums within `partial_sums`."""
 _partial = False
 
 
@@ -25,6 +25,11 @@ _partial = False
 def sums_by_tree() -> bool:
     """Return whether this process's engine adds up by the tree."""
     return os.environ.get(REDUCTION_VARIABLE) == "tree"
+
+
+def is_summed_by_tree(method: Any) -> bool:
+    """Return whether a row-parallel layer with this method of SGLang's, or an expert's second one, sums by the tree."""
+    return sums_by_tree() and type(method).__name__ in _METHODS
 
 
 @contextmanager
@@ -55,7 +60,7 @@ def run_row_parallel(
     Where SGLang itself adds up later, together with other layers, the first rank returns the sum and the others zeros, which it adds
     exactly.
     """
-    if not sums_by_tree() or type(self.quant_method).__name__ not in _METHODS:
+    if not is_summed_by_tree(self.quant_method):
         return original(self, input_, skip_all_reduce, forward_batch, output_tensor)
     from sglang.srt.layers.moe.utils import should_skip_mlp_all_reduce
 

@@ -8,6 +8,8 @@ from support import trainer
 from support.models import FP8, FP32, random_sequences
 
 BF16 = {"mode": "bf16", "high": "bf16"}
+TOLERANCE = {("bf16", "fp32"): 1e-5, ("bf16", "bf16"): 1e-2, ("fp8_unified", "fp32"): 5e-2, ("fp8_unified", "bf16"): 5e-2}
+"""Relative: a gradient in its last bit moves some values to the next E4M3 number."""
 CASES = [
     ("qwen3", FP8, 1.0, 1),
     ("qwen2", FP32, 0.7, 1),  # tied
@@ -24,4 +26,4 @@ def test_chunks_of_rows_give_what_whole_logits_give(worlds, model_folder, name, 
         assert torch.equal(scored[0], whole[0]) and len(scored[0]) > 40 and scored[0].std() > 0.1
         for weight, gradient in whole[1].items():
             distance = (scored[1][weight] - gradient).norm() / gradient.norm()
-            assert distance < (1e-2 if "bf16" in precision.values() else 1e-5), (weight, distance)
+            assert distance < TOLERANCE[precision["mode"], precision["high"]], (weight, distance)

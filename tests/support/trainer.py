@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 from examples.arithmetic.supervised import negative_log_likelihood
 from megatron_rl.algorithm.policy_loss import PolicyLoss
@@ -442,7 +442,7 @@ def scored_and_whole(
     folder: Path, precision: dict[str, Any], batch: list[TrainingSample], temperature: float
 ) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """(log-probs, gradient buffers) of one micro-batch of an actor whose output layer scores a few rows at a time, and the same from
-    whole logits, by torch's log-softmax or, where ranks share the vocabulary, by Megatron's cross-entropy."""
+    whole logits, of all ranks."""
     actor = Trainer(folder, precision, {"micro_batch_tokens": 10000}, temperature).actor
     (row,) = actor.make_micro_batches(batch)
     scored = ScoredPositions.of(row.mask)
@@ -450,9 +450,7 @@ def scored_and_whole(
 
     def compute_from_whole_logits() -> torch.Tensor:
         logits = targets.keep(targets.scale(actor.forward(row)[0, scored.index]))
-        if actor.chunks[0].config.tensor_model_parallel_size > 1:
-            return -vocab_parallel_cross_entropy(logits, targets.tokens)
-        return logits.log_softmax(-1).gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1)
+        return tree.log_softmax(gather_from_tensor_model_parallel_region(logits)).gather(-1, targets.tokens.unsqueeze(-1)).squeeze(-1)
 
     def compute_in_chunks() -> torch.Tensor:
         with score_positions(actor.chunks[0], scored.index, targets, with_entropy=False):

@@ -66,13 +66,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_checkpoint(folder: Path, hf_config: dict[str, Any]) -> None:
+def make_checkpoint(folder: Path, hf_config: dict[str, Any], std: float = 0.02) -> None:
     """Write random BF16 weights, one file after the other."""
     tensors = ModelGeometry.from_hf_config(hf_config).tensors()
 
     def make(name: str) -> torch.Tensor:
         rows, cols = tensors[name].rows, tensors[name].cols
-        return torch.ones(rows).bfloat16() if tensors[name].vector else torch.empty((rows, cols), dtype=torch.bfloat16).normal_(std=0.02)
+        return torch.ones(rows).bfloat16() if tensors[name].vector else torch.empty((rows, cols), dtype=torch.bfloat16).normal_(std=std)
 
     torch.manual_seed(0)
     files = cut_into_files({name: 2 * tensor.rows * tensor.cols for name, tensor in tensors.items()}, file_bytes=1 << 28)

@@ -15,7 +15,7 @@ from megatron_rl.precision.graph.graph import FORWARD, Edge, Node, PrecisionGrap
 Inputs = Mapping[str, tuple[str, TensorPrecision]]
 """Tensor -> (operator that produces it, its precision)."""
 
-_LINEARS = ("linear", "router", "lm_head")
+_LINEARS = ("linear", "tree_linear", "router", "lm_head")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,13 @@ class WeightedOpPrecision:
     bias: TensorPrecision | None = None
     detail: str = ""
     gradients: GradientFormats | None = None
+    by_tree: bool = False
+    """A linear layer that sums by the contract's tree (`precision.ops.tree`)."""
+
+    @property
+    def linear(self) -> str:
+        """The operator of a linear layer."""
+        return "tree_linear" if self.by_tree else "linear"
 
 
 @dataclass(frozen=True)
@@ -185,7 +192,7 @@ def _add_attention(builder: _Builder, prefix: str, precision: AttentionPrecision
     rope = builder.op(f"{prefix}rope", "rope", {"q": (q, builder.hidden), "k": (k, builder.hidden)})
     inputs = {"q": (rope, precision.q), "k": (rope, precision.kv), "v": (qkv, precision.kv)}
     core = builder.op(f"{prefix}core", "attention", inputs, detail=precision.detail)
-    return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}output", "linear", core, precision.output))
+    return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}output", precision.output.linear, core, precision.output))
 
 
 def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecision, source: str) -> str:
@@ -206,13 +213,15 @@ def _add_latent_attention(builder: _Builder, prefix: str, precision: MLAPrecisio
     core = builder.op(f"{prefix}core", "attention", inputs | {"k_rope": (rope, precision.kv)}, detail=precision.detail)
     if precision.absorbed:
         core = builder.weighted(f"{prefix}kv_b.v", "linear", core, precision.kv_b)
-    return builder.weighted(f"{prefix}output", "linear", core, precision.output)
+    return builder.weighted(f"{prefix}output", precision.output.linear, core, precision.output)
 
 
 def _add_mlp(builder: _Builder, prefix: str, precision: MLPPrecision, source: str) -> str:
     gate_up = builder.weighted(f"{prefix}gate_up", "linear", source, precision.gate_up, precision.count)
     act = builder.op(f"{prefix}swiglu", "swiglu", {"x": (gate_up, builder.hidden)}, precision.count)
-    return _add_post_norm(builder, prefix, precision, builder.weighted(f"{prefix}down", "linear", act, precision.down, precision.count))
+    return _add_post_norm(
+        builder, prefix, precision, builder.weighted(f"{prefix}down", precision.down.linear, act, precision.down, precision.count)
+    )
 
 
 def _add_post_norm(builder: _Builder, prefix: str, precision: AttentionPrecision | MLPPrecision, source: str) -> str:
