@@ -7,6 +7,10 @@ from __future__ import annotations
 
 LEAF = 128
 """Numbers of a row that one leaf sums: a block of the contract."""
+GATHERED_WHOLE = 1 << 14
+"""Results up to which ranks send all their partial sums to all: one message for two."""
+GPU_TILE = 64
+"""Rows and columns of results that a program of `megatron_rl.precision.ops.tree_triton` computes."""
 
 
 def halve(leaves: int) -> int:
@@ -17,6 +21,15 @@ def halve(leaves: int) -> int:
 def holds_node(width: int, ranks: int) -> bool:
     """Return whether each of so many ranks holds a node of a sum over `width` numbers."""
     return width % (LEAF * ranks) == 0 and ranks & (ranks - 1) == 0
+
+
+def count_bytes_sent(ranks: int, dtype_bytes: int, scattered: bool, by_tree: bool = True) -> float:
+    """Return the bytes that each of a group's ranks sends for one result that all of them get, or, `scattered`, one of them.
+
+    By the tree, FP32 partial sums to the rank that adds them (an all-to-all), and the rounded sum to all (an all-gather). Otherwise by a
+    ring's reduce-scatter, or all-reduce, of partial sums that are rounded to the dtype.
+    """
+    return (ranks - 1) / ranks * ((4 if by_tree else dtype_bytes) + (0 if scattered else dtype_bytes))
 
 
 def list_merges(leaves: int) -> list[tuple[int, int]]:

@@ -160,7 +160,8 @@ def count_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
 def count_working(inputs: FormulaInputs) -> float:
     """Return the most bytes of gradients and intermediate results within one operator of a layer's backward pass.
 
-    SwiGLU: four gradients as wide as the MLP, and a GPU back end's quantized copies of one. Attention, which comes when the MLP's own
+    SwiGLU: four gradients as wide as the MLP, and a GPU back end's quantized copies of one. Sums by the tree, in the forward pass: FP32
+    partial sums, and those of other ranks or the rounded sum. Attention, which comes when the MLP's own
     tensors are freed: the gradients of its result, query, key and value, and FlashAttention-2's FP32 sum for the query; on the CPU tier
     about 10 T b q, measured.
     """
@@ -174,7 +175,8 @@ def count_working(inputs: FormulaInputs) -> float:
     if model.experts is not None:
         values = max(inputs.rows * inputs.job.top_k * model.experts.ffn, inputs.tokens * model.experts.shared_ffn / layout.tp)
     copies = 2 if inputs.quantizes_inputs else 0
-    return max((4 * high_bytes + copies) * values, attention - 4 * high_bytes * values)
+    sums = inputs.tokens * model.hidden * (4 + (4 if layout.tp > 1 else high_bytes)) if inputs.job.contract.sums_by_tree else 0
+    return max((4 * high_bytes + copies) * values, attention - 4 * high_bytes * values, sums)
 
 
 @dataclass(frozen=True)

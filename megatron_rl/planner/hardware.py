@@ -32,6 +32,9 @@ GPUS = {
 }
 """NVIDIA's data sheets of the Hopper GPUs that the FP8 back ends are written for."""
 
+CACHE_BANDWIDTH = 5.5e12
+"""Bytes/s from Hopper's L2 cache to all its multiprocessors. An assumption: data sheets do not say it."""
+
 NETWORK_BANDWIDTH = 50e9
 """Bytes/s in one direction of a GPU's own network adapter (400 Gbit/s, one for each GPU, as in NVIDIA's reference nodes)."""
 

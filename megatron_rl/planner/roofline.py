@@ -5,6 +5,9 @@ measured on a GPU.
     logprobs    the same without backward pass, twice where there is a reference model
     generate    decoding, bound by reading weights and KV cache; at least as many steps as the longest answer has tokens
     sync        the busiest GPU's bytes by link (`estimate_sync_traffic`)
+
+With `precision.reduction = "tree"` row-parallel products of forward passes are bound by our kernel's reads from the GPU's cache, and ranks
+send FP32 partial sums.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from functools import lru_cache
 
 from megatron_rl.planner import memory
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Candidate, Workload
-from megatron_rl.planner.hardware import LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
+from megatron_rl.planner.hardware import CACHE_BANDWIDTH, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.precision.contract import QUANTIZED_ROLES
+from parallel.row_sums import GATHERED_WHOLE, GPU_TILE, count_bytes_sent
 
 COMPUTE_EFFICIENCY = 0.35
 """Share of the peak rate of dense products that training reaches. An assumption."""
@@ -53,6 +57,16 @@ class StepTime:
         return (self.generate + self.trainer if self.colocated else max(self.generate, self.trainer)) + self.sync
 
 
+def compare_reductions(job: Workload, candidate: Candidate, cluster: Cluster) -> dict[str, float]:
+    """Return the seconds of a step without its sync, for each value of `precision.reduction`."""
+    config, seconds = job.config, {}
+    for reduction in ("tree", "fast"):
+        precision = config.precision.model_copy(update={"reduction": reduction})
+        other = replace(job, config=config.model_copy(update={"precision": precision}))
+        seconds[reduction] = estimate_step_time(other, candidate, cluster).step
+    return seconds
+
+
 def estimate_step_time(job: Workload, candidate: Candidate, cluster: Cluster) -> StepTime:
     """Return the seconds of all phases but the sync."""
     return replace(_estimate_trainer(job, candidate.trainer_only, cluster), generate=estimate_generation(job, candidate, cluster))
@@ -72,14 +86,19 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     """Return the seconds of one micro-batch in one stage; `products`: the work in forward passes (a backward pass is two)."""
     layout, model = candidate.train, job.model
     linear, rest = count_flops_per_token(job)
-    rate = cluster.gpu.fp8 if job.contract.trainer_format.quantized and job.config.precision.backend != "emulated" else cluster.gpu.bf16
-    tokens = job.tokens_per_rank(layout.cp)
-    compute = products * tokens / (layout.tp * layout.pp) * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
+    fp8 = job.contract.trainer_format.quantized and job.config.precision.backend != "emulated"
+    rate = cluster.gpu.fp8 if fp8 else cluster.gpu.bf16
+    tokens, forwards = job.tokens_per_rank(layout.cp), 2 if products == 4 else 1
+    seconds = products * (linear / rate + rest / cluster.gpu.bf16) / COMPUTE_EFFICIENCY
+    seconds += forwards * _tree_seconds_per_token(job, rate, 1 if fp8 else 2)
+    compute = tokens / (layout.tp * layout.pp) * seconds
     layers = model.layers / layout.pp
     activation = tokens * model.hidden * job.high_bytes
     # two all-reduces, or pairs of all-gather and reduce-scatter, per layer and direction; recomputation repeats the forward's
     directions = {1: 1, 3: 2, 4: 3}[products]
-    tensor_traffic = directions * layers * 2 * _all_reduce_factor(layout.tp) * activation / _bandwidth(layout.tp, cluster)
+    sent = 2 * directions * count_bytes_sent(layout.tp, job.high_bytes, False, by_tree=False)
+    sent += 2 * forwards * _tree_bytes(job, layout.tp)
+    tensor_traffic = layers * tokens * model.hidden * sent / _bandwidth(layout.tp, cluster)
     expert_traffic = context_traffic = 0.0
     if model.experts is not None and layout.ep > 1:  # to the experts and back
         rows = activation / layout.tp * job.top_k * (layout.ep - 1) / layout.ep
@@ -91,23 +110,40 @@ def _estimate_micro_batch(job: Workload, candidate: Candidate, cluster: Cluster,
     return compute + tensor_traffic + expert_traffic + context_traffic
 
 
-@lru_cache(maxsize=16)
+def _tree_seconds_per_token(job: Workload, rate: float, operand_bytes: int) -> float:
+    """Return how much longer the row-parallel products of a forward pass take by the tree: our kernel reads 2 * `GPU_TILE` rows of operands
+    for `GPU_TILE`^2 results, from the cache."""
+    if not job.contract.sums_by_tree:
+        return 0.0
+    tree_rate = min(COMPUTE_EFFICIENCY * rate, CACHE_BANDWIDTH * GPU_TILE / operand_bytes)
+    return _count_linear_flops(job, frozenset({"attention_output", "mlp_out"})) * (1 / tree_rate - 1 / (COMPUTE_EFFICIENCY * rate))
+
+
+def _tree_bytes(job: Workload, ranks: int) -> float:
+    """Return how many bytes more a rank sends for a result by the tree, with or without sequence parallelism."""
+    if not job.contract.sums_by_tree:
+        return 0.0
+    return count_bytes_sent(ranks, job.high_bytes, True) - count_bytes_sent(ranks, job.high_bytes, True, by_tree=False)
+
+
+@lru_cache(maxsize=32)
+def _count_linear_flops(job: Workload, roles: frozenset[str]) -> float:
+    """Return the forward FLOPs of a token in layers of these roles: 2 for each weight that it meets."""
+    share = job.top_k / job.model.experts.count if job.model.experts else 1.0
+    return sum(
+        2 * rect.rows * rect.cols * (1 if weight.expert is None else share)
+        for weight in itertools.chain(*job.model.list_weights())
+        for tensor, rect, *_ in weight.pieces
+        if tensor.role in roles
+    )
+
+
 def count_flops_per_token(job: Workload) -> tuple[float, float]:
-    """Return the forward FLOPs of (linear layers that the contract quantizes, attention and output layer): 2 for each weight that a token
-    meets, 4 s/2 d for each head and layer of causal attention over sequences of mean length s."""
-    model, linear = job.model, 0.0
-    share = job.top_k / model.experts.count if model.experts else 1.0
-    for weight in itertools.chain(*model.list_weights()):
-        for tensor, rect, *_ in weight.pieces:
-            if tensor.role in QUANTIZED_ROLES:
-                linear += 2 * rect.rows * rect.cols * (1 if weight.expert is None else share)
+    """Return the forward FLOPs of (linear layers that the contract quantizes, attention and output layer): of causal attention over
+    sequences of mean length s, 4 s/2 d for each head and layer."""
+    model = job.model
     attention = 2 * job.mean_sequence * model.heads * model.head_dim * model.layers
-    return linear, attention + 2 * model.vocab * model.hidden
-
-
-def _all_reduce_factor(ranks: int) -> float:
-    """Return the bytes that an all-reduce of one byte sends on each rank."""
-    return 2 * (ranks - 1) / ranks
+    return _count_linear_flops(job, QUANTIZED_ROLES), attention + 2 * model.vocab * model.hidden
 
 
 def _bandwidth(ranks: int, cluster: Cluster) -> float:
@@ -145,8 +181,10 @@ def _estimate_decode_step(job: Workload, candidate: Candidate, cluster: Cluster,
     cache = running * job.mean_sequence * memory.count_kv_bytes_per_token(job, candidate.rollout_tp)
     linear, rest = count_flops_per_token(job)
     compute = running * (linear + rest) / (candidate.rollout_tp * cluster.gpu.bf16 * COMPUTE_EFFICIENCY)
-    all_reduce = DECODE_ALL_REDUCE_LATENCY if candidate.rollout_tp > 1 else 0.0
+    tp, results, by_tree = candidate.rollout_tp, running * job.model.hidden, job.contract.sums_by_tree
+    messages = 2 if by_tree and results > GATHERED_WHOLE else 1
+    all_reduce = messages * DECODE_ALL_REDUCE_LATENCY if tp > 1 else 0.0
     if candidate.nodes_per_engine > 1:
-        sums = running * job.model.hidden * job.high_bytes
-        all_reduce = NETWORK_ALL_REDUCE_LATENCY + _all_reduce_factor(candidate.rollout_tp) * sums / (LINK_EFFICIENCY * NETWORK_BANDWIDTH)
+        sent = 4 * (tp - 1) if by_tree and messages == 1 else count_bytes_sent(tp, job.high_bytes, False, by_tree)
+        all_reduce = messages * NETWORK_ALL_REDUCE_LATENCY + results * sent / (LINK_EFFICIENCY * NETWORK_BANDWIDTH)
     return max((weights + cache) / (LINK_EFFICIENCY * cluster.gpu.hbm), compute) + 2 * job.model.layers * all_reduce

@@ -12,9 +12,10 @@ from megatron_rl.planner import block_alignment
 from megatron_rl.planner.candidate import MEAN_LENGTH_SHARE, Workload
 from megatron_rl.planner.hardware import GIB, LINK_EFFICIENCY, NETWORK_BANDWIDTH, Cluster
 from megatron_rl.planner.memory_by_phase import count_offloaded_bytes, count_sample_bytes, usable_bytes
-from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY
+from megatron_rl.planner.roofline import COMPUTE_EFFICIENCY, compare_reductions
 from megatron_rl.planner.search import CandidateEstimate, SearchResult, explain_rank
 from megatron_rl.reporting.formatting import format_bytes
+from parallel.row_sums import count_bytes_sent
 
 if TYPE_CHECKING:
     from megatron_rl.planner.plan import Plan
@@ -38,6 +39,7 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"A step's samples take up to {samples:.2g} GiB of rank 0's host memory, {samples / layouts.train.dp:.2g} of every other's."
     )
+    console.print(_reductions(plan))
     if problem := chosen.candidate.find_launch_problem(job, plan.cluster):
         console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
@@ -61,6 +63,17 @@ def _headline(job: Workload, cluster: Cluster) -> str:
     return (
         f"{job.config.model.name}: {job.model.family}, {size:.2f} billion parameters, {flow}, on {cluster}. A step: "
         f"{rollout.prompts_per_step} prompts x {rollout.group_size} answers, up to {job.config.longest_sequence} tokens each"
+    )
+
+
+def _reductions(plan: Plan) -> str:
+    job, layouts = plan.job, plan.chosen.candidate
+    seconds = compare_reductions(job, layouts, plan.cluster)
+    sent = {by_tree: count_bytes_sent(layouts.train.tp, job.high_bytes, False, by_tree) for by_tree in (True, False)}
+    return (
+        f"Row-parallel sums, precision.reduction = {job.config.precision.reduction}: a step without its sync takes an estimated "
+        f"{seconds['tree']:.3g} s by tree, {seconds['fast']:.3g} s by fast; for every sum a trainer's rank sends {sent[True]:.3g} bytes by "
+        f"tree, {sent[False]:.3g} by fast."
     )
 
 

@@ -19,13 +19,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_rl.precision.ops.batch_invariant import apply_with_min_rows, bf16_operands
-from parallel.row_sums import LEAF, halve
+from parallel.row_sums import GATHERED_WHOLE, LEAF, halve
 
 MAX_VOCABULARY_PARTS = 64
 _TILE_ROWS, _TILE_COLUMNS = 512, 256
 """Of a node's results: a core's cache holds some of them."""
-_GATHERED_WHOLE = 1 << 14
-"""Results up to which ranks send all their partial sums to all: one message for two."""
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -92,7 +90,7 @@ def reduce(partial: torch.Tensor, group: Any, dtype: torch.dtype, collectives: A
     size = group.size()
     if size == 1:
         return partial.to(dtype)
-    if partial.numel() <= _GATHERED_WHOLE:
+    if partial.numel() <= GATHERED_WHOLE:
         return add(_gather(partial, group, collectives).chunk(size)).to(dtype)
     rows = len(partial)
     own = reduce_scatter(F.pad(partial, (0, 0) * (partial.dim() - 1) + (0, -rows % size)), group, dtype, collectives)

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 
 from parallel.formats import BLOCK
+from parallel.row_sums import GPU_TILE as TILE
 from parallel.row_sums import LEAF, list_merges
 
-TILE = 64
 GROUP = 12
 """Row tiles that take turns at a column tile: what neighbours read stays in the GPU's cache."""
 LAUNCH = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": False}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.machinery
+import os
+import subprocess
 
 import pytest
 import torch
@@ -59,17 +61,18 @@ def compare_with_the_reference() -> None:
     check_kernel(0, 128, 256, "cpu", torch.float32)
 
 
-def compile_for_hopper() -> list[str]:
-    """PTX of the kernel for FP8 and BF16, as deep as 8B and 32B models' widest sums."""
+def compile_for_hopper() -> list[tuple[str, str]]:
+    """(PTX, the assembler's report) of the kernel for FP8 and BF16, as deep as 32B models' widest sums at tp 1."""
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
 
     from megatron_rl.precision.ops.tree_triton import GROUP, LAUNCH, TILE
     from megatron_rl.precision.ops.tree_triton import multiply_tile as kernel
 
     names, compiled = kernel.arg_names, []
-    for dtype, levels in (("fp8e4nv", 8), ("bf16", 7)):
+    for dtype, levels in (("fp8e4nv", 8), ("bf16", 8)):
         pointers = {
             "x": f"*{dtype}",
             "weight": f"*{dtype}",
@@ -82,7 +85,10 @@ def compile_for_hopper() -> list[str]:
         signature = {name: pointers.get(name, "constexpr" if name in fixed else "i32") for name in names}
         aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in (*pointers, "features", "width")}
         source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()}, aligned)
-        compiled.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"])
+        ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=LAUNCH).asm["ptx"]
+        assembler = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", "-", "-o", os.devnull]
+        report = subprocess.run(assembler, input=ptx, capture_output=True, text=True, check=True).stderr
+        compiled.append((ptx, report))
     return compiled
 
 
@@ -95,10 +101,13 @@ def test_the_kernels_sums_are_the_references():
 @needs_triton
 def test_it_compiles_for_hopper(tmp_path):
     """Needs no GPU: Triton brings its own assembler."""
-    for ptx, kind in zip(call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)), ("e4m3", "bf16"), strict=True):
+    for (ptx, report), kind in zip(
+        call_in_fresh_process(compile_for_hopper, TRITON_CACHE_DIR=str(tmp_path)), ("e4m3", "bf16"), strict=True
+    ):
         assert f"m64n32k{32 if kind == 'e4m3' else 16}.f32.{kind}" in ptx, "not the tensor cores of Hopper"
         assert "cp.async.cg" in ptx, "waits for its operands"
         assert "fma.rn" not in ptx, "a leaf is added unrounded"
+        assert "0 bytes spill stores, 0 bytes spill loads" in report, report
 
 
 @needs_triton
