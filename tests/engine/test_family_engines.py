@@ -73,3 +73,14 @@ def test_latent_attention_has_the_same_bits_in_any_layout(layout, tp, mode, tmp_
             generated = world.call(trainer_engine.generate, prompts)[0]
             assert len(generated["engine"]) >= 100
             assert torch.equal(generated["engine"], generated["trainer"])
+
+
+@pytest.mark.long
+def test_an_engine_that_alone_is_quantized_absorbs_what_is_emulated(tmp_path):
+    with World(1, tmp_path / "world") as world:
+        precision = {"mode": "fp8_rollout", "high": "bf16"}
+        world.call(trainer_engine.start_architecture, "deepseek_v3", tmp_path, precision, Layout(), {}, True)
+        world.call(trainer_engine.sync, 1)
+        logprobs = world.call(trainer_engine.generate_and_emulate, PROMPTS)[0]
+        assert torch.equal(logprobs["engine"], logprobs["emulated"])
+        assert (logprobs["engine"] - logprobs["trainer"]).abs().mean() > 1e-3

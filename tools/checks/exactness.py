@@ -60,7 +60,7 @@ _DENSE: dict[str, Any] = {
 }  # fmt: skip
 _SIGMOID = {
     "n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 512, "n_shared_experts": 1, "first_k_dense_replace": 1,
-    "moe_layer_freq": 1, "n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "moe_layer_freq": 1, "n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
     "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _LATENT = {
