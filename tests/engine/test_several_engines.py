@@ -63,7 +63,8 @@ def test_the_other_engine_takes_over_from_one_whose_connection_breaks_and_all_en
     expected = generate(world, 100)
     results = world.call(trainer_engine.generate_with_faults, {0: "cut requests"}, 2, PROMPTS, 100)[0]
     assert results["result"] == expected
-    assert any("engine 0 is lost: " in line and "still runs" in line for line in world.call(trainer_engine.take_messages)[0])
+    lines = world.call(trainer_engine.take_messages)[0]
+    assert any("engine 0 is lost: " in line and "still runs" in line for line in lines), lines
     trainer, *engines = family(world.pid())
     for process in but_trackers(engines):
         process.suspend()
