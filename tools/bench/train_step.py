@@ -2,10 +2,13 @@
 
     python tools/bench/train_step.py configs/gsm8k.toml --model.path=MODEL --tokens 3300
     python tools/bench/train_step.py configs/quickstart.toml --tokens 3300 --prompt 16 --answer 12 --operators 20
+    torchrun --nproc-per-node 2 tools/bench/train_step.py configs/gsm8k.toml --model.path=MODEL --train.layout.tp=2 \
+        --against precision.reduction=fast
 
 Of the run's configuration `model`, `precision`, `train` and `algorithm` count. Samples are random tokens with advantages of both signs. A
-phase's processor seconds say more than the clock on a busy machine. The first step, which allocates, is not shown. `digest` is that of the
-log-probs: trees that print the same one compute the same forward pass.
+phase's processor seconds say more than the clock on a busy machine; under torchrun they are rank 0's. The first step, which allocates, is
+not shown. `digest` is that of the log-probs: trees that print the same one compute the same forward pass. With `--against` a run with
+another setting takes turns with the first, and the last line has the first's seconds over the other's.
 """
 
 from __future__ import annotations
@@ -32,13 +35,13 @@ from megatron_rl.algorithm.loss_weights import assign_loss_weights
 from megatron_rl.algorithm.policy_loss import PolicyLoss
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.cli.main import run_script
+from megatron_rl.distributed import is_rank0
 from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron, stop_megatron
 from megatron_rl.precision.contract import PrecisionContract
 from megatron_rl.preflight import pin_model
-from parallel.layout import Layout
 
 
 def make_samples(tokens: int, prompt: int, answer: int, vocabulary: int) -> list[TrainingSample]:
@@ -55,7 +58,7 @@ class Step:
     """The log-probs and one optimizer step of a run's actor."""
 
     def __init__(self, config: Config, samples: list[TrainingSample]) -> None:
-        self.config, self.samples = config, samples
+        self.config, self.samples, self.layout = config, samples, config.train.layout.to_layout()
         self.seconds: dict[str, tuple[float, float]] = {}
         self.actor = Actor(self._load(), config.train, config.rollout.temperature)
         scored = freeze(self._load()) if config.algorithm.kl_coef else None
@@ -63,8 +66,8 @@ class Step:
 
     def _load(self) -> Any:
         hf_config, contract = read_config(self.config.model.folder), PrecisionContract.from_config(self.config.precision)
-        model = build_model(hf_config, Layout(), contract, self.config.train)
-        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, Layout()))
+        model = build_model(hf_config, self.layout, contract, self.config.train)
+        load_checkpoint(model, self.config.model.folder, build_rank_shards(hf_config, self.layout))
         return model
 
     @contextmanager
@@ -87,6 +90,16 @@ class Step:
         return hashlib.sha256(torch.cat(logprobs_B).numpy().tobytes()).hexdigest()[:12]
 
 
+def sum_seconds(rows: list[dict[str, dict[str, float]]], kind: str) -> float:
+    return sum(phase[kind] for row in rows for phase in row.values())
+
+
+def print_once(text: str) -> None:
+    """Print on rank 0."""
+    if is_rank0():
+        print(text)
+
+
 def main(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="A run's TOML file; --section.key=value may follow.")],
@@ -95,25 +108,34 @@ def main(
     answer: Annotated[int, typer.Option(min=1, help="Mean length.")] = 90,
     threads: Annotated[int, typer.Option(min=1)] = os.cpu_count() or 1,
     repeat: Annotated[int, typer.Option(min=1)] = 2,
+    against: Annotated[str | None, typer.Option(help="A setting of another run, as section.key=value.")] = None,
     operators: Annotated[int, typer.Option(min=0, help="Rows of torch's profile of the last step.")] = 0,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
 ) -> None:
     """Load the model, take the steps, print."""
     config = pin_model(load_config(file, context.args))
-    start_megatron(Layout(), config.train.seed)
+    start_megatron(config.train.layout.to_layout(), config.train.seed)
     torch.set_num_threads(threads)
     samples = make_samples(tokens, prompt, answer, read_config(config.model.folder)["vocab_size"])
-    step, rows = Step(config, samples), []
-    step.run()
+    steps, rows = [Step(config, samples)], []
+    if against:
+        steps.append(Step(pin_model(load_config(file, [*context.args, f"--{against}"])), samples))
+    for step in steps:
+        step.run()
     for number in range(1, repeat + 1):
         profiled = operators and number == repeat
         with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext() as trace:
-            digest = step.run()
-        rows.append({name: {"clock": clock, "processor": used} for name, (clock, used) in step.seconds.items()})
-        print("  ".join(f"{name} {clock:.2f} s ({used:.2f} CPU s)" for name, (clock, used) in step.seconds.items()), " digest", digest)
+            digests = [step.run() for step in steps]
+        for step, digest in zip(steps, digests, strict=True):
+            rows.append({name: {"clock": clock, "processor": used} for name, (clock, used) in step.seconds.items()})
+            phases = "  ".join(f"{name} {clock:.2f} s ({used:.2f} CPU s)" for name, (clock, used) in step.seconds.items())
+            print_once(f"{phases}  digest {digest}")
         if trace is not None:
-            print(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=operators, max_name_column_width=60))
-    if json_file:
+            print_once(trace.key_averages().table(sort_by="self_cpu_time_total", row_limit=operators, max_name_column_width=60))
+    if against:
+        clock, used = (sum_seconds(rows[::2], kind) / sum_seconds(rows[1::2], kind) for kind in ("clock", "processor"))
+        print_once(f"against {against}: {clock:.3f} of the clock, {used:.3f} of the processor")
+    if json_file and is_rank0():
         json_file.write_text(json.dumps(rows, indent=2) + "\n")
     stop_megatron()
 
