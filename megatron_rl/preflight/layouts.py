@@ -130,6 +130,14 @@ def ranks_hold_whole_leaves(facts: Facts) -> None:
             raise UserError(field, ranks, rule, "use another, wider matrices (export --align 128), or precision.reduction = 'fast'")
 
 
+@rule(Needs.TRAINER | Needs.MODEL | Needs.NODE)
+def experts_on_gpus_are_not_summed_by_the_tree(facts: Facts) -> None:
+    """The graphs of trainer and engine would differ."""
+    if facts.node_gpus and facts.contract.sums_by_tree and facts.model.experts is not None:
+        rule = "is not built for experts on a GPU: SGLang's kernels for them add up in an order of their own"
+        raise UserError("precision.reduction", "tree", rule, "use fast")
+
+
 @rule(Needs.MODEL)
 def engine_serves_the_model_in_this_precision(facts: Facts) -> None:
     format = facts.contract.engine_format

@@ -16,8 +16,9 @@ from rollout_sglang.hooks import gpu_tree
 
 REDUCTION_VARIABLE = "MEGATRON_RL_REDUCTION"
 """Carries `precision.reduction`; `rollout_sglang.launch_args` sets it for the engine's processes."""
-_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod", "UnquantizedFusedMoEMethod", "Fp8MoEMethod")
-"""SGLang's methods whose products, replaced in `cpu_kernels` and `cpu_moe`, give partial sums within `partial_sums`."""
+_LINEAR_METHODS, _EXPERT_METHODS = ("UnquantizedLinearMethod", "Fp8LinearMethod"), ("UnquantizedFusedMoEMethod", "Fp8MoEMethod")
+"""SGLang's methods whose products, replaced in `cpu_kernels` and `cpu_moe`, give partial sums within `partial_sums`; on a GPU `gpu_tree`
+multiplies for those of linear layers."""
 _partial = False
 
 
@@ -29,7 +30,8 @@ def sums_by_tree() -> bool:
 
 def is_summed_by_tree(method: Any) -> bool:
     """Return whether a row-parallel layer with this method of SGLang's, or an expert's second one, sums by the tree."""
-    return sums_by_tree() and type(method).__name__ in _METHODS
+    methods = _LINEAR_METHODS if torch.cuda.is_available() else _LINEAR_METHODS + _EXPERT_METHODS
+    return sums_by_tree() and type(method).__name__ in methods
 
 
 @contextmanager
@@ -81,10 +83,12 @@ def run_row_parallel(
 
 def add_over_ranks(partial: torch.Tensor, group: Any, dtype: torch.dtype) -> torch.Tensor:
     """Return the sum of float32 [T, N] over the ranks of one of SGLang's groups, in `dtype`."""
+    if group.world_size == 1 or not len(partial):
+        return partial.to(dtype)
     if torch.cuda.is_available():
         captured = gpu_tree.CapturedGroup(group)
         return tree.reduce(partial, captured, dtype, captured)
-    return partial.to(dtype) if group.world_size == 1 or not len(partial) else tree.reduce(partial, group.device_group, dtype)
+    return tree.reduce(partial, group.device_group, dtype)
 
 
 def keep_on_first_rank(y: torch.Tensor, group: Any) -> torch.Tensor:

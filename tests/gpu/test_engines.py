@@ -29,8 +29,8 @@ from megatron_rl.config.sync import SyncConfig
 from megatron_rl.precision.backends import requirements
 
 PRECISIONS = {
-    "bf16": PrecisionConfig(mode="bf16"),
-    "fp8": PrecisionConfig(mode="fp8_unified"),
+    "bf16": PrecisionConfig(mode="bf16", reduction="fast"),
+    "fp8": PrecisionConfig(mode="fp8_unified", reduction="fast"),
     "int8": PrecisionConfig(mode="int8_rollout"),
 }
 ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 90.0, "request_timeout": 90.0}
@@ -77,7 +77,7 @@ def test_speed_of_decoding(decoders, figures, subtests):
 def test_speed_of_rl_steps(device, figures, tmp_path):
     if device == "cuda":
         backend = next((name for name in ("deep_gemm", "transformer_engine") if not requirements.find_missing(name)), "emulated")
-        precisions = {"bf16": PRECISIONS["bf16"], "fp8": PrecisionConfig.model_validate({"backend": backend})}
+        precisions = {"bf16": PRECISIONS["bf16"], "fp8": PrecisionConfig.model_validate({"backend": backend, "reduction": "fast"})}
         bytes_per_value = sum(ACTOR_BYTES + REFERENCE_BYTES[name] + ENGINE_BYTES[name] for name in precisions)
         memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
         layers = count_layers_that_fit("8B", memory_gib, bytes_per_value, 8192, LAYERS_OF_8B)

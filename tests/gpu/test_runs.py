@@ -19,6 +19,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "sync by CUDA IPC": {  # three policy versions
         "sync.transport": "cuda_ipc",
         "precision.high": "bf16",
+        "precision.reduction": "fast",
         "architecture.hidden_size": 1024,
         "architecture.intermediate_size": 3072,
         "architecture.num_hidden_layers": 4,
@@ -31,9 +32,19 @@ RUNS: dict[str, dict[str, Any]] = {
     "quickstart in fp8_unified": {
         "precision.mode": "fp8_unified",
         "precision.high": "bf16",
+        "precision.reduction": "fast",
         "sync.transport": "cuda_ipc",
         "warm_start.steps": 150,
         "train.steps": 5,
+        "rollout.start_timeout": 60.0,
+    },
+    "quickstart with sums by the tree": {
+        "precision.mode": "fp8_unified",
+        "precision.high": "bf16",
+        "precision.reduction": "tree",
+        "sync.transport": "cuda_ipc",
+        "warm_start.steps": 0,
+        "train.steps": 2,
         "rollout.start_timeout": 60.0,
     },
 }

@@ -130,8 +130,8 @@ def time_policies(architecture: ArchitectureConfig, backends: list[str], tokens:
     step and quantizing the weights. All actors are on the device at once and take turns."""
     start_megatron(Layout(), seed=0)
     try:
-        precisions = {"bf16": PrecisionConfig(mode="bf16")}
-        precisions |= {backend: PrecisionConfig.model_validate({"backend": backend}) for backend in backends}
+        precisions = {"bf16": PrecisionConfig(mode="bf16", reduction="fast")}
+        precisions |= {backend: PrecisionConfig.model_validate({"backend": backend, "reduction": "fast"}) for backend in backends}
         samples = make_samples(tokens, length=min(tokens, 512))
         cases: dict[tuple[str, str], Callable[[], object]] = {}
         for name, precision in precisions.items():

@@ -34,7 +34,7 @@ class Package:
     install_hint: str
 
 
-_TRITON = (Package("triton", (3, 2), (4,), "install torch's CUDA build, which brings Triton"),)
+_TRITON = (Package("triton", (3, 6), (4,), "install torch's CUDA build, which brings Triton"),)
 _PACKAGES: dict[str, tuple[tuple[Package, ...], ...]] = {  # of every tuple of alternatives one must be installed
     "emulated": (),
     "deep_gemm": (

@@ -272,6 +272,14 @@ MISTAKES = [
         scene=lambda _: edit_config(Path("experts"), {"moe_intermediate_size": 192}),
     ),
     Mistake(
+        layouts.experts_on_gpus_are_not_summed_by_the_tree,
+        "train plan",
+        "precision.reduction = 'tree': is not built for experts on a GPU: SGLang's kernels for them add up in an order of their own; "
+        "use fast",
+        (EXPERTS, GLOO, "--precision.mode=bf16"),
+        gpus=1,
+    ),
+    Mistake(
         layouts.trainer_divides_the_model,
         "train plan",
         "model.layers.0.mlp.gate_proj.weight = 'rows 0..192, columns 0..256': a shard boundary cuts a 128x128 FP8 block in "
