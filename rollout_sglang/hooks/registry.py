@@ -64,6 +64,7 @@ def list_cpu_hooks() -> list[Hook]:
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", forked_start.fork_children, "AROUND"),
+        ("sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", forked_start.skip_freezing, "REPLACE"),
         ("sglang.srt.layers.quantization.fp8_utils.dispatch_w8a8_block_fp8_linear", cpu_kernels.dispatch_block_fp8_linear, "REPLACE"),
         (_INT8_LINEAR + "apply", int8_linear.apply, "REPLACE"),
         ("sglang.srt.layers.quantization.unquant.UnquantizedFusedMoEMethod.apply", cpu_moe.apply_unquantized, "REPLACE"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 
 from rollout_sglang.hooks.forked_start import fork_children
@@ -11,6 +12,7 @@ def test_children_are_forked_whatever_sglang_asked_for():
     before = multiprocessing.get_start_method(allow_none=True)
     try:
         fork_children(lambda method: multiprocessing.set_start_method(method, force=True), "spawn")
-        assert multiprocessing.get_start_method() == "fork"
+        assert multiprocessing.get_start_method() == "fork" and gc.get_freeze_count() > 0
     finally:
+        gc.unfreeze()
         multiprocessing.set_start_method(before, force=True)
