@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parallel.reshard import Transfer
@@ -56,7 +56,10 @@ def make_chunks(transfers: Sequence[Transfer], limit: int) -> list[Chunk]:
     buffer, free = 0, limit
     first_buffer: dict[int, int] = {}
     pairs: dict[tuple[int, int, int], list[tuple[int, NamedRect, NamedRect]]] = defaultdict(list)
+    previous_rank = -1
     for (rank, name), tensor_transfers in by_tensor.items():
+        if rank != previous_rank:
+            buffer, free, previous_rank = buffer + 1, limit, rank  # so that engines of one layout get the same chunks
         itemsize = tensor_transfers[0].format.element_bytes
         row_bytes = itemsize * max(transfer.target_rect.col + transfer.target_rect.cols for transfer in tensor_transfers)
         if row_bytes > limit:
@@ -74,6 +77,16 @@ def make_chunks(transfers: Sequence[Transfer], limit: int) -> list[Chunk]:
                     pairs[turn, rank, transfer.source_rank].append((nbytes, (transfer.source, source_rect), (name, target_rect)))
             row, free = row + rows, free - rows * row_bytes
     return _join(pairs)
+
+
+def resize(chunks: Sequence[Chunk], sizes: Sequence[int]) -> list[Chunk]:
+    """Return all ranks' chunks with so many bytes each instead, as a delta of them is sent."""
+    sent: dict[int, int] = defaultdict(int)
+    resized = []
+    for chunk, nbytes in zip(chunks, sizes, strict=True):
+        resized.append(replace(chunk, offset=sent[chunk.source], nbytes=nbytes))
+        sent[chunk.source] += nbytes
+    return resized
 
 
 def _join(pairs: dict[tuple[int, int, int], list[tuple[int, NamedRect, NamedRect]]]) -> list[Chunk]:

@@ -19,7 +19,7 @@ from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.hf.files import read_config
 from megatron_rl.hf.routing_record import RoutingShape
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import EngineTensorSpec
+from megatron_rl.rollout.engine import EngineTensorSpec, Places
 from megatron_rl.types import Generation, SamplingParams
 from rollout_sglang import memory_release
 from rollout_sglang.health_watch import HealthMonitor
@@ -148,8 +148,8 @@ class SGLangEngine(RankRequests):
             generation.routed_experts_T = read_routed_experts(answer, self._routing, tokens)
         return generation
 
-    def start_receiving(self, hashing: bool) -> None:
-        super().start_receiving(hashing)
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
+        super().start_receiving(hashing, places)
         self._health_monitor.resume()
         self._receiving.enter_context(self._health_monitor.working())  # it answers pings meanwhile
 

@@ -8,8 +8,9 @@ that starts with `PREFIX` is ours and carries JSON. Every engine rank answers wi
     {"verb": "activation_formats"}                                  module -> format of its inputs, of quantized modules only
     {"verb": "graph"}                                          "graph" -> the precision graph of this rank, JSON
     {"verb": "connect", "link": {...}, "staged": BOOL, "ranks": {"0": [CHUNK, ...]}}      see parallel.transport.base
-    {"verb": "start", "hashing": BOOL}                         receiving begins, in the background
+    {"verb": "start", "hashing": BOOL, "places": null or {"0": [[offset, bytes], ...]}}      receiving begins, in the background
     {"verb": "finish", "hashing": BOOL}                        index of a chunk -> digest; the live parameters hold the new bytes
+    {"verb": "reread"}                                         index of a chunk -> digest of what the live parameters hold now
     {"verb": "served"}                                         kind -> number of tensors accounted for, or "wrong" -> which is not, and why
     {"verb": "disconnect"}
     {"verb": "digest", "ranks": {"0": [[name, row, col, rows, cols], ...]}}      index -> digest
@@ -70,6 +71,9 @@ class RankHandler:
                 dequant_cache.clear_cache()  # what is served next is made from the bytes hashed here
                 named_rects = [(name, Rect(*rect)) for name, *rect in request["ranks"].get(str(rank), [])]
                 return _number(digest_all(live_tensors(model), named_rects))
+            case "reread":
+                dequant_cache.clear_cache()
+                return _number(self._get_receiver().reread(live_tensors(model)))
             case "served":
                 return self._account(runner)
             case "release":
@@ -85,7 +89,8 @@ class RankHandler:
             case "connect" | "disconnect":
                 self._connect(request, rank, model)
             case "start":
-                self._get_receiver().start(live_tensors(model), request["hashing"])
+                places = request["places"] and request["places"].get(str(rank), [])
+                self._get_receiver().start(live_tensors(model), request["hashing"], places)
             case "finish":
                 digests = self._get_receiver().finish(live_tensors(model), request["hashing"])
                 dequant_cache.clear_cache()  # what is served next is made from the bytes just written

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rollout.engine import ServedReport
+from megatron_rl.rollout.engine import Places, ServedReport
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
 from parallel.transport.base import Link
@@ -29,12 +29,14 @@ class RankRequests:
     def disconnect(self) -> None:
         self._ask_ranks({"verb": "disconnect"})
 
-    def start_receiving(self, hashing: bool) -> None:
-        self._ask_ranks({"verb": "start", "hashing": hashing})
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
+        self._ask_ranks({"verb": "start", "hashing": hashing, "places": places and {str(rank): own for rank, own in places.items()}})
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        answers = self._ask_ranks({"verb": "finish", "hashing": hashing})
-        return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}
+        return _list_digests(self._ask_ranks({"verb": "finish", "hashing": hashing}))
+
+    def reread(self) -> dict[int, list[str]]:
+        return _list_digests(self._ask_ranks({"verb": "reread"}))
 
     def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
         ranks = {str(rank): [[name, *rect] for name, rect in named_rects] for rank, named_rects in rects_by_rank.items()}
@@ -56,3 +58,7 @@ class RankRequests:
         """Stop recording; each rank writes its recording (`rollout_sglang.activation_hooks`) into this existing folder of the engine's
         machine. Return the files."""
         return [Path(answer["file"]) for answer in self._ask_ranks({"verb": "untap", "folder": str(folder)})]
+
+
+def _list_digests(answers: list[dict[str, str]]) -> dict[int, list[str]]:
+    return {rank: [digests[str(index)] for index in range(len(digests))] for rank, digests in enumerate(answers)}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from parallel.chunking import Chunk
@@ -18,6 +20,7 @@ from parallel.transport.base import Inbox, Link
 from parallel.transport.pack import ChunkPacker, check_targets, make_target_packer
 
 Tensors = Mapping[str, torch.Tensor]
+_NOTHING = np.empty(0, np.uint8)
 
 
 class WeightReceiver:
@@ -38,10 +41,15 @@ class WeightReceiver:
         self._inbox: Future[Inbox] = self._thread.submit(transport.make_inbox, link, link.first + rank, chunks)
         self._received: Future[list[str]] | None = None
 
-    def start(self, live: Tensors, hashing: bool) -> None:
-        """Begin to receive one sync's chunks into `live`, the tensors as they are now, or into the second copy."""
+    def start(self, live: Tensors, hashing: bool, places: Sequence[Sequence[int]] | None = None) -> None:
+        """Begin to receive one sync's chunks into `live`, the tensors as they are now, or into the second copy.
+
+        `places`: [offset, bytes] of what is sent of each chunk, where that is not the chunk itself but a delta of it (fewer bytes; none
+        where nothing differs).
+        """
         packer = self._staging or make_target_packer(live, self._chunks)
-        self._received = self._thread.submit(self._receive, packer, hashing and self._staging is None)
+        sent = self._chunks if places is None else [replace(c, offset=o, nbytes=n) for c, (o, n) in zip(self._chunks, places, strict=True)]
+        self._received = self._thread.submit(self._receive, packer, sent, hashing and self._staging is None)
 
     def finish(self, live: Tensors, hashing: bool) -> list[str]:
         """Wait for the last chunk, and copy what was staged over `live`. Raise the errors of the thread.
@@ -59,6 +67,10 @@ class WeightReceiver:
         with torch.inference_mode():
             return [packer.copy(chunk.targets, staging, hashing) for chunk in self._chunks]
 
+    def reread(self, live: Tensors) -> list[str]:
+        """Return one digest per chunk, of the live tensors as they are now."""
+        return make_target_packer(live, self._chunks).hash_all([chunk.targets for chunk in self._chunks])
+
     def close(self) -> None:
         """End the connection, so that a waiting sender fails at once, and free the second copy."""
         self._thread.submit(lambda: self._inbox.result().close())
@@ -69,14 +81,20 @@ class WeightReceiver:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
-    def _receive(self, packer: ChunkPacker, hashing: bool) -> list[str]:
+    def _receive(self, packer: ChunkPacker, sent: Sequence[Chunk], hashing: bool) -> list[str]:
         inbox = self._inbox.result()
         digests = []
         try:
+            inbox.start([part for part in sent if part.nbytes])
             with torch.inference_mode():
-                for chunk in self._chunks:
-                    digests.append(packer.unpack(chunk.targets, as_byte_matrix(inbox.receive(chunk)), hashing))
-                    inbox.release(chunk)
+                for chunk, part in zip(self._chunks, sent, strict=True):
+                    flat = as_byte_matrix(inbox.receive(part)) if part.nbytes else _NOTHING
+                    if part.nbytes == chunk.nbytes:
+                        digests.append(packer.unpack(chunk.targets, flat, hashing))
+                    else:
+                        digests.append(packer.apply(chunk.targets, flat, chunk.nbytes, hashing))
+                    if part.nbytes:
+                        inbox.release(part)
             inbox.finish()
             if self._device.type == "cuda":
                 torch.cuda.synchronize()

@@ -33,6 +33,9 @@ class SyncConfig(ConfigSection):
     tokens and let the new weights go on from there."""
     proof: Literal["streamed", "reread"] = "reread"
     """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
+    delta: Literal["auto", "on", "off"] = "auto"
+    """Send only the bytes that differ from those that the last sync proved; all bytes are proved all the same. Needs a copy of what the
+    trainer sends in its hosts' memory; on CPUs. `auto`: not within one host, and not in a sync where it would save less than half."""
     host: Host = "127.0.0.1"
     """process_group, gloo: address of the first trainer rank's host, where all ranks meet."""
     dir: Path | None = None

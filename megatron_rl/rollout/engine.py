@@ -40,6 +40,10 @@ class ServedReport:
     """The first that is neither, nor among those that the sync wrote, and why; or what else must not be served."""
 
 
+Places = Mapping[int, Sequence[tuple[int, int]]]
+"""Engine rank -> (offset, bytes) of what is sent of each of its chunks, as in `parallel.chunking.Chunk`."""
+
+
 class Engine(Protocol):
     """An engine. Every call is bounded in time and raises RunError with the engine's log tail if the engine fails, EngineLostError if
     another engine can replace it."""
@@ -87,11 +91,14 @@ class Engine(Protocol):
     def begin_sync(self) -> None:
         """Open a change of the live weights, between `pause` and `resume`."""
 
-    def start_receiving(self, hashing: bool) -> None:
-        """Let the engine ranks start to receive, in the background."""
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
+        """Let the engine ranks start to receive, in the background. `places`: where a sync sends deltas of chunks."""
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         """Return when the live weights hold all bytes. With `hashing`, return per rank one digest per chunk, of the live weights."""
+
+    def reread(self) -> dict[int, list[str]]:
+        """Return per rank one digest per chunk, of what the live weights hold now."""
 
     def end_sync(self, version: int) -> None:
         """Close the change; completions carry this policy version from now on."""

@@ -24,7 +24,7 @@ from megatron_rl.config import Config
 from megatron_rl.config.sync import Running
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.precision.graph.graph import PrecisionGraph
-from megatron_rl.rollout.engine import Engine, EngineTensorSpec, ServedReport, find_engine_launcher
+from megatron_rl.rollout.engine import Engine, EngineTensorSpec, Places, ServedReport, find_engine_launcher
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
 from parallel.shards import NamedRect
@@ -236,11 +236,14 @@ class EnginePool:
     def begin_sync(self) -> None:
         self._call_all(lambda _, engine: engine.begin_sync())
 
-    def start_receiving(self, hashing: bool) -> None:
-        self._call_all(lambda _, engine: engine.start_receiving(hashing))
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
+        self._call_all(lambda number, engine: engine.start_receiving(hashing, places and self._select_ranks(places, number)))
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return self._merge_by_rank(self._call_all(lambda _, engine: engine.finish_receiving(hashing)))
+
+    def reread(self) -> dict[int, list[str]]:
+        return self._merge_by_rank(self._call_all(lambda _, engine: engine.reread()))
 
     def end_sync(self, version: int) -> None:
         self._call_all(lambda _, engine: engine.end_sync(version))
@@ -249,9 +252,7 @@ class EnginePool:
 
     def digest_rects(self, rects_by_rank: Mapping[int, Sequence[NamedRect]]) -> dict[int, list[str]]:
         def ask(number: int, engine: Engine) -> dict[int, list[str]]:
-            own_rects = {
-                rank - self._first_rank(number): rects for rank, rects in rects_by_rank.items() if self._owner_of_rank(rank) == number
-            }
+            own_rects = self._select_ranks(rects_by_rank, number)
             return engine.digest_rects(own_rects) if own_rects else {}
 
         return self._merge_by_rank(self._call_all(ask))
@@ -306,6 +307,10 @@ class EnginePool:
 
     def _owner_of_rank(self, rank: int) -> int:
         return rank // self._settings.tp
+
+    def _select_ranks(self, by_rank: Mapping[int, T], number: int) -> dict[int, T]:
+        """Return what belongs to an engine's ranks, by its own numbers of them."""
+        return {rank - self._first_rank(number): value for rank, value in by_rank.items() if self._owner_of_rank(rank) == number}
 
     def _merge_by_rank(self, by_engine: Sequence[Mapping[int, T]]) -> dict[int, T]:
         return {self._first_rank(number) + rank: value for number, ranks in enumerate(by_engine) for rank, value in ranks.items()}

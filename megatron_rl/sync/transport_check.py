@@ -28,6 +28,8 @@ def check_transport(settings: SyncConfig, shared: bool = False) -> None:
     if shared and device == "cuda" and not transport.shares_gpus:
         rule = "takes no GPU twice, and trainer and engines share theirs (placement.kind)"
         raise UserError("sync.transport", settings.transport, rule, "use cuda_ipc on one host, gloo on several")
+    if settings.delta == "on" and device == "cuda":
+        raise UserError("sync.delta", "on", "compares weights in the host's memory, and here they are on GPUs", 'set "off" or "auto"')
     if transport.needs_dir and settings.dir is None:
         rule = f"must be set for sync.transport = {settings.transport}"
         raise UserError("sync.dir", None, rule, "name a folder that trainer and engine both see")

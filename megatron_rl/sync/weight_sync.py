@@ -25,14 +25,16 @@ from megatron_rl.distributed import Rank0, gather_from_ranks
 from megatron_rl.errors import EngineLostError, RunError
 from megatron_rl.metrics import STEP_SECONDS, declare
 from megatron_rl.rollout.engine import Engine
+from megatron_rl.sync.delta import WORTH_IT, DeltaBase
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.transport_check import check_one_host, check_transport
+from parallel.chunking import Chunk, resize
 from parallel.digest import as_byte_matrix, digest, digest_all
 from parallel.formats import BLOCK
 from parallel.reshard import Transfer
 from parallel.shards import NamedRect, Rect
 from parallel.transport.base import Link, Outbox
-from parallel.transport.pack import make_source_packer
+from parallel.transport.pack import ChunkPacker, Difference, make_source_packer
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of one machine
 
@@ -50,7 +52,9 @@ _METRICS = (
     declare("sync/canary", "largest |log p trainer - log p engine| of the canary's tokens", "nats"),
     declare("time/recovery", "from the loss of an engine to the next proved sync", "seconds"),
     declare("engine/restarts", "engines that took the place of lost ones", "count"),
+    declare("sync/wrong_bases", "syncs of which the engine did not hold what was not sent, so that all was sent after all", "count"),
 )
+_CHANGED_SHARE = declare("sync/changed_share", "bytes that differ from those of the sync before, where they were compared", "share")
 
 T = TypeVar("T")
 Canary = Callable[[Rank0[Engine], int, dict[str, torch.Tensor]], float]
@@ -62,6 +66,7 @@ class SyncReport:
     """What one sync did."""
 
     bytes: int
+    """Sent; with `sync.delta` fewer than the weights have."""
     blocks: int
     """Scales moved: one for a block of a quantized weight, or for a row."""
     tensors: int
@@ -81,13 +86,45 @@ class SyncReport:
     """Engines that replaced lost ones since the previous sync."""
     recovery_seconds: float = 0.0
     """Spent on replacing engines and repeating syncs."""
+    wrong_bases: int = 0
+    """1 where the engine did not hold what the sync before proved; everything was then sent."""
+    changed_share: float | None = None
+    """Bytes that differ from those of the sync before, where they were compared."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by their names in the run log."""
         proofs = self.proof_seconds, self.served_seconds, self.canary_seconds
         counts = map(float, (self.bytes, self.blocks, self.tensors, self.proved))
-        rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts)
-        return dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
+        rest = float(self.derived), self.canary, self.recovery_seconds, float(self.restarts), float(self.wrong_bases)
+        metrics = dict(zip(_METRICS, (*counts, self.seconds - sum(proofs), *proofs, *rest), strict=True))
+        return metrics if self.changed_share is None else metrics | {_CHANGED_SHARE: self.changed_share}
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """How all ranks' chunks differ from the base."""
+
+    own: dict[int, Difference]
+    """Of this rank's, by number."""
+    sizes: list[int]
+    """Bytes that are sent of every chunk: of its delta, or the chunk's own."""
+    share: float
+    """Bytes that differ."""
+
+
+@dataclass(frozen=True)
+class _Moved:
+    """What went over to the engine."""
+
+    changes: _Changes | None
+    """None where nothing was compared."""
+    nbytes: int
+    sent: dict[int, str]
+    """Digests of all ranks' chunks, by number."""
+    arrived: dict[int, list[str]]
+    """Those of the live weights, by engine rank."""
+    hash_seconds: float
+    """The most that a trainer rank spent on hashing."""
 
 
 class WeightSync:
@@ -100,25 +137,31 @@ class WeightSync:
         read_named_tensors: Callable[[], dict[str, torch.Tensor]],
         settings: SyncConfig,
         canary: Canary | None = None,
+        notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`read_named_tensors` returns this rank's live tensors after the last optimizer step, as
         `mcore.load_weights.collect_named_tensors` does. Raises UserError for a transport that cannot work on these machines."""
         self.plan, self._engine, self._read_named_tensors, self._settings = plan, engine, read_named_tensors, settings
-        self._rank, self._canary = dist.get_rank(), canary
+        self._rank, self._canary, self._notify = dist.get_rank(), canary, notify
         check_transport(self._settings)
         self._transport = self._settings.load_transport()
         if (hosts := len(set(gather_from_ranks(_BOOT_ID.read_text())))) > 1:
             check_one_host(self._settings, f"the trainer's ranks are on {hosts}")
         self._counts = {
-            "bytes": sum(transfer.nbytes for transfer in plan.transfers),
             "blocks": sum(transfer.target_rect.rows * transfer.target_rect.cols for transfer in plan.transfers if transfer.of_scales),
             "tensors": len({(transfer.target_rank, transfer.target) for transfer in plan.transfers}),
         }
         self._outbox: Outbox | None = None
         self._reread_done = False
+        self._nbytes = sum(chunk.nbytes for chunk in plan.chunks)
+        self._own_chunks = {number: chunk for number, chunk in enumerate(plan.chunks) if chunk.source == self._rank}
+        apart = not self._transport.one_host and not torch.cuda.is_available()
+        self._keeps_base = settings.delta == "on" or (settings.delta == "auto" and apart)
+        self._base, self._said = DeltaBase(), set[str]()
 
     def close(self) -> None:
-        """End the connection to the engine."""
+        """End the connection to the engine; the next sync sends everything."""
+        self._base = DeltaBase()
         if self._outbox is not None:
             self._outbox.close()
             self._outbox = None
@@ -135,15 +178,24 @@ class WeightSync:
         start = time.perf_counter()
         named_tensors = self._read_named_tensors()
         outbox = self._outbox or self._connect()
-        self._engine.run(lambda engine: self._begin(engine, hashing))
-        sent, hash_seconds = self._send(outbox, named_tensors, hashing)
-        arrived = self._engine.run(lambda engine: self._finish(engine, version, hashing))
+        compared, self._base.proved = self._base.proved, False  # until this sync is
+        moved = self._move(outbox, named_tensors, version, hashing, compared)
+        wrong_bases = 0
         proof_start = time.perf_counter()
         if hashing:
-            self._compare_digests(named_tensors, sent, arrived)
+            try:
+                self._compare_digests(named_tensors, moved.sent, moved.arrived)
+            except RunError as error:
+                if moved.nbytes == self._nbytes or isinstance(error, EngineLostError):
+                    raise
+                wrong_bases = 1
+                self._notify(f"an engine did not hold what the sync before proved, everything is sent: {error}")
+                moved = self._move(outbox, named_tensors, version, hashing, False)
+                self._compare_digests(named_tensors, moved.sent, moved.arrived)
             if self._settings.proof == "reread" or not self._reread_done:  # once is enough: end_sync does the same to weights every time
-                self.prove(named_tensors)
+                self._compare_digests(named_tensors, moved.sent, self.reread())
                 self._reread_done = True
+        self._base.proved = self._keeps_base
         proof_end = time.perf_counter()
         derived = self._account_for_tensors() if hashing else 0
         canary_start = time.perf_counter()
@@ -152,9 +204,12 @@ class WeightSync:
         self._engine.run(lambda engine: engine.resume())
         return SyncReport(
             **self._counts,
+            bytes=moved.nbytes,
+            wrong_bases=wrong_bases,
+            changed_share=moved.changes.share if moved.changes else None,
             proved=self._counts["tensors"] if hashing else 0,
             seconds=time.perf_counter() - start,
-            proof_seconds=proof_end - proof_start + hash_seconds,
+            proof_seconds=proof_end - proof_start + moved.hash_seconds,
             served_seconds=canary_start - proof_end,
             canary_seconds=canary_end - canary_start,
             derived=derived,
@@ -191,11 +246,14 @@ class WeightSync:
         engine.pause(self._settings.running)
         engine.begin_sync()
 
-    def _begin(self, engine: Engine, hashing: bool) -> None:
-        """Let the engine begin to receive."""
+    def _begin(self, engine: Engine, hashing: bool, sent: Sequence[Chunk] | None) -> None:
+        """Let the engine begin to receive; `sent`: what comes of all chunks, where that is not all of them."""
         if not self._settings.staged:
             self._stop_serving(engine)
-        engine.start_receiving(hashing)
+        places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for part in sent or ():
+            places[part.target].append((part.offset, part.nbytes))
+        engine.start_receiving(hashing, places or None)
 
     def _finish(self, engine: Engine, version: int, hashing: bool) -> dict[int, list[str]]:
         """Wait until the engine's live tensors hold version `version`; return their digests by engine rank."""
@@ -205,21 +263,59 @@ class WeightSync:
         engine.end_sync(version)
         return arrived
 
-    def _send(self, outbox: Outbox, named_tensors: dict[str, torch.Tensor], hashing: bool) -> tuple[dict[int, str], float]:
-        """Send this rank's chunks; return the digests of all ranks' chunks, by number, and the most seconds a rank spent on hashing."""
+    def _move(self, outbox: Outbox, named_tensors: dict[str, torch.Tensor], version: int, hashing: bool, compared: bool) -> _Moved:
+        """Bring the engine's live weights to `version`; `compared`: by what differs from the base."""
+        packer = make_source_packer(named_tensors, self.plan.chunks, self._rank)
+        changes = self._find_changes(packer, hashing) if compared else None
+        sent = resize(self.plan.chunks, changes.sizes) if changes else self.plan.chunks
+        self._engine.run(lambda engine: self._begin(engine, hashing, sent if changes else None))
+        results = self._run_on_all_ranks(lambda: self._send(outbox, packer, sent, changes.own if changes else {}, hashing))
+        return _Moved(
+            changes,
+            sum(part.nbytes for part in sent),
+            {number: value for digests, _ in results for number, value in digests.items()},
+            self._engine.run(lambda engine: self._finish(engine, version, hashing)),
+            max(seconds for _, seconds in results),
+        )
 
-        def send() -> tuple[dict[int, str], float]:
-            digests: dict[int, str] = {}
-            packer = make_source_packer(named_tensors, self.plan.chunks, self._rank)
-            for number, chunk in enumerate(self.plan.chunks):
-                if chunk.source == self._rank:
-                    digests[number] = packer.pack(chunk.sources, as_byte_matrix(outbox.buffer(chunk)), hashing)
-                    outbox.send(chunk)
-            outbox.finish()
-            return digests, packer.hash_seconds
+    def _find_changes(self, packer: ChunkPacker, hashing: bool) -> _Changes:
+        """Compare the live tensors with the base, on all ranks."""
+        own = self._base.compare(packer, self._own_chunks, hashing)
+        chunks = self.plan.chunks
+        sizes = {number: chunks[number].nbytes if found.delta is None else len(found.delta) for number, found in own.items()}
+        gathered = gather_from_ranks((sizes, sum(found.changed for found in own.values())))
+        by_number = {number: size for sizes, _ in gathered for number, size in sizes.items()}
+        share, nbytes = sum(changed for _, changed in gathered) / self._nbytes, sum(by_number.values())
+        pays = self._settings.delta == "on" or nbytes <= WORTH_IT * self._nbytes
+        self._say_once(f"sync.delta = {self._settings.delta}: ", "what changed is sent" if pays else "everything is sent", share, nbytes)
+        return _Changes(own, [by_number[number] if pays else chunk.nbytes for number, chunk in enumerate(chunks)], share)
 
-        results = self._run_on_all_ranks(send)
-        return {number: value for digests, _ in results for number, value in digests.items()}, max(seconds for _, seconds in results)
+    def _say_once(self, subject: str, what: str, share: float, nbytes: int) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            self._notify(f"{subject}{what}; {share:.2%} of the bytes changed, to send them takes {nbytes / self._nbytes:.2%} of all bytes")
+
+    def _send(
+        self, outbox: Outbox, packer: ChunkPacker, sent: Sequence[Chunk], own: dict[int, Difference], hashing: bool
+    ) -> tuple[dict[int, str], float]:
+        """Send of this rank's chunks what `sent` says; return their digests, by number, and the seconds spent on hashing."""
+        digests = {number: found.digest for number, found in own.items()}
+        outbox.start([part for part in sent if part.nbytes])
+        for number, chunk in self._own_chunks.items():
+            if not (part := sent[number]).nbytes:
+                continue
+            flat, found = as_byte_matrix(outbox.buffer(part)), own.get(number)
+            if found is not None and part.nbytes < chunk.nbytes:
+                flat[...] = found.delta
+            elif found is not None:
+                packer.pack(chunk.sources, flat, hashing=False)  # was hashed when it was compared
+            else:
+                digests[number] = packer.pack(chunk.sources, flat, hashing)
+                if self._keeps_base:
+                    self._base.remember(chunk, flat)
+            outbox.send(part)
+        outbox.finish()
+        return digests, packer.hash_seconds
 
     def _run_on_all_ranks(self, step: Callable[[], T]) -> list[T]:
         """Run `step` on every rank and return all results; where one fails, all raise RunError, with what the engine says of it."""
@@ -241,12 +337,16 @@ class WeightSync:
         return [cast(T, result) for result, *_ in outcomes]
 
     def _compare_digests(self, named_tensors: dict[str, torch.Tensor], sent: dict[int, str], arrived: dict[int, list[str]]) -> None:
-        """Raise RunError where a chunk's digests differ."""
+        """Raise RunError where a chunk's digest in the engine is not that of the trainer's live tensors."""
         next_digest = {rank: iter(digests) for rank, digests in arrived.items()}
         for number, chunk in enumerate(self.plan.chunks):
             if next(next_digest[chunk.target]) != sent[number]:
                 self.prove(named_tensors)  # finds the block and raises
-                raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed when it was written")
+                raise RunError(f"the sync is not proved: {chunk.targets[0][0]} of engine rank {chunk.target} differed for a while")
+
+    def reread(self) -> dict[int, list[str]]:
+        """Return, by engine rank, the digests of all chunks as the live weights hold them now."""
+        return self._engine.run(lambda engine: engine.reread())
 
     def prove(self, named_tensors: dict[str, torch.Tensor] | None = None) -> int:
         """Compare the digests of every transfer at its source and at its target, both sides at once; return the engine tensors proved.

@@ -129,7 +129,7 @@ class Session:
         hang_watchdog.enter_phase("checking the engines")
         engine_layout, geometry = config.rollout.to_layout(), ModelGeometry.from_hf_config(hf_config)
         plan = SyncPlan.make(geometry, layout, engine_layout, contract, config.sync.chunk_bytes)
-        sync = WeightSync(plan, engines, read_named_tensors, config.sync)
+        sync = WeightSync(plan, engines, read_named_tensors, config.sync, notify=self.notify)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
         check_graph(model, engines, contract, self.folder)

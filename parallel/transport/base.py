@@ -46,6 +46,9 @@ class Outbox:
     def open(self, addresses: Mapping[int, Any]) -> None:
         """Wait until the engine ranks are connected. `addresses` holds every trainer rank's."""
 
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        """Begin a sync of these chunks of all ranks: those of the connection, or some of them, in their order and with fewer bytes."""
+
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         """Return uint8 [chunk.nbytes], free to be written."""
         raise NotImplementedError
@@ -66,6 +69,9 @@ class Inbox:
 
     def __init__(self, link: Link, rank: int, chunks: Sequence[Chunk]) -> None:
         """`rank` will receive `chunks`. Raise OSError or RuntimeError without a trainer."""
+
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        """Begin a sync of these chunks to this rank, as `Outbox.start`."""
 
     def receive(self, chunk: Chunk) -> torch.Tensor:
         """Wait for a chunk and return it, uint8 [chunk.nbytes], valid until `release`."""

@@ -27,13 +27,16 @@ class Outbox(base.Outbox):
     def __init__(self, settings: base.TransportSettings, rank: int, chunks: Sequence[Chunk]) -> None:
         assert settings.dir is not None  # check_transport made sure
         settings.dir.mkdir(parents=True, exist_ok=True)
-        sizes = [chunk.nbytes for chunk in chunks if chunk.source == rank]
-        self._total = sum(sizes)
-        self._buffer = torch.empty(max(sizes, default=0), dtype=torch.uint8)
+        self._rank, self._total = rank, 0
+        self._buffer = torch.empty(max((chunk.nbytes for chunk in chunks if chunk.source == rank), default=0), dtype=torch.uint8)
         self._stem = settings.dir.resolve() / f"sync-{secrets.token_hex(4)}-rank{rank}"
         self.address = str(self._stem)
         self._file: BinaryIO | None = None
         self._round = 0
+
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        self._round += 1
+        self._total = sum(chunk.nbytes for chunk in chunks if chunk.source == self._rank)
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         if self._file is None:
@@ -56,7 +59,6 @@ class Outbox(base.Outbox):
         unfinished = self._stem.with_suffix(".tmp")
         unfinished.write_text(json.dumps({"bytes": self._total}))
         os.replace(unfinished, _manifest_path(self._stem, self._round))
-        self._round += 1
 
     def close(self) -> None:
         if self._file is not None:
@@ -75,6 +77,9 @@ class Inbox(base.Inbox):
         self._link, self._round = link, 0
         self._files: dict[int, torch.Tensor] = {}
 
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        self._round += 1
+
     def receive(self, chunk: Chunk) -> torch.Tensor:
         if chunk.source not in self._files:
             self._files[chunk.source] = self._map(Path(self._link.addresses[str(chunk.source)]))
@@ -82,7 +87,6 @@ class Inbox(base.Inbox):
 
     def finish(self) -> None:
         self._files.clear()
-        self._round += 1
 
     def close(self) -> None:
         self._files.clear()

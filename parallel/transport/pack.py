@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ import torch
 from parallel.chunking import Chunk
 from parallel.digest import ByteMatrix, Hash, view_bytes
 from parallel.shards import NamedRect
+from parallel.transport.delta import MOST_CHANGED, decode, encode
 
 _HASH_BYTES = 256 << 10
 """Rows are hashed and copied in batches of this size: on the machine where it was measured, hashing 256 KiB just before they are copied
@@ -44,6 +48,17 @@ class Stopwatch:
         if self._events:
             self._events[-1][1].synchronize()
         return self._seconds + sum(start.elapsed_time(end) for start, end in self._events) / 1e3
+
+
+class Difference(NamedTuple):
+    """How a chunk differs from its base."""
+
+    digest: str
+    """Of the chunk; empty without hashing."""
+    changed: int
+    """Bytes."""
+    delta: np.ndarray | None
+    """None where so much differs that the chunk is better sent as it is."""
 
 
 class ChunkPacker:
@@ -98,6 +113,53 @@ class ChunkPacker:
             rows[...] = source_rows
             self._update(digest, rows)
         return digest.hexdigest() if digest else ""
+
+    def compare(self, named_rects: Iterable[NamedRect], base: np.ndarray, hashing: bool) -> Difference:
+        """Compare rectangles with `base`, uint8 [bytes], which holds their bytes afterwards; hash as `pack` does. On the host only."""
+        digest = Hash() if hashing else None
+        positions, values, changed, offset = [np.empty(0, np.int64)], [np.empty(0, np.uint8)], 0, 0
+        for rows, part in self._iter_parts(named_rects, base):
+            self._update(digest, rows)
+            differs = rows != part
+            changed += (count := int(np.count_nonzero(differs)))
+            if changed > len(base) * MOST_CHANGED:
+                part[...] = rows
+            elif count:
+                found = np.flatnonzero(differs)
+                values.append(rows[np.divmod(found, rows.shape[1])])
+                positions.append(found + offset)
+                part.reshape(-1)[found] = values[-1]
+            offset += rows.size
+        dense = changed > len(base) * MOST_CHANGED
+        delta = None if dense else encode(np.concatenate(positions), np.concatenate(values), len(base))
+        return Difference(digest.hexdigest() if digest else "", changed, delta)
+
+    def apply(self, named_rects: Iterable[NamedRect], delta: np.ndarray, nbytes: int, hashing: bool) -> str:
+        """Write a delta into rectangles of `nbytes` bytes; hash all of them as `unpack` does. Raise ValueError where it does not fit."""
+        digest = Hash() if hashing else None
+        positions, values = decode(delta, nbytes)
+        first, offset = 0, 0
+        for rows in self._iter_rows(named_rects):
+            last = first + int(np.searchsorted(positions[first:], offset + rows.size))
+            if last > first:
+                rows[np.divmod(positions[first:last] - offset, rows.shape[1])] = values[first:last]
+            self._update(digest, rows)
+            first, offset = last, offset + rows.size
+        return digest.hexdigest() if digest else ""
+
+    def hash_all(self, chunks: Sequence[Sequence[NamedRect]]) -> list[str]:
+        """Return the hash of every chunk's rectangles as they are now. On the host, uses all cores this process may use."""
+
+        def start(named_rects: Sequence[NamedRect]) -> Hash:
+            digest = Hash()
+            for rows in self._iter_rows(named_rects):
+                digest.update(rows)
+            return digest
+
+        if not all(isinstance(matrix, np.ndarray) for matrix, _ in self._matrices.values()):
+            return [digest.hexdigest() for digest in [start(chunk) for chunk in chunks]]  # starts all work before it waits for the first
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return [digest.hexdigest() for digest in pool.map(start, chunks)]
 
     def _update(self, digest: Hash | None, rows: ByteMatrix) -> None:
         if digest is not None:

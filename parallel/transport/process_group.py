@@ -96,6 +96,9 @@ class Inbox(base.Inbox):
         self._chunks, self._posted, self._in_use = chunks, 0, 0
         self._receiving: deque[tuple[Any, torch.Tensor]] = deque()
 
+    def start(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks, self._posted = chunks, 0
+
     def receive(self, chunk: Chunk) -> torch.Tensor:
         while self._posted < len(self._chunks) and len(self._receiving) + self._in_use < CHUNKS_IN_FLIGHT:
             self._post(self._chunks[self._posted])

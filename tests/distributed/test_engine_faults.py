@@ -44,6 +44,30 @@ def test_all_engines_answer_alike_and_only_new_weights_change_that(world):
     assert {version for _, version in now} == {2} and [tokens for tokens, _ in now] != [tokens for tokens, _ in both]
 
 
+def test_only_what_changed_is_sent_and_a_wrong_base_is_answered_with_everything(world, request):
+    """Within one host, through shared memory, everything is sent (`sync.delta = "auto"`)."""
+    deltas = "gloo" in request.node.callspec.id
+    reports = []
+    for version, seed, flipped in ((10, 7, None), (11, None, None), (12, None, 1), (13, None, None)):
+        world.call(*((fake_engine.change_a_little, 3) if seed is None else (fake_engine.change, seed)))
+        if flipped is not None:
+            world.call(fake_engine.flip_a_byte, flipped)
+        reports.append(world.call(fake_engine.sync_through, version, {})[0])
+        assert reports[-1]["proved"] == reports[-1]["tensors"]
+        few = [world.call(fake_engine.answers, 2, 3, engine)[0] for engine in (0, 1)]
+        assert few[0] == few[1] and few[0][0][1] == version
+    other, little, wrong, again = reports
+    assert other["bytes"] == wrong["bytes"] and [report["wrong_bases"] for report in reports] == [0, 0, int(deltas), 0]
+    told = lines(world)
+    base_line = "an engine did not hold what the sync before proved, everything is sent: the sync is not proved: "
+    if deltas:
+        assert little["bytes"] == again["bytes"] < other["bytes"] // 100 and 0 < little["changed_share"] == again["changed_share"] < 0.01
+        assert other["changed_share"] > 0.5 and told.count(base_line) == 1 and " of engine rank 1 differs from " in told
+        assert told.count("sync.delta = auto: what changed is sent; 0.0") == told.count("sync.delta = auto: everything is sent; 9") == 1
+    else:
+        assert {report["bytes"] for report in reports} == {other["bytes"]} and other["changed_share"] is None and "base" not in told
+
+
 @pytest.mark.parametrize("fault", [pytest.param("hang", marks=pytest.mark.long), "kill"])
 def test_an_engine_that_is_lost_in_a_sync_is_replaced_and_the_sync_is_proved(world, fault):
     world.call(fake_engine.change, 3)

@@ -93,6 +93,8 @@ class LightEngine:
         if path == "/weights_checker":
             with self._one_at_a_time:
                 return {"ranks": [self.rank(json.loads(body["action"].removeprefix(rank_handler.PREFIX)), body["action"])]}
+        if path == "/flip":
+            next(iter(self.model.tensors.values())).data.view(torch.uint8).view(-1)[-1] ^= 1
         if path == "/update_weight_version":
             self.version = body["new_version"]
         return {}
@@ -196,7 +198,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)
     shards = build_trainer_shards(MODEL, layout, format_of=CONTRACT.format_of)[dist.get_rank()]
     run = Run(pool, None, messages, make_random_tensors(shards, 0), shards)
-    weights = WeightSync(plan, pool, lambda: run.named_tensors, settings)
+    weights = WeightSync(plan, pool, lambda: run.named_tensors, settings, notify=messages.append)
     run.recovering_sync = RecoveringWeightSync(weights, pool, messages.append)
     _current[:] = [run]
     run.recovering_sync.run(1)
@@ -207,6 +209,17 @@ def change(seed: int) -> None:
     _current[0].named_tensors = make_random_tensors(_current[0].shards, seed)
 
 
+def change_a_little(count: int) -> None:
+    """So many bytes of every tensor, as after a small optimizer step."""
+    for tensor in _current[0].named_tensors.values():
+        tensor.view(torch.uint8).view(-1)[:count] ^= 1
+
+
+def flip_a_byte(engine: int) -> None:
+    """Of an engine's live weights, behind the trainer's back."""
+    _current[0].engines.run(lambda engines: engines.replicas[engine].engine._post("/flip", {}))
+
+
 def sync_through(version: int, faults: Faults) -> dict[str, Any]:
     return strike_in_sync(_current[0].engines, _current[0].recovering_sync, version, faults)
 
@@ -215,8 +228,8 @@ def always_lose(version: int) -> None:
     """A sync that kills engine 0 as often as it is begun. Raises what it raises."""
     start_receiving = EnginePool.start_receiving
 
-    def start_and_kill(engines: EnginePool, hashing: bool) -> None:
-        start_receiving(engines, hashing)
+    def start_and_kill(engines: EnginePool, *args: Any) -> None:
+        start_receiving(engines, *args)
         engine_family(engines, 0)[0].kill()
 
     with mock.patch.object(EnginePool, "start_receiving", start_and_kill):

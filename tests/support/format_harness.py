@@ -13,7 +13,7 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import convert
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.rollout.engine import ServedReport
+from megatron_rl.rollout.engine import Places, ServedReport
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
 from parallel.chunking import Chunk
@@ -38,12 +38,15 @@ class ReceivingEngine:
         for rank, tensors in self.tensors.items():
             self._receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], tensors, staged)
 
-    def start_receiving(self, hashing: bool) -> None:
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
         for rank, receiver in self._receivers.items():
-            receiver.start(self.tensors[rank], hashing)
+            receiver.start(self.tensors[rank], hashing, places and places[rank])
 
     def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
         return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
+
+    def reread(self) -> dict[int, list[str]]:
+        return {rank: receiver.reread(self.tensors[rank]) for rank, receiver in self._receivers.items()}
 
     def digest_rects(self, rects_by_rank: dict[int, list[NamedRect]]) -> dict[int, list[str]]:
         return {rank: digest_all(self.tensors[rank], rects) for rank, rects in rects_by_rank.items()}

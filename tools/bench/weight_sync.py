@@ -95,6 +95,27 @@ def run_trainer_rank(setup: BenchSetup, rank: int, port: int, pipes: Sequence[Co
         dist.destroy_process_group()
 
 
+CHANGED = {"1e-6": (0.0007, 0.0032), "1e-5": (0.005, 0.023), "1e-4": (0.031, 0.136)}
+"""Learning rate -> shares of the bytes of E4M3 and of BF16 that a step of Adam changes (tools/studies/first_steps.py changed)."""
+
+
+class SmallSteps:
+    """Changes as few bytes of tensors, in place, as an optimizer step at a learning rate."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rate: str) -> None:
+        random = torch.Generator().manual_seed(0)
+        self._flips = []
+        for tensor in tensors.values():
+            flat = tensor.view(torch.uint8).view(-1)
+            count = int(flat.numel() * CHANGED[rate][tensor.dtype is torch.bfloat16])
+            if tensor.dtype is not torch.float32:  # hardly a scale changes
+                self._flips.append((flat, torch.randint(0, flat.numel(), (count,), generator=random).unique()))
+
+    def step(self) -> None:
+        for flat, places in self._flips:
+            flat[places] ^= 1
+
+
 class BenchCases:
     """All that is measured, by name."""
 
@@ -106,6 +127,8 @@ class BenchCases:
         self.syncs: list[WeightSync] = []
         self.calls: dict[str, Callable[[int], object]] = {}
         """Case -> what is timed; it takes the number of the turn."""
+        self.preparations: dict[str, Callable[[int], object]] = {}
+        """Case -> what is done before it, untimed."""
         for name, settings in setup.sync_configs().items():
             for fp8 in setup.precisions():
                 case = f"{name} {'fp8' if fp8 else 'bf16'}"
@@ -115,9 +138,12 @@ class BenchCases:
                 self.calls[case] = sync.run
                 if fp8:
                     self.calls[f"{case} unproved"] = partial(sync.run, hashing=False)
+            if setup.device == "cpu":
+                self._add_deltas(name, settings, pipes)
         proved = self.syncs[0]  # in FP8
         copy, gathered = PlainCopy(proved.plan, rank, setup.train.world_size), GatherAndQuantize(setup, self.named_tensors[False])
-        self.calls["reread proof"] = lambda turn: proved.prove()
+        self.calls["reread proof"] = lambda turn: proved.reread()
+        self.calls["both sides hashed again"] = lambda turn: proved.prove()
         self.calls["plain copy"] = lambda turn: copy.run()
         if setup.device == "cpu":
             tensors = self.named_tensors[True] = self.named_tensors[True] | make_flat_tensors(setup)
@@ -125,6 +151,24 @@ class BenchCases:
             self.syncs.append(flat := WeightSync(make_flat_plan(setup), engine, lambda: tensors, SyncConfig(timeout=120)))
             self.calls["plain copy to a process"] = partial(flat.run, hashing=False)
         self.calls["gather, convert, quantise"] = lambda turn: gathered.run()
+
+    def _add_deltas(self, name: str, settings: SyncConfig, pipes: Sequence[Connection]) -> None:
+        """Add syncs after small steps, of which only what changed is sent; before each, one untimed brings the engine up to date."""
+        settings = settings.model_copy(update={"delta": "on"})
+        plan, engine = self.setup.make_plan(True, settings), Rank0[Any](partial(PipeEngine, pipes, f"{name} delta", True))
+        self.syncs.append(sync := WeightSync(plan, engine, partial(self.named_tensors.__getitem__, True), settings))
+
+        def prepare(steps: SmallSteps, turn: int) -> None:
+            sync.run(turn)
+            steps.step()
+
+        def run(case: str, turn: int) -> None:
+            self.bytes[case] = sync.run(turn).bytes
+
+        for rate in CHANGED:
+            case = f"{name} fp8, delta at {rate}"
+            self.preparations[case] = partial(prepare, SmallSteps(self.named_tensors[True], rate))
+            self.calls[case] = partial(run, case)
 
     def run_all(self) -> None:
         """Time every case `repeat` times. The turn before them connects, faults pages in, and rereads everything."""
@@ -135,6 +179,8 @@ class BenchCases:
             sync.close()
 
     def _time(self, case: str, turn: int, call: Callable[[int], object]) -> None:
+        if case in self.preparations:
+            self.preparations[case](turn)
         self._wait()
         start = time.perf_counter()
         call(turn)
@@ -193,6 +239,10 @@ def summarize(setup: BenchSetup, seconds: Mapping[str, Sequence[float]], sizes: 
             "fp8 against bf16": (f"{name} bf16", proved),
         }
         ratios[name] = {ratio: median[case] / of_sync for ratio, (case, of_sync) in compared.items() if case in median}
+        for rate in CHANGED:
+            if (case := f"{name} fp8, delta at {rate}") in median:
+                ratios[name][f"delta at {rate} against everything"] = proved / median[case]
+                ratios[name][f"delta at {rate}, share of the bytes"] = sizes[case] / sizes[f"{name} fp8"]
         ratios[name]["proof's share"] = 1 - unproved / proved
     size = next(size for case, size in sizes.items() if case.endswith("fp8"))
     cases = {
@@ -210,7 +260,7 @@ def show(console: Console, report: Mapping[str, Any]) -> None:
     console.print(table)
     table = Table("ratio", *report["ratios"])
     for name in next(iter(report["ratios"].values())):
-        table.add_row(name, *(f"{ratios[name]:.2f}" for ratios in report["ratios"].values()))
+        table.add_row(name, *(f"{ratios[name]:.3g}" for ratios in report["ratios"].values()))
     console.print(table)
 
 

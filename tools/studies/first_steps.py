@@ -1,6 +1,7 @@
 """Where FP32 masters begin, and what the first optimizer steps do to the policy: `precision.masters` "stored" against "spread".
 
     python tools/studies/first_steps.py weights [--checkpoint FOLDER] [--rate 1e-6]      # Adam's first steps on weights alone: a minute
+    python tools/studies/first_steps.py changed [--checkpoint FOLDER] [--rates 1e-6,1e-5,1e-4]      # bytes and blocks that one step changes
     python tools/studies/first_steps.py runs --config FILE [--modes fp8_unified,fp8_rollout] [--seeds N] [--steps 10] [--out DIR]
                                              [--section.key=value ...]                   # the same runs with both kinds of masters
 
@@ -20,6 +21,7 @@ from typing import Annotated
 
 import common
 import torch
+import torch.nn.functional as F
 import typer
 
 from megatron_rl.cli.main import run_script
@@ -29,7 +31,7 @@ from megatron_rl.precision.contract import QUANTIZED_ROLES
 from megatron_rl.precision.masters import hash_places, spread, spread_blocks, spread_within_blocks
 from megatron_rl.precision.quantizers import dequantize, quantize
 from megatron_rl.reporting.plots import Rows
-from parallel.formats import FP8, INT8, MODES, TensorFormat
+from parallel.formats import BLOCK, FP8, INT8, MODES, TensorFormat
 from parallel.model_geometry import ModelGeometry
 from parallel.shards import Rect, take_all
 
@@ -129,6 +131,53 @@ def weights(
     print(common.format_markdown(["policy's copy", "masters", "values changed by the first step", *after], lines))
 
 
+def count_changed(before: torch.Tensor, after: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Return float64 [4]: bytes of the `counted` elements, those that differ, 128x128 blocks with such elements, with such bytes."""
+    differs = (before.view(torch.uint8) != after.view(torch.uint8)).view(*before.shape, before.element_size())
+    blocks = [
+        F.max_pool2d(mask.float()[None], BLOCK, ceil_mode=True).sum() if min(mask.shape) >= BLOCK else mask.any()
+        for mask in (counted, differs.any(-1))
+    ]
+    return torch.stack([counted.sum() * before.element_size(), differs.sum(), *blocks]).double()
+
+
+def count_changed_by_step(name: str, weight: torch.Tensor, rate: float) -> dict[tuple[str, int], torch.Tensor]:
+    """Return `count_changed` of an FP8 copy, its scales, and a BF16 copy, in steps 1 and 10 of signs drawn anew at every step. Weights that
+    are 0 do not count: here they are padding."""
+    places, counts = hash_places(0, name, Rect(0, 0, *weight.shape)), dict[tuple[str, int], torch.Tensor]()
+    for copy, masters in (("FP8", spread_within_blocks(weight, places, _FP8)), ("BF16", spread(weight, places))):
+        counted = masters != 0
+        for step in range(1, 11):
+            signs = torch.randn(masters.shape, generator=torch.Generator().manual_seed(step)).sign()
+            stepped = masters + rate * counted * signs
+            if step in (1, 10) and copy == "FP8":
+                before, after = quantize(masters, _FP8), quantize(stepped, _FP8)
+                counts["FP8 values", step] = count_changed(before.data, after.data, counted)
+                counts["FP8 scales", step] = count_changed(before.scale, after.scale, torch.ones_like(before.scale, dtype=torch.bool))
+            elif step in (1, 10):
+                counts["BF16 values", step] = count_changed(masters.bfloat16(), stepped.bfloat16(), counted)
+            masters = stepped
+    return counts
+
+
+def changed(
+    checkpoint: Annotated[Path | None, typer.Option(help="BF16 checkpoint in Hugging Face format.")] = None,
+    rates: Annotated[str, typer.Option(help="Learning rates, separated by commas.")] = "1e-6,1e-5,1e-4",
+    tensors: Annotated[int, typer.Option(min=1, help="How many weights to measure.")] = 14,
+) -> None:
+    """Count the bytes and the blocks of the policy that one optimizer step changes."""
+    sums: dict[tuple[str, str, int], torch.Tensor] = {}
+    for name, weight in read_weights(checkpoint, tensors):
+        for rate in rates.split(","):
+            for (copy, step), counts in count_changed_by_step(name, weight, float(rate)).items():
+                sums[rate, copy, step] = sums.get((rate, copy, step), 0.0) + counts
+    lines = [
+        [rate, copy, str(step), f"{100 * float(changed / total):.3g} %", f"{100 * float(touched / blocks):.3g} %"]
+        for (rate, copy, step), (total, changed, blocks, touched) in sums.items()
+    ]
+    print(common.format_markdown(["rate", "copy", "step", "bytes changed", "128x128 blocks with a change"], sorted(lines)))
+
+
 def make_tables(finished: dict[str, list[Rows]]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     """Yield (title, head, lines) of a table for each metric that some run has: a line for each kind of run, means over seeds by step."""
     for metric, (title, *_) in SHOWN.items():
@@ -177,4 +226,4 @@ def runs(
 
 
 if __name__ == "__main__":
-    run_script(weights, runs)
+    run_script(weights, changed, runs)

@@ -30,6 +30,8 @@ def test_it_measures_every_case_of_a_resharding(tmp_path):
         assert 1.5 < bf16["bytes"] / fp8["bytes"] < 2
         assert report["ratios"][transport]["fp8 against bf16"] == pytest.approx(bf16["seconds"] / fp8["seconds"])
         assert transport in done.stdout
+        sent = [report["cases"][f"{transport} fp8, delta at {rate}"]["bytes"] for rate in ("1e-6", "1e-5", "1e-4")]
+        assert 0 < sent[0] < sent[1] < sent[2] < fp8["bytes"] and sent[0] < fp8["bytes"] / 50
 
 
 def test_bad_input_is_one_line():

@@ -13,7 +13,7 @@ import torch
 from megatron_rl.config.sync import SyncConfig
 from megatron_rl.errors import UserError
 from megatron_rl.sync.transport_check import check_one_host, check_transport
-from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk
+from parallel.chunking import CHUNKS_IN_FLIGHT, Chunk, resize
 from parallel.transport import TRANSPORTS, cuda_ipc, load_transport, process_group, ring
 from parallel.transport.base import Link
 
@@ -68,6 +68,7 @@ def open_all(sync: SyncConfig, chunks: list[Chunk]):
 
 
 def send_all(outbox, rank: int, chunks: list[Chunk], turn: int) -> None:
+    outbox.start(chunks)
     for chunk in chunks:
         if chunk.source == rank:
             outbox.buffer(chunk).copy_(content(chunk, turn))
@@ -78,6 +79,7 @@ def send_all(outbox, rank: int, chunks: list[Chunk], turn: int) -> None:
 def receive_all(inbox, rank: int, chunks: list[Chunk], turn: int) -> int:
     """Raises AssertionError at a wrong byte; returns the number of chunks."""
     count = 0
+    inbox.start([chunk for chunk in chunks if chunk.target == rank])
     for chunk in chunks:
         if chunk.target == rank:
             assert torch.equal(inbox.receive(chunk), content(chunk, turn)), chunk
@@ -90,12 +92,16 @@ def receive_all(inbox, rank: int, chunks: list[Chunk], turn: int) -> int:
 @pytest.mark.parametrize("transport", ON_CPU)
 @pytest.mark.parametrize("sources, targets", [(1, 1), (2, 1), (1, 2), (3, 2)])
 def test_every_chunk_arrives_in_its_order_sync_after_sync(transport, sources, targets, tmp_path):
-    chunks = chunks_between(sources, targets, [1, 4096, 70001, 7, 65536])
-    outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
-    for turn in range(3):
-        sending = [lambda r=rank, o=outbox, t=turn: send_all(o, r, chunks, t) for rank, outbox in outboxes.items()]
-        receiving = [lambda r=rank, i=inbox, t=turn: receive_all(i, r, chunks, t) for rank, inbox in inboxes.items()]
-        assert run_all(*sending, *receiving)[len(sending) :] == [5 * sources] * targets
+    """Also in a sync of fewer bytes, and in one of none."""
+    whole = chunks_between(sources, targets, [1, 4096, 70001, 7, 65536])
+    outboxes, inboxes = open_all(settings(transport, tmp_path), whole)
+    for turn, sizes in enumerate(((1, 4096, 70001, 7, 65536), (1, 0, 1000, 7, 3), (0,) * 5, (0, 0, 0, 0, 65536))):
+        every = [size for size in sizes for _ in range(sources * targets)]
+        chunks = [chunk for chunk in resize(whole, every) if chunk.nbytes]
+        count = sources * sum(size > 0 for size in sizes)
+        sending = [lambda r=rank, o=outbox, c=chunks, t=turn: send_all(o, r, c, t) for rank, outbox in outboxes.items()]
+        receiving = [lambda r=rank, i=inbox, c=chunks, t=turn: receive_all(i, r, c, t) for rank, inbox in inboxes.items()]
+        assert run_all(*sending, *receiving)[len(sending) :] == [count] * targets
     for end in (*outboxes.values(), *inboxes.values()):
         end.close()
         end.close()
@@ -115,6 +121,8 @@ def test_no_more_than_two_chunks_are_under_way(transport, tmp_path):
     chunks = chunks_between(1, 1, [size] * 5)
     outboxes, inboxes = open_all(settings(transport, tmp_path), chunks)
     outbox, inbox, filled = outboxes[0], inboxes[0], []
+    outbox.start(chunks)
+    inbox.start(chunks)
     sent: list[torch.Tensor] = []
     received: list[torch.Tensor] = []
 
@@ -177,6 +185,7 @@ def test_waiting_for_a_silent_engine_ends(transport, tmp_path):
 def test_waiting_for_a_silent_trainer_ends(transport, tmp_path):
     chunks = chunks_between(1, 1, [10])
     _, inboxes = open_all(settings(transport, tmp_path, timeout=0.5), chunks)
+    inboxes[0].start(chunks)
     with pytest.raises((OSError, RuntimeError)):
         inboxes[0].receive(chunks[0])
 
@@ -191,6 +200,7 @@ def test_a_trainer_on_another_host_is_named_and_a_file_that_is_not_whole_refused
     send_all(outboxes[0], 0, chunks, 0)
     (data,) = tmp_path.glob("*.bin")
     data.write_bytes(data.read_bytes()[:-1])
+    inboxes[0].start(chunks)
     with pytest.raises(OSError, match="holds 999 bytes, its manifest says 1000"):
         inboxes[0].receive(chunks[0])
 
