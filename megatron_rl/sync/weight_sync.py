@@ -308,7 +308,7 @@ class WeightSync:
             if found is not None and part.nbytes < chunk.nbytes:
                 flat[...] = found.delta
             elif found is not None:
-                packer.pack(chunk.sources, flat, hashing=False)  # was hashed when it was compared
+                packer.pack(chunk.sources, flat, False)  # was hashed when it was compared
             else:
                 digests[number] = packer.pack(chunk.sources, flat, hashing)
                 if self._keeps_base:

@@ -25,9 +25,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import typer
+import xxhash
 from rich.console import Console
 from rich.table import Table
 from weight_sync_baselines import BenchSetup, GatherAndQuantize, PlainCopy, make_contract, make_flat_plan, make_flat_tensors
@@ -224,6 +226,28 @@ def measure(setup: BenchSetup) -> tuple[dict[str, list[float]], dict[str, int]]:
     return answer
 
 
+def measure_hash_floor() -> str:
+    """Return how fast a core copies, and hashes what its cache holds, and what share of a copy with a hash the hash is."""
+    pieces, target = np.ones((256, 256 << 10), np.uint8), np.ones(256 << 10, np.uint8)
+
+    def best(work: Callable[[np.ndarray], object]) -> float:
+        seconds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for piece in pieces:
+                work(piece)
+            seconds.append(time.perf_counter() - start)
+        return min(seconds)
+
+    copy, cached = best(lambda piece: np.copyto(target, piece)), best(lambda _: xxhash.xxh3_128(target.data))
+    rates = (
+        f"XXH3 of 256 KiB in the cache {pieces.nbytes / cached / 1e9:.0f} GB/s, a copy from memory {pieces.nbytes / copy / 1e9:.1f} GB/s"
+    )
+    return (
+        f"{rates}: on the core that copies, hashing is {cached / (copy + cached):.0%}; 5 % needs {19 * pieces.nbytes / copy / 1e9:.0f} GB/s"
+    )
+
+
 def summarize(setup: BenchSetup, seconds: Mapping[str, Sequence[float]], sizes: Mapping[str, int]) -> dict[str, Any]:
     """Return medians by case, and their ratios by setting."""
     median = {case: statistics.median(values) for case, values in seconds.items()}
@@ -291,6 +315,7 @@ def main(
     console = Console()
     console.print(f"model {model}, trainer {train}, engine {rollout}, {os.cpu_count()} cores, {repeat} turns")
     show(console, report)
+    console.print(measure_hash_floor())
     if json_file:
         json_file.write_text(json.dumps({"model": model, "train": train, "rollout": rollout, "cores": os.cpu_count(), **report}, indent=1))
 
