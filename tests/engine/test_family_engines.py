@@ -53,21 +53,26 @@ def test_the_engine_gives_the_trainers_bits(family, mode, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "layout, tp, mode",
+    "family, layout, engine, mode",
     [
-        (Layout(tp=2), 2, "fp8"),
-        (Layout(tp=2), 1, "bf16"),
-        (Layout(), 2, "bf16"),
-        (Layout(pp=2), 2, "fp32"),
-        (Layout(cp=2), 1, "fp8_bf16"),
-        (Layout(cp=2, tp=2), 2, "fp8"),
+        ("deepseek_v3", Layout(tp=2), {"tp": 2}, "fp8"),
+        ("deepseek_v3", Layout(tp=2), {}, "bf16"),
+        ("deepseek_v3", Layout(), {"tp": 2}, "bf16"),
+        ("deepseek_v3", Layout(pp=2), {"tp": 2}, "fp32"),
+        ("deepseek_v3", Layout(cp=2), {}, "fp8_bf16"),
+        ("deepseek_v3", Layout(cp=2, tp=2), {"tp": 2}, "fp8"),
+        ("deepseek_v3", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "bf16"),
+        ("glm4_moe", Layout(tp=2, ep=2, etp=1), {"tp": 2, "ep": 2}, "bf16"),
+        ("glm4_moe", Layout(tp=2, dp=2, ep=2, etp=2), {"tp": 2}, "fp8_bf16"),
+        ("qwen3_moe", Layout(tp=2), {"tp": 2, "ep": 2}, "fp8"),
+        ("qwen3_moe", Layout(dp=2, ep=2), {"tp": 2}, "bf16"),
     ],
 )
-def test_latent_attention_has_the_same_bits_in_any_layout(layout, tp, mode, tmp_path):
+def test_experts_and_latent_attention_have_the_same_bits_in_any_layout(family, layout, engine, mode, tmp_path):
     prompts = [[7 * token % 250 for token in range(length)] for length in (1, 3, 31, 33, 64, 70, 130)]
     with World(layout.world_size, tmp_path / "world") as world:
-        world.call(trainer_engine.start_architecture, "deepseek_v3", tmp_path, MODES[mode], layout, {"tp": tp}, True)
-        world.call(trainer_engine.change_weights, "deepseek_v3", 1)
+        world.call(trainer_engine.start_architecture, family, tmp_path, MODES[mode], layout, engine, True)
+        world.call(trainer_engine.change_weights, family, 1)
         world.call(trainer_engine.sync, 1)
         for _ in range(2):  # then with the prompts' cache
             generated = world.call(trainer_engine.generate, prompts)[0]

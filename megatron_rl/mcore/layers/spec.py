@@ -6,6 +6,7 @@ linear layers. These classes plug in through Megatron's ModuleSpec, so nothing i
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -140,11 +141,13 @@ def _layer_spec(config: TransformerConfig, backend: SpecProvider, experts: int |
     return ModuleSpec(module=TransformerLayer, submodules=layer)
 
 
-def _mlp(backend: SpecProvider, experts: int | None) -> ModuleSpec:
+def _mlp(backend: SpecProvider, experts: int | None) -> Any:
     spec = get_mlp_module_spec_for_backend(backend=backend, num_experts=experts)
-    if experts is not None:
-        spec.module, spec.submodules.router = MixtureOfExperts, Router
-    return spec
+    if experts is None:
+        return spec
+    spec.submodules.router = Router
+    # what Megatron builds like a ModuleSpec, of which it would warn that it does not know the class
+    return SimpleNamespace(module=MixtureOfExperts, submodules=spec.submodules)
 
 
 def _attention(config: TransformerConfig, backend: SpecProvider) -> ModuleSpec:
