@@ -130,7 +130,7 @@ def multiply_nodes(
         result,
         x_scale,
         weight_scale,
-        _merge_table(leaves // nodes, x.device),
+        _merge_table(leaves, x.device),
         tokens,
         features,
         width,
@@ -159,5 +159,6 @@ def count_nodes(leaves: int, tiles: int) -> int:
 
 @functools.cache
 def _merge_table(leaves: int, device: torch.device) -> torch.Tensor:
-    """Return int32 [leaves]: level of a leaf + 2 * level that it completes. Made on first use, so before a CUDA graph is captured."""
+    """Return int32 [leaves]: level of a leaf + 2 * level that it completes. It begins with that of the first of equal nodes, so one serves
+    any number of tokens: it is made on first use, before a CUDA graph is captured."""
     return torch.tensor([level + 2 * completed for level, completed in list_merges(leaves)], dtype=torch.int32, device=device)

@@ -36,6 +36,7 @@ def test_leaves_one_after_the_other_build_the_tree(leaves):
         assert completed not in waiting
         waiting[completed] = node
     assert waiting == {levels: build(0, leaves)}
+    assert list_merges(2 * leaves)[:leaves] == list_merges(leaves), "programs that share a tree read one table"
 
 
 def compare_with_the_reference() -> None:
