@@ -1,4 +1,4 @@
-"""What a test of a number format needs: a trainer, an engine's receivers and an export, without SGLang."""
+"""What a test of a number format needs: a trainer, an engine's receivers (`support.receiving_engine`) and an export."""
 
 from __future__ import annotations
 
@@ -13,55 +13,13 @@ from megatron_rl.distributed import Rank0
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter
 from megatron_rl.mcore.export import convert
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
-from megatron_rl.rollout.engine import Places, ServedReport
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.weight_sync import WeightSync
-from parallel.chunking import Chunk
-from parallel.digest import digest_all, make_stored_tensors
 from parallel.layout import EngineLayout, Layout
 from parallel.model_geometry import ModelGeometry
-from parallel.shards import NamedRect
-from parallel.transport.base import Link
-from rollout_sglang.weight_receiver import WeightReceiver
 from support import toy_format
+from support.receiving_engine import ReceivingEngine
 from support.trainer import Trainer
-
-
-class ReceivingEngine:
-    """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own receivers."""
-
-    def __init__(self, plan: SyncPlan) -> None:
-        self.tensors = {rank: make_stored_tensors(shards, plan.contract.format_of) for rank, shards in plan.targets.items()}
-        self._receivers: dict[int, WeightReceiver] = {}
-
-    def connect(self, link: Link, chunks: tuple[Chunk, ...], staged: bool) -> None:
-        for rank, tensors in self.tensors.items():
-            self._receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], tensors, staged)
-
-    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
-        for rank, receiver in self._receivers.items():
-            receiver.start(self.tensors[rank], hashing, places and places[rank])
-
-    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
-        return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self._receivers.items()}
-
-    def reread(self) -> dict[int, list[str]]:
-        return {rank: receiver.reread(self.tensors[rank]) for rank, receiver in self._receivers.items()}
-
-    def digest_rects(self, rects_by_rank: dict[int, list[NamedRect]]) -> dict[int, list[str]]:
-        return {rank: digest_all(self.tensors[rank], rects) for rank, rects in rects_by_rank.items()}
-
-    def account_for_tensors(self) -> list[ServedReport]:
-        return [ServedReport()] * len(self._receivers)
-
-    def disconnect(self) -> None:
-        for receiver in self._receivers.values():
-            receiver.close()
-
-    def pause(self, running: str) -> None: ...
-    def resume(self) -> None: ...
-    def begin_sync(self) -> None: ...
-    def end_sync(self, version: int) -> None: ...
 
 
 def sync_and_export(folder: Path, layout: Layout, rollout: EngineLayout, output: Path, mode: str) -> dict[str, Any]:

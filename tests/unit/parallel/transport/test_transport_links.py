@@ -219,6 +219,8 @@ def test_a_transport_that_cannot_work_here_is_the_users_error(tmp_path, monkeypa
         check_transport(SyncConfig(transport=transport), shared=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     check_transport(SyncConfig(transport="gloo"), shared=True)
+    with pytest.raises(UserError, match="sync.delta = 'on': compares weights in the host's memory, and here they are on GPUs; set"):
+        check_transport(SyncConfig(transport="gloo", delta="on"))
     check_transport(SyncConfig(transport="process_group"), shared=False)
     with pytest.raises(UserError, match="'process_group': takes no GPU twice.*; use cuda_ipc on one host, gloo on sev"):
         check_transport(SyncConfig(transport="process_group"), shared=True)

@@ -1,0 +1,48 @@
+"""An engine that only receives weights, in the test's own process: no SGLang, no model."""
+
+from __future__ import annotations
+
+from megatron_rl.rollout.engine import Places, ServedReport
+from megatron_rl.sync.plan import SyncPlan
+from parallel.chunking import Chunk
+from parallel.digest import digest_all, make_stored_tensors
+from parallel.shards import NamedRect
+from parallel.transport.base import Link
+from rollout_sglang.weight_receiver import WeightReceiver
+
+
+class ReceivingEngine:
+    """The engine that `WeightSync` talks to: tensors of every engine rank in this process, filled by the engine's own receivers."""
+
+    def __init__(self, plan: SyncPlan) -> None:
+        self.tensors = {rank: make_stored_tensors(shards, plan.contract.format_of) for rank, shards in plan.targets.items()}
+        self.receivers: dict[int, WeightReceiver] = {}
+
+    def connect(self, link: Link, chunks: tuple[Chunk, ...], staged: bool) -> None:
+        for rank, tensors in self.tensors.items():
+            self.receivers[rank] = WeightReceiver(link, rank, [chunk for chunk in chunks if chunk.target == rank], tensors, staged)
+
+    def start_receiving(self, hashing: bool, places: Places | None = None) -> None:
+        for rank, receiver in self.receivers.items():
+            receiver.start(self.tensors[rank], hashing, places and places[rank])
+
+    def finish_receiving(self, hashing: bool) -> dict[int, list[str]]:
+        return {rank: receiver.finish(self.tensors[rank], hashing) for rank, receiver in self.receivers.items()}
+
+    def reread(self) -> dict[int, list[str]]:
+        return {rank: receiver.reread(self.tensors[rank]) for rank, receiver in self.receivers.items()}
+
+    def digest_rects(self, rects_by_rank: dict[int, list[NamedRect]]) -> dict[int, list[str]]:
+        return {rank: digest_all(self.tensors[rank], rects) for rank, rects in rects_by_rank.items()}
+
+    def account_for_tensors(self) -> list[ServedReport]:
+        return [ServedReport()] * len(self.receivers)
+
+    def disconnect(self) -> None:
+        for receiver in self.receivers.values():
+            receiver.close()
+
+    def pause(self, running: str) -> None: ...
+    def resume(self) -> None: ...
+    def begin_sync(self) -> None: ...
+    def end_sync(self, version: int) -> None: ...
