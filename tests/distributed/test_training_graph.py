@@ -60,10 +60,13 @@ def test_in_bf16_no_tensor_is_quantised(worlds, checkpoint):
 def test_every_weight_of_a_family_is_in_its_graph(worlds, model_folder, family):
     graph = worlds(1).call(trainer_engine.read_trainer_graph, model_folder(family), FP8)[0]
     quantized = {edge.source for edge in graph.edges if edge.tensor == "weight" and edge.phase == "forward" and edge.format.quantized}
-    counts = {node.name: node.count for node in graph.nodes if node.op == "weight"}
+    every = {node.name: node.count for node in graph.nodes if node.op == "weight"}
+    halves = {name.replace("kv_b.k", "kv_b.v") for name in every if "kv_b.k" in name}  # of one weight, where latents are absorbed
+    counts = {name: count for name, count in every.items() if name not in halves}
+    assert halves <= every.keys()
     roles = [part.pieces[0].tensor.role for part in chain(*ModelGeometry.from_hf_config(ARCHITECTURES[family]).list_weights())]
     assert sum(counts.values()) == len(roles)
-    assert sum(counts[name] for name in quantized) == sum(role in QUANTIZED_ROLES for role in roles)
+    assert sum(counts[name] for name in quantized - halves) == sum(role in QUANTIZED_ROLES for role in roles)
 
 
 def test_two_ranks_tell_the_graph_of_one(worlds, checkpoint):

@@ -15,6 +15,7 @@ import torch
 from megatron_rl.precision.backends import PRODUCTS, make_backend
 from megatron_rl.precision.backends.base import Operand
 from megatron_rl.precision.backends.emulated import DequantizedWeight
+from megatron_rl.precision.ops import tree
 from megatron_rl.precision.ops.batch_invariant import append_zeros, invariant_matmul
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from megatron_rl.precision.quantizers import QUANTIZERS, Quantizer, dequantize, quantize
@@ -70,6 +71,9 @@ class ToyProduct:
 
     def fprop(self, x: Operand, weight: torch.Tensor) -> torch.Tensor:
         return invariant_matmul(round_trip(x.rows[0]), weight).to(x.rows[0].dtype)
+
+    def fprop_by_tree(self, x: Operand, weight: torch.Tensor) -> torch.Tensor:
+        return tree.multiply(round_trip(x.rows[0]).float(), weight)
 
     def dgrad(self, dy: Operand, weight: torch.Tensor) -> torch.Tensor:
         return (round_trip(dy.rows[0]) @ weight).to(dy.rows[0].dtype)
