@@ -116,7 +116,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "host_bytes_per_rank": count_offloaded_bytes(plan.job, plan.chosen.candidate),
         "sample_bytes": count_sample_bytes(plan.job),
         "alignment": [asdict(row) for row in block_alignment.check_alignment(plan.job, plan.chosen.candidate)],
-        "seconds_by_reduction": compare_reductions(plan.job, plan.chosen.candidate, plan.cluster),
+        "seconds_by_reduction": None if plan.job.model.experts else compare_reductions(plan.job, plan.chosen.candidate, plan.cluster),
         "ranked": [{**_estimate_json(estimate, config), "reason": explain_rank(estimate, ranked[0])} for estimate in ranked],
         "tried": plan.search.tried,
         "dropped": dict(plan.search.dropped),

@@ -39,7 +39,8 @@ def print_plan(plan: Plan) -> None:
     console.print(
         f"A step's samples take up to {samples:.2g} GiB of rank 0's host memory, {samples / layouts.train.dp:.2g} of every other's."
     )
-    console.print(_reductions(plan))
+    if job.model.experts is None:  # else only fast is served
+        console.print(_reductions(plan))
     if problem := chosen.candidate.find_launch_problem(job, plan.cluster):
         console.print(f"No batch script starts this as it is: {problem}.")
     console.print()
