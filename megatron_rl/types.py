@@ -45,6 +45,7 @@ class Generation:
     versions_T: np.ndarray | None = None  # int32, per token; None where policy_version sampled all
     routed_experts_T: np.ndarray | None = None  # experts of all tokens, prompt included (`hf.routing_record`), if recorded
     kept_tokens: KeptTokens | None = None  # that each token was drawn from, if recorded
+    cached_tokens: int = 0  # of the prompt's tokens, those that came from the prefix cache
 
 
 @dataclass
@@ -81,6 +82,8 @@ class Completion:
     kept_tokens: KeptTokens | None = None  # that each sampled token was drawn from, if recorded
     tool_errors: int = 0  # error messages of the environment to the policy
     environment_error: str = ""  # why the environment failed; the sample then scores 0
+    prompt_tokens: int = 0  # of all turns, what came before a turn counted again
+    cached_tokens: int = 0  # of those, taken from the engine's prefix cache
     version_lags_T: np.ndarray | None = None  # uint8: versions from an output token's to that it was collected for; None: 0 for all
 
     @property

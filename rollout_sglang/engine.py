@@ -346,4 +346,5 @@ def parse_generation(answer: dict[str, Any], mixed_versions: bool) -> Generation
         if sum(lengths) != len(ids_T):
             raise RunError(f"the engine tells the policy versions of {sum(lengths)} tokens in a completion of {len(ids_T)}")
         versions_T = np.repeat(np.array([int(span["version"]) for span in spans], np.int32), lengths)
-    return Generation(ids_T, logprobs_T, str(meta["finish_reason"]["type"]), int(meta["weight_version"]), versions_T)
+    finish, version = str(meta["finish_reason"]["type"]), int(meta["weight_version"])
+    return Generation(ids_T, logprobs_T, finish, version, versions_T, cached_tokens=int(meta["cached_tokens"]))

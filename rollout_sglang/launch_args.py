@@ -24,7 +24,7 @@ from megatron_rl.rollout.engine_placement import (
     get_base_gpu_id,
     place_engine,
 )
-from rollout_sglang.hooks import gpu_activation_quant, tree_reduction
+from rollout_sglang.hooks import cpu_kv_cache, gpu_activation_quant, tree_reduction
 from rollout_sglang.platform.activate import NAME as CPU_PLATFORM
 from rollout_sglang.process import API_KEY_VARIABLE, THREADS_VARIABLE, EngineProcess, EngineProcesses
 
@@ -94,13 +94,17 @@ def _server_arguments(
     }
     if rollout.nodes_per_engine > 1:
         options |= {"nnodes": rollout.nodes_per_engine, "node-rank": placement.node, "dist-init-addr": meeting}
-    flags = ["skip-server-warmup", "disable-radix-cache", "disable-shared-experts-fusion"]
+    if rollout.chunked_prefill_size is not None:
+        options["chunked-prefill-size"] = rollout.chunked_prefill_size
+    flags = ["skip-server-warmup", "disable-shared-experts-fusion", *([] if rollout.enable_prefix_caching else ["disable-radix-cache"])]
     flags.append("sleep-on-idle")  # the trainer needs the cores while the engine waits
     if config.algorithm.routing_replay == "engine":
         flags.append("enable-return-routed-experts")
     if contract.engine_format.quantized:
         options["quantization"] = contract.engine_format.engine_quantization
     if torch.cuda.is_available():
+        if contract.kv == "e4m3":  # with a scale of 1 for each layer, which runs are refused; the GPU check measures it
+            options["kv-cache-dtype"] = "fp8_e4m3"
         options["base-gpu-id"] = get_base_gpu_id(config, placement)
         flags += ["enable-memory-saver"] if config.placement.kind == "colocated" else []
     else:
@@ -125,6 +129,7 @@ def _environment(rollout: RolloutConfig, contract: PrecisionContract, placement:
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str((first + rank) % cores) for rank in range(rollout.ranks_per_node)),
         **interface,
         **reduction,
+        cpu_kv_cache.KV_VARIABLE: contract.kv,
         # glibc would give every large tensor's pages back, and the next one fault them in again, half of a long product's time;
         # `memory_release` gives them back
         "MALLOC_MMAP_MAX_": "0",

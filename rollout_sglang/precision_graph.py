@@ -21,9 +21,17 @@ from megatron_rl.precision.graph.decoder import (
     WeightedOpPrecision,
     decoder_graph,
 )
-from megatron_rl.precision.graph.formats import block_format, channel_format, dtype_name, group_format, token_format, unquantized_format
+from megatron_rl.precision.graph.formats import (
+    block_format,
+    channel_format,
+    dtype_name,
+    group_format,
+    head_format,
+    token_format,
+    unquantized_format,
+)
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision
-from rollout_sglang.hooks import tree_reduction
+from rollout_sglang.hooks import cpu_kv_cache, tree_reduction
 
 _KNOWN_METHODS = (
     "Fp8LinearMethod",
@@ -124,9 +132,13 @@ class _GraphReader:
         )
 
     def read_cache(self, *attentions: Any) -> TensorPrecision:
-        """Return the format of keys and values in the cache; an FP8 cache has one scale for a layer's keys and one for its values."""
+        """Return the format of keys and values in the cache. An FP8 cache has a scale for each row of a head (`hooks.cpu_kv_cache`), or
+        one for a layer's keys and one for its values."""
         self.seen |= {id(scale) for core in attentions for scale in (core.k_scale, core.v_scale) if isinstance(scale, torch.Tensor)}
-        dtype = self.runner.token_to_kv_pool.dtype
+        pool = self.runner.token_to_kv_pool
+        dtype = pool.dtype
+        if dtype.itemsize == 1 and cpu_kv_cache.has_scales(pool):
+            return head_format(dtype_name(dtype))
         return TensorPrecision(dtype_name(dtype), "tensor", "fp32") if dtype.itemsize == 1 else TensorPrecision(dtype_name(dtype))
 
     def read_mlp(self, mlp: Any) -> MLPPrecision:

@@ -59,6 +59,10 @@ class RolloutConfig(ConfigSection):
     """Sequences that an engine decodes at once."""
     max_total_tokens: int = Field(65536, ge=256)
     """Tokens that an engine's KV cache holds."""
+    enable_prefix_caching: bool = True
+    """Keep keys and values of prompts and answers for later requests that begin with the same tokens, until the next sync."""
+    chunked_prefill_size: int | None = Field(None, ge=1)
+    """Prompt tokens that an engine computes in one batch, at most; a longer prompt takes several. None: as SGLang chooses."""
     hosts: tuple[Host, ...] = Field(("127.0.0.1",), min_length=1)
     """The nodes that engines run on, as many on each: for each the address of the one interface that its engines listen on, this machine's
     own or one of a private network. See docs/guides/slurm.md and docs/guides/security.md."""

@@ -15,8 +15,9 @@ import torch
 
 from megatron_rl.mcore.layers.quantized_linear import QuantizedLinear, WeightLayer
 from megatron_rl.mcore.layers.row_parallel import RowSum, gather_sequence
+from megatron_rl.mcore.layers.spec import CoreAttention
 from megatron_rl.mcore.load_weights import find_weight_layers
-from megatron_rl.mcore.names import ModelChunks
+from megatron_rl.mcore.names import ModelChunks, get_model_chunks
 from megatron_rl.precision.backends import make_backend
 from megatron_rl.precision.backends.base import Backend
 from megatron_rl.precision.backends.emulated import DequantizedWeight
@@ -52,6 +53,20 @@ def emulate_engine(
                 restore.callback(delattr, layer, method)
                 changed += 1
         yield changed
+
+
+@contextmanager
+def emulate_cache(model: ModelChunks) -> Iterator[None]:
+    """Within the context, attention reads keys and values as from an E4M3 cache (`precision.kv`)."""
+    cores = [module for chunk in get_model_chunks(model) for module in chunk.modules() if isinstance(module, CoreAttention)]
+    before = [core.quantizes_kv for core in cores]
+    try:
+        for core in cores:
+            core.quantizes_kv = True
+        yield
+    finally:
+        for core, quantizes in zip(cores, before, strict=True):
+            core.quantizes_kv = quantizes
 
 
 def _forward(

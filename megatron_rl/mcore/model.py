@@ -49,11 +49,12 @@ _RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=10)
 @dataclass
 class QuantizedTransformerConfig(TransformerConfig):
     """Megatron's configuration plus the fields of the linear layers: the contract's format of the trainer, its
-    backend, and its order of row-parallel sums."""
+    backend, and its order of row-parallel sums; and whether attention reads keys and values in E4M3."""
 
     linear_format: TensorFormat = BF16
     linear_backend: str = "emulated"
     sums_by_tree: bool = True
+    quantize_kv: bool = False
     post_norms: bool = False
     """Norm what attention and MLP add to the residual stream."""
     attention_length: float = math.inf
@@ -160,6 +161,7 @@ def _megatron_config(
         linear_format=contract.trainer_format,
         linear_backend=contract.backend,
         sums_by_tree=contract.sums_by_tree,
+        quantize_kv=contract.trainer_quantizes_kv,
         post_norms=geometry.post_norms,
         attention_length=geometry.attention_length,
         **layout_options(layout, train),

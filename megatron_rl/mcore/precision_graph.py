@@ -34,7 +34,7 @@ from megatron_rl.precision.graph.decoder import (
     WeightedOpPrecision,
     decoder_graph,
 )
-from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, group_format, unquantized_format
+from megatron_rl.precision.graph.formats import block_format, common_format, dtype_name, group_format, head_format, unquantized_format
 from megatron_rl.precision.graph.graph import PrecisionGraph, TensorPrecision, merge_graphs
 
 
@@ -92,9 +92,13 @@ class _MegatronReader:
             for name, norm in (("q_norm", attention.q_layernorm), ("k_norm", attention.k_layernorm))
             if norm is not None and not isinstance(norm, IdentityOp)
         }
-        core = type(attention.core_attention).__name__
+        core, kv = type(attention.core_attention).__name__, self.read_cache(attention)
         qkv, output = self.read_linear(attention.linear_qkv), self.read_linear(attention.linear_proj)
-        return AttentionPrecision(qkv, output, self.hidden, self.hidden, detail=core, **head_norms)
+        return AttentionPrecision(qkv, output, self.hidden, kv, detail=core, **head_norms)
+
+    def read_cache(self, attention: Any) -> TensorPrecision:
+        """Return the format of keys and values as the attention reads them."""
+        return head_format("e4m3") if attention.core_attention.quantizes_kv else self.hidden
 
     def read_latent_attention(self, attention: Any) -> MLAPrecision:
         q_latent = {}
@@ -107,7 +111,7 @@ class _MegatronReader:
             kv_b=self.read_linear(attention.linear_kv_up_proj),
             output=self.read_linear(attention.linear_proj),
             q=self.hidden,
-            kv=self.hidden,
+            kv=self.read_cache(attention),
             absorbed=isinstance(attention, AbsorbedLatentAttention),
             detail=type(attention.core_attention).__name__,
             **q_latent,

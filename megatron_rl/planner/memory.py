@@ -155,14 +155,11 @@ def count_engine_weights(job: Workload, tp: int, ep: int) -> int:
 
 
 def count_kv_bytes_per_token(job: Workload, tp: int) -> int:
-    """Return the bytes of keys and values of all layers on an engine rank, in the high dtype; MLA keeps one latent for all heads, on every
-    rank."""
+    """Return the bytes of keys and values of all layers on an engine rank; MLA keeps one latent for all heads, on every rank."""
     model = job.model
     if model.latent is not None:
-        width = model.latent.kv_rank + model.latent.rope_dim
-    else:
-        width = 2 * max(1, model.kv_heads // tp) * model.head_dim
-    return model.layers * width * job.high_bytes
+        return model.layers * (job.contract.count_kv_bytes(model.latent.kv_rank) + job.contract.count_kv_bytes(model.latent.rope_dim))
+    return model.layers * 2 * max(1, model.kv_heads // tp) * job.contract.count_kv_bytes(model.head_dim)
 
 
 def count_kv_cache(job: Workload, candidate: Candidate) -> int:

@@ -44,16 +44,31 @@ class PrecisionContract:
     """Library that computes the trainer's products; every backend keeps the contract."""
     reduction: str = "tree"
     """Order of row-parallel sums: "tree" (`precision.ops.tree`) or "fast"."""
+    kv: str = "high"
+    """Keys and values in the engine's cache: "high", or "e4m3" (`precision.kv_cache`)."""
 
     @classmethod
     def from_config(cls, precision: PrecisionConfig) -> PrecisionContract:
-        return cls(precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction)
+        return cls(precision.mode, precision.scale_format, precision.high, precision.backend, precision.reduction, precision.kv)
 
     @property
     def sums_by_tree(self) -> bool:
         """Whether row-parallel layers of trainer and engine sum by the tree; INT8 ones, whose ranks each quantize their part of a token,
         have no sum that is independent of them."""
         return self.reduction == "tree" and (not self.engine_format.block or self.engine_format.block[1] > 0)
+
+    @property
+    def trainer_quantizes_kv(self) -> bool:
+        """Whether the trainer's attention reads keys and values as the engine's does: in modes that compute alike on both sides."""
+        return self.kv == "e4m3" and self.trainer_format == self.engine_format
+
+    @property
+    def engine_alone_quantizes_kv(self) -> bool:
+        return self.kv == "e4m3" and not self.trainer_quantizes_kv
+
+    def count_kv_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one head's keys, or values, of a token in the engine's cache; an E4M3 row has its scale beside it."""
+        return head_dim + 1 if self.kv == "e4m3" else self.high_format.count_bytes((1, head_dim))
 
     @property
     def high_format(self) -> TensorFormat:

@@ -82,6 +82,11 @@ def round_trip_128x1(x: torch.Tensor, scale_format: str) -> torch.Tensor:
     return _round_trip(groups, 1, scale_format).flatten(0, 1)[:length]
 
 
+def round_trip_rows(x: torch.Tensor, scale_format: str) -> torch.Tensor:
+    """Return the float32 values of x [T, H, K] with one scale for each of its rows of K numbers."""
+    return _round_trip(x, -1, scale_format)
+
+
 def round_to_e4m3_(values: torch.Tensor) -> torch.Tensor:
     """Round float32 `values`, |value| <= 448, in place to the nearest E4M3 number, ties to even: the same as casting to E4M3 and back.
 

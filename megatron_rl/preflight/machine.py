@@ -48,6 +48,13 @@ def engines_fit_on_their_nodes(facts: Facts) -> None:
         raise UserError("rollout.engines", rollout.engines, f"needs {needed}{beside}, this one has {gpus}", "lower one of them")
 
 
+@rule(Needs.ENGINE | Needs.NODE)
+def engine_has_a_scale_for_each_token_and_head(facts: Facts) -> None:
+    if facts.contract.kv != "high" and facts.node_gpus:
+        rule = "is built for CPUs only: SGLang's kernels on a GPU know one scale for a layer's keys and one for its values"
+        raise UserError("precision.kv", facts.contract.kv, rule, "use high")
+
+
 @rule(Needs.ENGINE | Needs.MACHINE)
 def engine_is_installed(facts: Facts) -> None:
     find_engine_launcher(facts.config.rollout.engine)

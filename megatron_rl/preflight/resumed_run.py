@@ -18,6 +18,7 @@ _CHANGEABLE_FIELDS = (
     "train.steps", "train.layout", "train.overlap_grad_reduce", "train.overlap_param_gather", "train.recompute",
     "rollout.engines", "rollout.tp", "rollout.ep",
     "rollout.nodes_per_engine", "rollout.hosts", "rollout.max_running_requests", "rollout.max_total_tokens", "rollout.start_timeout",
+    "rollout.enable_prefix_caching", "rollout.chunked_prefill_size",
     "rollout.request_timeout", "rollout.health_timeout", "rollout.max_restarts", "placement.kind",
     "data.eval_every", "eval", "reward.workers", "reward.timeout", "reward.memory_mb", "sync", "checkpoint", "log",
 )  # fmt: skip

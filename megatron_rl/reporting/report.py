@@ -27,6 +27,7 @@ CAUSE_LABELS = {
     "kernels": "other kernels",
     "activations": "quantised activations",
     "weights": "quantised weights",
+    "kv": "quantised keys and values",
     "version": "newer weights",
     "total": "engine to newest weights",
 }

@@ -75,13 +75,15 @@ class MultiTurnSampler:
             replace(dialogue.sampling, max_new_tokens=dialogue.sampling.max_new_tokens - dialogue.completion.sampled_count)
             for dialogue in running
         ]
-        for dialogue, generation in zip(running, self._engine.generate(prompts, samplings), strict=True):
+        for dialogue, prompt, generation in zip(running, prompts, self._engine.generate(prompts, samplings), strict=True):
             _check_versions(generation, dialogue.version, dialogue.staleness)
             completion = dialogue.completion
             completion.finish_reason, completion.policy_version = generation.finish_reason, generation.policy_version
             self._append_tokens(dialogue, generation.output_ids_T, generation.logprobs_T, generation.versions_T)
             completion.routed_experts_T = extend_routing_record(completion.routed_experts_T, generation.routed_experts_T)
             completion.kept_tokens = extend_kept_tokens(completion.kept_tokens, generation.kept_tokens)
+            completion.prompt_tokens += len(prompt)
+            completion.cached_tokens += generation.cached_tokens
 
     def _step_environments(self, running: list[_Dialogue]) -> list[_Dialogue]:
         """Append the environments' replies and return the dialogues that continue."""

@@ -36,6 +36,7 @@ _LENGTH_MAX = declare("length/max", "longest completion, in sampled tokens", "co
 _TRUNCATED = declare("length/truncated", "share of completions cut at the length limit", "share", "cut at the limit")
 _TOKENS = declare("tokens/generated", "tokens generated", "count")
 _SPEED = declare("tokens/per_second", "tokens per second of generation", "count", "tokens per second", progress="{:,.0f} tokens/s")
+_CACHED = declare("tokens/cached_share", "share of the prompts' tokens, of all turns, that came from the engines' prefix cache", "share")
 _ENVIRONMENT = (
     declare("environment/turns", "mean number of the policy's turns in a completion"),
     declare("environment/token_share", "share of the completions' tokens that the environment wrote", "share"),
@@ -210,6 +211,7 @@ def compute_rollout_metrics(rollout: RolloutBatch) -> dict[str, float]:
         _TRUNCATED: sum(completion.finish_reason == "length" for completion in completions) / count,
         _TOKENS: float(sum(lengths)),
         _SPEED: sum(lengths) / rollout.seconds.get(AHEAD.format("generate"), rollout.seconds[GENERATE]),
+        _CACHED: sum(completion.cached_tokens for completion in completions) / (sum(item.prompt_tokens for item in completions) or 1),
         **_environment_metrics(completions),
         **rollout.seconds,
         **rollout.sampling,

@@ -4,16 +4,19 @@
       kernels     the trainer's model with the engine's weights and the engine's quantized inputs: other kernels, other order of sums
       activations the same weights, inputs in the trainer's precision
       weights     the trainer's own weights: what quantizing them for the engine changes
+      kv          keys and values as the trainer's attention reads them: what the engine's cache changes (`precision.kv`)
       version     the newest weights, after the optimizer steps on these tokens: what one version of age changes
     newest
 
 The differences d of neighbors add up to the whole, token by token, so their means do; so do the rises of the k3 estimate of
-KL(engine || variant). In `fp8_unified` trainer and engine compute with the same blocks and the same inputs: activations and weights are 0.
+KL(engine || variant). In `fp8_unified` trainer and engine compute with the same blocks, inputs, keys and values: the causes activations,
+weights and kv are 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 
@@ -22,11 +25,11 @@ from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.mcore import reduce
 from megatron_rl.mcore.actor import Policy
-from megatron_rl.mcore.engine_emulation import emulate_engine
+from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.metrics import declare
 from parallel.formats import TensorFormat
 
-CAUSES = ("kernels", "activations", "weights", "version")
+CAUSES = ("kernels", "activations", "weights", "kv", "version")
 _ABS_MEAN = declare("mismatch/cause/{}/abs_mean", "mean |Δ log p| by the cause “{}”", "nats", "|Δ log p| by cause (nats)", label="{}")
 _ABS_MAX = declare("mismatch/cause/{}/abs_max", "largest |Δ log p| of a token by the cause “{}”", "nats")
 _MEAN = declare("mismatch/cause/{}/mean", "mean Δ log p by the cause “{}”, of either sign", "nats")
@@ -36,23 +39,33 @@ _K3 = declare("mismatch/cause/{}/k3", "what the cause “{}” adds to the k3 es
 class MismatchAttribution:
     """Attributes the mismatch of one policy. Call `measure` before its weights change, then `finish` when they have. Collective."""
 
-    def __init__(self, policy: Policy, read_named_tensors: Callable[[], Mapping[str, torch.Tensor]], engine_format: TensorFormat) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        read_named_tensors: Callable[[], Mapping[str, torch.Tensor]],
+        engine_format: TensorFormat,
+        engine_alone_quantizes_kv: bool = False,
+    ) -> None:
         """`read_named_tensors` returns the weights as the engine has them (`mcore.load_weights.collect_named_tensors`); `engine_format`
-        is `PrecisionContract.engine_format`."""
+        and `engine_alone_quantizes_kv` are those of `PrecisionContract`."""
         self._policy, self._read_named_tensors, self._format = policy, read_named_tensors, engine_format
+        self._emulates_cache = engine_alone_quantizes_kv
         self._samples: list[TrainingSample] = []
         self._variants: list[torch.Tensor] = []
 
     def measure(self, samples: list[TrainingSample]) -> None:
-        """Compute all variants of the version that sampled, by two forward passes. `samples`: this replica's; `rollout_logprobs` and
-        `old_logprobs` must be set."""
+        """Compute all variants of the version that sampled, by two forward passes, or three where the engine's cache differs. `samples`:
+        this replica's; `rollout_logprobs` and `old_logprobs` must be set."""
         named_tensors = self._read_named_tensors()
         self._samples = samples
         self._variants = [_join([sample.rollout_logprobs for sample in samples])]
-        for inputs in (True, False):
-            with emulate_engine(self._policy.model, named_tensors, self._format, inputs):
-                self._variants.append(self._compute_logprobs())
-        self._variants.append(_join([sample.old_logprobs for sample in samples]))
+        own = _join([sample.old_logprobs for sample in samples])
+        with emulate_cache(self._policy.model) if self._emulates_cache else nullcontext():
+            for inputs in (True, False):
+                with emulate_engine(self._policy.model, named_tensors, self._format, inputs):
+                    self._variants.append(self._compute_logprobs())
+            self._variants.append(self._compute_logprobs() if self._emulates_cache else own)
+        self._variants.append(own)
 
     def finish(self) -> dict[str, float]:
         """Compute the last variant, by one forward pass, and return the metrics of all, over all replicas; see `attribute_mismatch`."""

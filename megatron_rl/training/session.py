@@ -135,7 +135,7 @@ class Session:
         check_graph(model, engines, contract, self.folder)
         self.notify(f"engines up: {config.rollout.engines}; they serve nothing before the first proved sync")
 
-        attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format)
+        attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
         trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         recorder = Recorder(self.log, engines)

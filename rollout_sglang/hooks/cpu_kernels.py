@@ -20,6 +20,7 @@ from megatron_rl.precision.ops import batch_invariant, tree
 from megatron_rl.precision.quantized_weight import QuantizedWeight
 from parallel.formats import BLOCK
 from rollout_sglang.hooks import seeded_sampling, tree_reduction
+from rollout_sglang.hooks.cpu_kv_cache import read_rows
 from rollout_sglang.hooks.dequant_cache import get_float_weight
 
 
@@ -193,5 +194,5 @@ def _attention(
     heads = k_cache.shape[1]
     slots = F.pad(slots, (0, -slots.shape[1] % batch_invariant.KEYS_PER_PRODUCT))
     rows = (slots.long() * heads)[:, None, :] + torch.arange(heads)[:, None]  # of the cache as [slots * heads, d]
-    keys, values = (cache.flatten(0, 1).index_select(0, rows.flatten()).view(*rows.shape, -1) for cache in (k_cache, v_cache))
+    keys, values = (read_rows(cache, rows.flatten(), v_cache.shape[-1]).view(*rows.shape, -1) for cache in (k_cache, v_cache))
     return batch_invariant.attention(query, keys, values, last, query.shape[-1] ** -0.5 if scale is None else scale)

@@ -14,6 +14,7 @@ import torch
 KNOWN_VERSIONS = ("0.5.23",)
 
 _INT8_LINEAR = "sglang.srt.layers.quantization.w8a8_int8.W8A8Int8LinearMethod."
+_KV_POOLS = "sglang.srt.mem_cache.memory_pool."
 _LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin."
 _TORCH_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend."
 
@@ -31,7 +32,7 @@ def check_version() -> None:
 def _list_hooks() -> list[Hook]:
     """Return all hooks for this machine."""
     from rollout_sglang import rank_handler
-    from rollout_sglang.hooks import empty_start, fp32_router, int8_linear, llama_block_scales, stop_strings, tree_reduction
+    from rollout_sglang.hooks import empty_start, fp32_router, int8_linear, llama_block_scales, shared_prompts, stop_strings, tree_reduction
 
     hooks: list[Hook] = [
         ("sglang.srt.model_executor.model_runner.ModelRunner.check_weights", rank_handler.handle, "AROUND"),
@@ -43,6 +44,7 @@ def _list_hooks() -> list[Hook]:
         ("sglang.srt.model_loader.loader.initialize_dummy_weights", empty_start.make_up_weights, "AROUND"),
         (_INT8_LINEAR + "process_weights_after_loading", int8_linear.keep_layout, "REPLACE"),
         ("sglang.srt.managers.schedule_batch.Req._stop_match_tail_len", stop_strings.count_tail_tokens, "REPLACE"),
+        ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req", shared_prompts.add_request, "AROUND"),
     ]
     return hooks + (list_gpu_hooks() if torch.cuda.is_available() else list_cpu_hooks())
 
@@ -60,7 +62,7 @@ def list_gpu_hooks() -> list[Hook]:
 
 def list_cpu_hooks() -> list[Hook]:
     """Return the hooks on what SGLang cannot compute on a CPU, or computes with other bits than the trainer."""
-    from rollout_sglang.hooks import cpu_kernels, cpu_mla, cpu_moe, forked_start, fp32_router, int8_linear, seeded_sampling
+    from rollout_sglang.hooks import cpu_kernels, cpu_kv_cache, cpu_mla, cpu_moe, forked_start, fp32_router, int8_linear, seeded_sampling
 
     return [
         ("sglang.srt.entrypoints.engine._set_envs_and_config", forked_start.fork_children, "AROUND"),
@@ -82,6 +84,12 @@ def list_cpu_hooks() -> list[Hook]:
         ("sglang.srt.models.glm4_moe.Glm4MoeSparseMoeBlock.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.DeepseekV2MoE.__init__", cpu_moe.scale_routing_weights, "AROUND"),
         ("sglang.srt.models.deepseek_v2.MoEGate.forward", fp32_router.compute_gate_logits, "REPLACE"),
+        (_KV_POOLS + "MHATokenToKVPool._create_buffers", cpu_kv_cache.create_buffers, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool._kv_buffer_shapes", cpu_kv_cache.get_buffer_shapes, "AROUND"),
+        (_KV_POOLS + "MHATokenToKVPool.set_kv_buffer", cpu_kv_cache.set_keys_and_values, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool._create_buffers", cpu_kv_cache.create_latent_buffers, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool.set_kv_buffer", cpu_kv_cache.set_latents, "AROUND"),
+        (_KV_POOLS + "MLATokenToKVPool.get_value_buffer", cpu_kv_cache.get_latents, "AROUND"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_extend", cpu_kernels.run_extend_attention, "REPLACE"),
         (_TORCH_ATTENTION + "_run_sdpa_forward_decode", cpu_kernels.run_decode_attention, "REPLACE"),
         ("sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler", cpu_mla.get_handler, "AROUND"),

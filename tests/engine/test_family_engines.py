@@ -23,8 +23,10 @@ MODES = {
     "fp8_bf16": {"mode": "fp8_unified", "high": "bf16"},
     "bf16": {"mode": "bf16", "high": "bf16"},
     "fp32": {"mode": "bf16", "high": "fp32"},
+    "fp8_kv": {"mode": "fp8_unified", "high": "fp32", "kv": "e4m3"},
+    "bf16_kv": {"mode": "bf16", "high": "bf16", "kv": "e4m3"},
 }
-SHORT = [("glm4", "fp8"), ("glm4_moe", "fp8")]  # other tests have engines of the other families
+SHORT = [("glm4", "fp8_kv"), ("glm4_moe", "fp8")]  # other tests have engines of the other families
 
 
 def count_tensors(family: str, precision: dict[str, str]) -> int:

@@ -11,6 +11,7 @@ from support import trainer, trainer_engine, transformers_reference
 from support.models import TENSORS, random_sequences, read_weights
 
 from megatron_rl.errors import RunError
+from rollout_sglang.hooks.shared_prompts import MIN_SHARED
 
 PROMPTS = [sample.prompt_ids.tolist() for sample in random_sequences(8, seed=11)]
 WHOLE = 16 << 20
@@ -52,6 +53,27 @@ def test_answers_of_several_turns_are_those_tokens_for_the_trainer_too(unified):
         assert sampled <= 40 and reason in ("stop", "length", "turns") and (reason != "turns" or len(policy) == 4)
     assert len(answers["engine"]) == sum(answers["sampled"]) >= 100
     assert torch.equal(answers["engine"], answers["whole"]) and torch.equal(answers["engine"], answers["trainer"])
+
+
+def test_cached_tokens_and_chunks_of_a_prompt_change_no_bit(unified):
+    """Groups whose members share their prompt, of one token up to more than a chunk and a product of keys; then the next turn."""
+    generator = torch.Generator().manual_seed(13)
+    prompts = [torch.randint(0, 256, (length,), generator=generator).tolist() for length in (1, 2, 17, 33, 40, 41, 150)]
+    groups = [prompt for prompt in prompts for _ in range(4)]
+    unified.call(trainer_engine.sync, 0)
+    first = unified.call(trainer_engine.generate, groups, 12, {"seed": 1})[0]
+    for number, prompt in list(enumerate(prompts))[3:]:
+        saved = sorted(first["cached"][4 * number : 4 * number + 4])
+        assert saved[0] <= 1 and saved[1] >= len(prompt) - 1 - MIN_SHARED, "one member computes the prompt, the others its end"
+    again = unified.call(trainer_engine.generate, groups[::-1], 12, {"seed": 1})[0]
+    assert again["cached"] == [len(prompt) - 1 for prompt in groups[::-1]]
+    assert again["samples"] == first["samples"][::-1], "one seed draws the same tokens from the same bits"
+    turns = [prompt + answer + [7, 8] for prompt, answer in first["samples"]]
+    second = unified.call(trainer_engine.generate, turns, 12)[0]
+    saved = zip(second["cached"], turns, strict=True)
+    assert all(cached >= len(turn) - 3 for cached, turn in saved), "all but the last sampled token, which nothing was computed of"
+    for answers in (first, again, second):
+        assert torch.equal(answers["engine"], answers["trainer"])
 
 
 def test_after_an_optimizer_step_only_a_sync_of_any_bucket_size_makes_them_equal_again(unified):

@@ -1,4 +1,4 @@
-"""Live engines: how fast they decode in BF16, FP8 and INT8, and whole RL steps in `fp8_unified` against BF16.
+"""Live engines: how fast they decode in BF16, FP8, FP8 with an FP8 cache, and INT8, and whole RL steps in `fp8_unified` against BF16.
 
 All layers of an 8B model decode; an RL step has as many layers as fit with both precisions' actors, references and engines on one device.
 A model of few layers spends more of a step on what FP8 does not speed up.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from support.policies import (
@@ -31,6 +32,7 @@ from megatron_rl.precision.backends import requirements
 PRECISIONS = {
     "bf16": PrecisionConfig(mode="bf16", reduction="fast"),
     "fp8": PrecisionConfig(mode="fp8_unified", reduction="fast"),
+    "fp8_kv": PrecisionConfig(mode="fp8_unified", reduction="fast", kv="e4m3"),
     "int8": PrecisionConfig(mode="int8_rollout"),
 }
 ROLLOUT = {"max_running_requests": 256, "max_total_tokens": 40960, "start_timeout": 90.0, "request_timeout": 90.0}
@@ -40,8 +42,18 @@ BATCH_SIZES = (1, 16, 64, 256)
 class FakeEngine:
     """Answers every prompt with as many tokens as asked for."""
 
+    url = api_key = ""
+
     def generate(self, prompts, sampling):
         return [SimpleNamespace(output_ids_T=[1] * sampling.max_new_tokens) for _ in prompts]
+
+
+def read_cache_gib(engine) -> float:
+    """What SGLang says that its KV cache takes."""
+    if not engine.url:
+        return 0.0
+    answer = httpx.get(f"{engine.url}/server_info", headers={"Authorization": f"Bearer {engine.api_key}"}, timeout=30)
+    return answer.json()["internal_states"][0]["memory_usage"]["kvcache"]
 
 
 @pytest.fixture
@@ -50,7 +62,8 @@ def decoders(device, tmp_path):
         yield {name: FakeEngine() for name in PRECISIONS}
         return
     architecture = stack_layers("8B", LAYERS_OF_8B, vocab_size=VOCABULARY_OF_8B)
-    with start_engines(tmp_path, architecture, PRECISIONS, ROLLOUT, BATCH_SIZES) as engines:
+    rollout = ROLLOUT | {"enable_prefix_caching": False}  # every turn reads its prompts
+    with start_engines(tmp_path, architecture, PRECISIONS, rollout, BATCH_SIZES) as engines:
         for engine in engines.values():
             engine.wait_until_ready()
         yield engines
@@ -71,6 +84,8 @@ def test_speed_of_decoding(decoders, figures, subtests):
         ratio = rate / rates[size, "bf16"]
         target = {"target": "rollout", "reached": ratio} if name == "fp8" else {}
         figures.add(f"8B decoding {size} at once, {name}", **target, tokens_per_second=rate, of_bf16=ratio)
+    for name, engine in decoders.items():
+        figures.add(f"8B KV cache of {ROLLOUT['max_total_tokens']} tokens, {name}", gib=read_cache_gib(engine))
 
 
 @pytest.mark.long

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import httpx
 import torch
 
 from megatron_rl.batch.training_sample import TrainingSample
 from megatron_rl.hf.routing_record import extend_routing_record
 from megatron_rl.mcore.engine_emulation import emulate_engine
-from rollout_sglang import launch_args
-from rollout_sglang.process import EngineProcess
-from support import trainer_engine
 from support.trainer import Trainer
 from support.trainer_engine import current, join_logprobs
 
@@ -23,19 +18,9 @@ ENVIRONMENT_IDS = [7, 8, 9]
 """What an environment says between two turns."""
 
 
-def start_with_prefix_cache(checkpoint: Path, folder: Path, precision: dict[str, Any]) -> None:
-    """Bring up a trainer and an engine that records its routing, with the prefix cache that runs do without."""
-
-    def launch(arguments: list[str], *rest: Any) -> EngineProcess:
-        return EngineProcess([word for word in arguments if word != "--disable-radix-cache"], *rest)
-
-    with mock.patch.object(launch_args, "EngineProcess", launch):
-        trainer_engine.start(checkpoint, folder, precision, {"algorithm": {"routing_replay": "engine"}})
-
-
 def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list[TrainingSample], bool, int]:
     """(answers of two turns with the engine's log-probs and routing, whether the second turn's record begins with the first's, tokens that
-    a turn after took from the prefix cache)."""
+    the second turns took from the prefix cache)."""
     first = current().sample(prompts, tokens)
     longer = [[*prompt, *answer.output_ids_T.tolist(), *ENVIRONMENT_IDS] for prompt, answer in zip(prompts, first, strict=True)]
     second = current().sample(longer, tokens)
@@ -50,13 +35,7 @@ def generate_two_turns(prompts: list[list[int]], tokens: int = 12) -> tuple[list
         samples.append(
             TrainingSample(prompt, ids, rollout_logprobs=logprobs, response_mask=sampled, routed_experts=torch.from_numpy(experts))
         )
-    return samples, same, _count_cached_tokens(longer[0])
-
-
-def _count_cached_tokens(prompt: list[int]) -> int:
-    engine = current().engines.replicas[0].engine
-    body, headers = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}, {"Authorization": f"Bearer {engine.api_key}"}
-    return httpx.post(f"{engine.url}/generate", json=body, headers=headers, timeout=600).json()["meta_info"]["cached_tokens"]
+    return samples, same, sum(turn.cached_tokens for turn in second)
 
 
 def score(samples: list[TrainingSample]) -> dict[str, Any]:

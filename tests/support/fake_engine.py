@@ -113,6 +113,7 @@ class LightEngine:
                 "meta_info": {
                     "finish_reason": {"type": "length"},
                     "weight_version": version,
+                    "cached_tokens": 0,
                     "output_token_logprobs": [
                         (-1.0, (weights ^ (request["sampling_seed"] * 7919 + position * 104729)) % 251)
                         for position in range(request["max_new_tokens"])

@@ -54,8 +54,10 @@ MIB = 1 << 20
 _SMALL_BUCKET = 64 << 10
 TWO_NODES = {"tp": 2, "nodes_per_engine": 2, "hosts": ("127.0.0.2", "127.0.0.1")}
 """An engine whose two ranks lie on two addresses of this machine, the first of them behind a launcher."""
-ROLLOUT = {"max_running_requests": 16, "max_total_tokens": 1 << 16, "request_timeout": 600.0, "start_timeout": 800.0}
-"""The cache takes 64 MiB for each of keys and values of a layer, so that one can see whether it is there."""
+ROLLOUT = {
+    "max_running_requests": 16, "max_total_tokens": 1 << 16, "chunked_prefill_size": 40, "request_timeout": 600.0, "start_timeout": 800.0,
+}  # fmt: skip
+"""The cache takes 64 MiB for each of keys and values of a layer, so that one can see whether it is there; prompts come in chunks."""
 
 
 class TrainerAndEngines:
@@ -205,6 +207,7 @@ def generate(prompts: list[list[int]], tokens: int = 24, sampling: dict[str, Any
         "engine": join_logprobs(generations),
         "trainer": current().compute_logprobs(samples),
         "kept": [sample.kept_tokens for sample in samples],
+        "cached": [generation.cached_tokens for generation in generations],
     }
 
 

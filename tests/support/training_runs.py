@@ -8,6 +8,7 @@ import resource
 import signal
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ from megatron_rl.hf.files import read_config
 from megatron_rl.mcore.actor import Actor, Policy
 from megatron_rl.mcore.checkpoint.optimizer import MasterState, OptimizerState
 from megatron_rl.mcore.checkpoint.write import CheckpointWriter, load_run_checkpoint
-from megatron_rl.mcore.engine_emulation import emulate_engine
+from megatron_rl.mcore.engine_emulation import emulate_cache, emulate_engine
 from megatron_rl.mcore.layers.quantized_linear import find_quantized_layers
 from megatron_rl.mcore.load_weights import build_rank_shards, load_checkpoint
 from megatron_rl.mcore.model import build_model, freeze, start_megatron
@@ -431,7 +432,8 @@ CHANGED = "linear_fc1.weight"
 
 def measure_causes(folder: Path, precision: dict[str, Any], batch: list[TrainingSample], fault: str = "") -> dict[str, float]:
     """The metrics of the ladder. `fault`: the engine computes a little otherwise ("kernels"), scales its inputs in the other format
-    ("activations"), holds a first scale that is twice as large ("weights"), or an optimizer step follows ("version")."""
+    ("activations"), holds a first scale that is twice as large ("weights"), caches in E4M3 ("kv"), or an optimizer step follows
+    ("version")."""
     trainer = Trainer(folder, precision)
     actor, named_tensors, format = trainer.actor, trainer.collect_named_tensors(), trainer.contract.engine_format
     if fault == "activations":
@@ -440,14 +442,15 @@ def measure_causes(folder: Path, precision: dict[str, Any], batch: list[Training
         name = next(name for name in named_tensors if f"{CHANGED}_scale" in name)
         named_tensors[name] = named_tensors[name].clone()
         named_tensors[name].view(-1)[0] *= 2
-    with emulate_engine(actor.model, named_tensors, format):
+    cached = emulate_cache(actor.model) if fault == "kv" else nullcontext()
+    with cached, emulate_engine(actor.model, named_tensors, format):
         sampled = actor.compute_logprobs(batch)[0]
     for answer, engine, trainers in zip(batch, sampled, actor.compute_logprobs(batch)[0], strict=True):
         answer.rollout_logprobs = engine + 0.01 * torch.randn(engine.shape, generator=torch.Generator().manual_seed(0)) * (
             fault == "kernels"
         )
         answer.old_logprobs = trainers
-    causes = MismatchAttribution(actor, lambda: named_tensors, format)
+    causes = MismatchAttribution(actor, lambda: named_tensors, format, fault == "kv")
     causes.measure(batch)
     if fault == "version":
         actor.update(batch, PolicyLoss(AlgorithmConfig()))

@@ -2,11 +2,13 @@
 
     python tools/bench/decoding.py configs/gsm8k.toml --model.path=MODEL --rollout.engines=2
     python tools/bench/decoding.py configs/gsm8k.toml --sequences 64 --prompt 256
+    python tools/bench/decoding.py configs/gsm8k.toml --sequences 64 --prompt 256 --group 8
 
 Of the run's configuration `model`, `precision` and `rollout` count. Weights are made up by SGLang: of the model's folder only
-config.json and tokenizer are read. Every sequence has a random prompt of `--prompt` tokens and decodes `--tokens` more, whatever it
-samples. The time of a decode step is that of such a batch less that of its prompts alone, by HTTP and with log-probs; medians of
-`--repeat` batches. CPU seconds are those of all engine processes: on a busy machine they say more than the clock.
+config.json and tokenizer are read. Every sequence has a random prompt of `--prompt` tokens, as many as `--group` the same one, and decodes
+`--tokens` more, whatever it samples; caches are emptied before every batch. The time of a decode step is that of such a batch less that of
+its prompts alone, by HTTP and with log-probs; medians of `--repeat` batches. CPU seconds are those of all engine processes: on a busy
+machine they say more than the clock.
 """
 
 from __future__ import annotations
@@ -35,22 +37,32 @@ from rollout_sglang.engine import SGLangEngine
 from rollout_sglang.launch_args import EngineLaunchSpec
 
 
-def request(engine: SGLangEngine, path: str, body: dict[str, Any]) -> None:
+def request(engine: SGLangEngine, path: str, body: dict[str, Any]) -> Any:
     headers = {"Authorization": f"Bearer {engine.api_key}"}
-    httpx.post(engine.url + path, json=body, headers=headers, timeout=600).raise_for_status()
+    response = httpx.post(engine.url + path, json=body, headers=headers, timeout=600).raise_for_status()
+    return response.json() if path == "/generate" else None
 
 
-def time_batch(engines: list[SGLangEngine], prompts: list[list[int]], tokens: int) -> float:
-    """Return the seconds of one batch of exactly `tokens` new tokens each, split evenly over the engines."""
+def empty_caches(engines: list[SGLangEngine]) -> None:
+    time.sleep(0.5)  # SGLang removes a request a moment after its answer
+    for engine in engines:
+        request(engine, "/flush_cache", {})
+
+
+def time_batch(engines: list[SGLangEngine], prompts: list[list[int]], tokens: int) -> tuple[float, int]:
+    """Return the seconds of one batch of exactly `tokens` new tokens each, in groups split evenly over the engines, and the prompts' tokens
+    that came from the cache."""
+    empty_caches(engines)
+    share = -(-len(prompts) // len(engines))
     sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
     bodies = [
-        {"input_ids": prompts[number :: len(engines)], "sampling_params": sampling, "return_logprob": True}
+        {"input_ids": prompts[number * share : (number + 1) * share], "sampling_params": sampling, "return_logprob": True}
         for number in range(len(engines))
     ]
     start = time.perf_counter()
     with ThreadPoolExecutor(len(engines)) as threads:
-        list(threads.map(lambda pair: request(pair[0], "/generate", pair[1]), zip(engines, bodies, strict=True)))
-    return time.perf_counter() - start
+        answers = list(threads.map(lambda pair: request(pair[0], "/generate", pair[1]), zip(engines, bodies, strict=True)))
+    return time.perf_counter() - start, sum(answer["meta_info"]["cached_tokens"] for part in answers for answer in part)
 
 
 def count_cpu_seconds(engines: list[SGLangEngine]) -> float:
@@ -61,12 +73,13 @@ def count_cpu_seconds(engines: list[SGLangEngine]) -> float:
 
 
 def measure(engines: list[SGLangEngine], prompts: list[list[int]], tokens: int, repeat: int) -> dict[str, float]:
-    prefills, steps = [], []
+    prefills, steps, cached = [], [], 0
     for _ in range(repeat):
         used = [count_cpu_seconds(engines)]
         seconds = []
         for count in (1, tokens):
-            seconds.append(time_batch(engines, prompts, count))
+            spent, cached = time_batch(engines, prompts, count)
+            seconds.append(spent)
             used.append(count_cpu_seconds(engines))
         prefill_cpu, batch_cpu = used[1] - used[0], used[2] - used[1]
         prefills.append((seconds[0], prefill_cpu))
@@ -75,6 +88,7 @@ def measure(engines: list[SGLangEngine], prompts: list[list[int]], tokens: int, 
     count, prompt_tokens = len(prompts), sum(map(len, prompts))
     return {
         "sequences": count,
+        "cached share": cached / prompt_tokens,
         "prefill tokens/s": prompt_tokens / prefill,
         "decoded tokens/s": count / step,
         "prefill tokens/CPU s": prompt_tokens / prefill_cpu,
@@ -87,6 +101,7 @@ def main(
     file: Annotated[Path, typer.Argument(help="A run's TOML file; --section.key=value may follow.")],
     sequences: Annotated[list[int], typer.Option(help="Sequences decoded at once.")] = [16, 32, 64],  # noqa: B006 - typer reads it
     prompt: Annotated[int, typer.Option(min=1)] = 64,
+    group: Annotated[int, typer.Option(min=1, help="Sequences with the same prompt.")] = 1,
     tokens: Annotated[int, typer.Option(min=2)] = 33,
     repeat: Annotated[int, typer.Option(min=1)] = 3,
     json_file: Annotated[Path | None, typer.Option("--json")] = None,
@@ -108,7 +123,8 @@ def main(
         vocabulary, generator = read_config(config.model.folder)["vocab_size"], torch.Generator().manual_seed(0)
         rows = []
         for count in sequences:
-            prompts = torch.randint(vocabulary, (count, prompt), generator=generator).tolist()
+            distinct = torch.randint(vocabulary, (-(-count // group), prompt), generator=generator).tolist()
+            prompts = [ids for ids in distinct for _ in range(group)][:count]
             time_batch(engines, prompts, 2)
             rows.append(measure(engines, prompts, tokens, repeat))
             print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)

@@ -37,6 +37,7 @@ from megatron_rl.mcore.layers.quantized_linear import (
 from megatron_rl.mcore.layers.router import Router
 from megatron_rl.mcore.layers.row_parallel import TreeRowParallelLinear
 from megatron_rl.mcore.packed_sequences import attend_packed
+from megatron_rl.precision import kv_cache
 from megatron_rl.precision.ops import batch_invariant
 
 
@@ -46,6 +47,7 @@ class CoreAttention(MegatronModule):
     Packed sequences (micro-batches): [t, heads, d] with `packed_seq_params` from `packed_sequences.make_packed_params`; returns
     [t, heads * d]. A context-parallel rank passes its own positions of the row.
     A batch: [s, b, heads, d], padded at the end, which the causal mask hides; returns [s, b, heads * d].
+    With `quantizes_kv` keys and values are those that an engine reads from an E4M3 cache.
     """
 
     def __init__(
@@ -60,9 +62,12 @@ class CoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         self.softmax_scale = softmax_scale
+        self.quantizes_kv = config.quantize_kv
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any) -> torch.Tensor:
         packed = options.get("packed_seq_params")
+        if self.quantizes_kv:
+            key, value = self.pass_through_cache(key, value)
         if packed is not None:
             return attend_packed(query, key, value, packed, self.softmax_scale).flatten(1)
         if self.config.context_parallel_size > 1:
@@ -74,6 +79,10 @@ class CoreAttention(MegatronModule):
             out = batch_invariant.causal_attention(q, k, v, self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)
 
+    def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values as an E4M3 cache gives them back."""
+        return kv_cache.round_trip(key), kv_cache.round_trip(value)
+
 
 class AbsorbedCoreAttention(CoreAttention):
     """Attention between latents, then for every head the product with its part V [h, v, rank] of kv_b, which comes in the place of
@@ -83,6 +92,11 @@ class AbsorbedCoreAttention(CoreAttention):
         heads, _, rank = value.shape
         attended = super().forward(query, key, key[..., :rank], attention_mask, **options)
         return batch_invariant.multiply_heads(attended.unflatten(-1, (heads, rank)), value).flatten(-2)
+
+    def pass_through_cache(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cache holds latents and rotated positions, with a scale for each; keys are both, values the latents."""
+        latents = kv_cache.round_trip(value)
+        return torch.cat([latents, kv_cache.round_trip(key[..., value.shape[-1] :])], -1), latents
 
 
 class SpecProvider(LocalSpecProvider):

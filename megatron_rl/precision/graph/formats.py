@@ -61,6 +61,11 @@ def token_format(dtype: str) -> TensorPrecision:
     return TensorPrecision(dtype, "token", "fp32")
 
 
+def head_format(dtype: str) -> TensorPrecision:
+    """Return the format of keys and values with one power-of-two scale per token and head (`precision.kv_cache`)."""
+    return TensorPrecision(dtype, "head", "pow2")
+
+
 def scale_format(scale: torch.Tensor) -> str:
     """Return "pow2" where every scale is a power of two, else "fp32"; the dtype's name for scales that are not float32.
 

@@ -99,6 +99,8 @@ def test_the_kv_cache_of_a_rank_holds_its_heads_or_mlas_one_latent():
     deepseek = PUBLISHED["DeepSeek-V3"] | {"rope_scaling": None, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8}
     config = Config.model_validate_json('{"model": {"path": "x"}}')
     assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 64) * 2
+    config = Config.model_validate_json('{"model": {"path": "x"}, "precision": {"kv": "e4m3"}}')  # a byte for a number, one for a scale
+    assert memory.count_kv_bytes_per_token(Workload.from_config(config, deepseek | {"rope_theta": 1e4}), 8) == 61 * (512 + 1 + 64 + 1)
 
 
 def test_the_engine_holds_what_the_sync_plan_writes():

@@ -349,6 +349,13 @@ MISTAKES = [
         gpus=2,
     ),
     Mistake(
+        machine.engine_has_a_scale_for_each_token_and_head,
+        "train eval plan",
+        "precision.kv = 'e4m3': is built for CPUs only: SGLang's kernels on a GPU know one scale for a layer's keys and one for its values",
+        ("--precision.kv=e4m3", GLOO),
+        gpus=1,
+    ),
+    Mistake(
         machine.engines_fit_on_their_nodes,
         "train eval",
         "rollout.engines = 2: needs 2 * 1 GPUs of a machine (rollout.engines * rollout.tp), this one has 1; lower one of them",

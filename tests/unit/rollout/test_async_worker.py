@@ -196,6 +196,7 @@ def response(spans: list[tuple[str, int, int]], tokens: int) -> dict:
     meta = {
         "weight_versions": [{"version": version, "start": start, "end": end} for version, start, end in spans],
         "weight_version": spans[-1][0],
+        "cached_tokens": 0,
         "output_token_logprobs": [[-0.5, 10 + number, None] for number in range(tokens)],
         "finish_reason": {"type": "stop"},
     }

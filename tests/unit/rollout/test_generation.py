@@ -57,7 +57,14 @@ class ScriptedEngine:
             finish, logprobs = "stop" if ids == script else "length", -np.array(ids, np.float32)
             result.append(
                 Generation(
-                    np.array(ids), logprobs, finish, self.versions[turn], None, routing, make_kept_tokens([[token, 0] for token in ids])
+                    np.array(ids),
+                    logprobs,
+                    finish,
+                    self.versions[turn],
+                    None,
+                    routing,
+                    make_kept_tokens([[token, 0] for token in ids]),
+                    cached_tokens=len(prompt) - 1,
                 )
             )
         return result
@@ -157,7 +164,7 @@ def test_metrics_count_what_the_policy_sampled_and_rows_show_who_wrote_what():
     metrics = compute_rollout_metrics(RolloutBatch(result, {"time/generate": 2.0}))
     expected = {
         "length/mean": 3, "length/max": 4, "tokens/generated": 6, "tokens/per_second": 3, "environment/turns": 1.5,
-        "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,
+        "tokens/cached_share": 4 / (1 + 5 + 1), "environment/token_share": 1 / 7, "environment/tool_errors": 1, "environment/errors": 1,
     }  # fmt: skip
     assert {name: metrics[name] for name in expected} == expected
     assert [row["dialogue"] for row in build_sample_rows(1, result, 2)] == [["ab>", "?", "c"], ["d>"]]

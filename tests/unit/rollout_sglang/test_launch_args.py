@@ -22,8 +22,8 @@ def start(monkeypatch):
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(launch_args, "EngineProcess", lambda arguments, environment, _: started.append((arguments, environment)))
 
-    def start_process(mode: str = "bf16", **more: object) -> tuple[list[str], dict[str, str]]:
-        config = Config.model_validate({"model": {"path": Path("m")}, "precision": {"mode": mode}})
+    def start_process(mode: str = "bf16", rollout: dict | None = None, **more: object) -> tuple[list[str], dict[str, str]]:
+        config = Config.model_validate({"model": {"path": Path("m")}, "precision": {"mode": mode}, "rollout": rollout or {}})
         launch_args.EngineLaunchSpec(config, Path("m"), Path("logs"), **more).start_process()
         return started[-1]
 
@@ -46,3 +46,10 @@ def test_cuda_graphs_stay_on_and_arguments_of_a_benchmark_come_last(start):
     arguments, _ = start(arguments=("--load-format", "dummy"))
     assert arguments[-2:] == ["--load-format", "dummy"]
     assert not any("cuda-graph" in argument for argument in arguments) and "--disable-overlap-schedule" not in arguments
+
+
+def test_the_prefix_cache_is_on_and_chunks_are_sglangs_unless_the_user_says_so(start):
+    arguments, _ = start()
+    assert "--disable-radix-cache" not in arguments and "--chunked-prefill-size" not in arguments
+    arguments, _ = start(rollout={"enable_prefix_caching": False, "chunked_prefill_size": 512})
+    assert "--disable-radix-cache" in arguments and arguments[arguments.index("--chunked-prefill-size") + 1] == "512"

@@ -1,0 +1,94 @@
+"""The engine's KV cache in E4M3 on a CPU (`precision.kv`), where SGLang supports only Intel's own kernels.
+
+A slot's row holds, for each head, its bytes and its scale (`megatron_rl.precision.kv_cache.pack`): of keys and of values, or with latent
+attention (MLA) of the latent and of its rotated positions, one after the other. SGLang's prefix tree, retraction and release of memory
+handle slots, and see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_rl.precision import kv_cache
+
+KV_VARIABLE = "MEGATRON_RL_KV"
+"""Carries `precision.kv`; `rollout_sglang.launch_args` sets it for the engine's processes."""
+
+
+@functools.cache
+def stores_e4m3() -> bool:
+    """Return whether this process's engine stores keys and values in E4M3."""
+    return os.environ.get(KV_VARIABLE) == "e4m3"
+
+
+def has_scales(pool: Any) -> bool:
+    """Return whether SGLang's KV cache `pool` has a scale beside each head's numbers."""
+    if hasattr(pool, "kv_lora_rank"):
+        return pool.kv_buffer[0].shape[-1] == pool.kv_lora_rank + pool.qk_rope_head_dim + 2
+    return pool.k_buffer[0].shape[-1] == pool.head_dim + 1
+
+
+def create_buffers(original: Callable[..., None], self: Any) -> None:
+    """Wrap `MHATokenToKVPool._create_buffers`."""
+    if stores_e4m3():
+        self.dtype, self.store_dtype = torch.float8_e4m3fn, torch.uint8
+    original(self)
+
+
+def get_buffer_shapes(original: Callable[..., Any], self: Any) -> Any:
+    """Wrap `MHATokenToKVPool._kv_buffer_shapes`: keys' and values', with a byte more for each head's scale."""
+    return tuple((*shape[:-1], shape[-1] + stores_e4m3()) for shape in original(self))
+
+
+def set_keys_and_values(
+    original: Callable[..., None], self: Any, layer: Any, place: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **named: Any
+) -> None:
+    """Wrap `MHATokenToKVPool.set_kv_buffer`: store keys and values [tokens, heads, d] in their slots."""
+    if not stores_e4m3():
+        return original(self, layer, place, keys, values, *args, **named)
+    _refuse_options(*args, *named.values())
+    number = layer.layer_id - self.start_layer
+    for buffer, rows in ((self.k_buffer[number], keys), (self.v_buffer[number], values)):
+        buffer[place.loc] = kv_cache.pack(rows)
+
+
+def create_latent_buffers(original: Callable[..., None], self: Any) -> None:
+    """Wrap `MLATokenToKVPool._create_buffers`."""
+    self.kv_cache_dim += 2 * stores_e4m3()
+    create_buffers(original, self)
+
+
+def set_latents(original: Callable[..., None], self: Any, layer: Any, place: Any, rows: torch.Tensor, *args: Any, **named: Any) -> None:
+    """Wrap `MLATokenToKVPool.set_kv_buffer`: store latents and positions [tokens, 1, rank + rope] in their slots."""
+    if not stores_e4m3():
+        return original(self, layer, place, rows, *args, **named)
+    _refuse_options(*args[1:], *named.values())  # the first are values, a part of the latents
+    parts = rows.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+    self.kv_buffer[layer.layer_id - self.start_layer][place.loc] = torch.cat([kv_cache.pack(part) for part in parts], -1)
+
+
+def get_latents(original: Callable[..., Any], self: Any, layer_id: int) -> torch.Tensor:
+    """Wrap `MLATokenToKVPool.get_value_buffer`: the latents with their scale."""
+    return self.get_key_buffer(layer_id)[..., : self.kv_lora_rank + 1] if stores_e4m3() else original(self, layer_id)
+
+
+def read_rows(cache: torch.Tensor, rows: torch.Tensor, first: int) -> torch.Tensor:
+    """Return rows [n, d] of a cache's buffer [slots, heads, d], seen as [slots * heads, d]; float32 where it stores E4M3, whose rows have a
+    scale at the end of their `first` bytes, and at that of what follows."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return cache.flatten(0, 1).index_select(0, rows)
+    stored = cache.view(torch.uint8).flatten(0, 1).index_select(0, rows)
+    if stored.shape[-1] == first:
+        return kv_cache.unpack(stored)
+    return torch.cat([kv_cache.unpack(part) for part in stored.tensor_split([first], -1)], -1)
+
+
+def _refuse_options(*values: Any) -> None:
+    """Raise NotImplementedError for arguments of SGLang's that an E4M3 cache does not know."""
+    if any(value is not None for value in values):
+        raise NotImplementedError(f"an E4M3 KV cache with {values}")

@@ -1,0 +1,38 @@
+"""Which requests wait for another that computes their prompt."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from types import SimpleNamespace
+
+import pytest
+
+from rollout_sglang.hooks.shared_prompts import MIN_SHARED, add_request
+
+LONG = list(range(MIN_SHARED + 1))
+
+
+def request(ids: list[int], cached: int = 0, output: tuple[int, ...] = ()) -> SimpleNamespace:
+    return SimpleNamespace(full_untruncated_fill_ids=array("q", ids), prefix_len=cached, output_ids=output)
+
+
+@pytest.mark.parametrize(
+    "batch, running, candidate, waits",
+    [
+        ([LONG], [], request(LONG), True),
+        ([], [request(LONG)], request(LONG), True),  # launched, and its result not come
+        ([], [request(LONG, output=(1,))], request(LONG), False),  # it is in the cache, or was evicted
+        ([LONG], [], request(LONG, cached=1), False),
+        ([LONG[:-1]], [], request(LONG[:-1]), False),
+        ([LONG], [], request([*LONG, 1]), False),
+    ],
+)
+def test_a_request_waits_while_another_computes_its_prompt(monkeypatch, batch, running, candidate, waits):
+    policy = SimpleNamespace(AddReqResult=SimpleNamespace(CONTINUE="waits"))
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.schedule_policy", policy)
+    for disabled in (False, True):
+        cache = SimpleNamespace(disable=disabled)
+        adder = SimpleNamespace(tree_cache=cache, can_run_list=[request(ids) for ids in batch], running_batch=SimpleNamespace(reqs=running))
+        result = add_request(lambda self, req, has_chunked_req: "added", adder, candidate, has_chunked_req=False)
+        assert result == ("waits" if waits and not disabled else "added")
