@@ -179,28 +179,22 @@ class WeightSync:
         named_tensors = self._read_named_tensors()
         outbox = self._outbox or self._connect()
         compared, self._base.proved = self._base.proved, False  # until this sync is
-        moved = self._move(outbox, named_tensors, version, hashing, compared)
-        wrong_bases = 0
+        moved, wrong_bases = self._move(outbox, named_tensors, version, hashing, compared), 0
         proof_start = time.perf_counter()
         if hashing:
             try:
                 self._compare_digests(named_tensors, moved.sent, moved.arrived)
             except RunError as error:
-                if moved.nbytes == self._nbytes or isinstance(error, EngineLostError):
-                    raise
-                wrong_bases = 1
-                self._notify(f"an engine did not hold what the sync before proved, everything is sent: {error}")
-                moved = self._move(outbox, named_tensors, version, hashing, False)
-                self._compare_digests(named_tensors, moved.sent, moved.arrived)
+                moved, wrong_bases = self._move_everything(outbox, named_tensors, version, moved, error), 1
             if self._settings.proof == "reread" or not self._reread_done:  # once is enough: end_sync does the same to weights every time
                 self._compare_digests(named_tensors, moved.sent, self.reread())
                 self._reread_done = True
-        self._base.proved = self._keeps_base
         proof_end = time.perf_counter()
         derived = self._account_for_tensors() if hashing else 0
         canary_start = time.perf_counter()
         canary = self._canary(self._engine, version, named_tensors) if hashing and self._canary else 0.0
         canary_end = time.perf_counter()
+        self._base.proved = self._keeps_base
         self._engine.run(lambda engine: engine.resume())
         return SyncReport(
             **self._counts,
@@ -278,6 +272,18 @@ class WeightSync:
             max(seconds for _, seconds in results),
         )
 
+    def _move_everything(
+        self, outbox: Outbox, named_tensors: dict[str, torch.Tensor], version: int, deltas: _Moved, error: RunError
+    ) -> _Moved:
+        """Repeat a sync that is not proved by `error`, as the engine held something else than the base. Raise the error where that
+        is no reason, or the sync is not proved again."""
+        if deltas.nbytes == self._nbytes or isinstance(error, EngineLostError):
+            raise error
+        self._notify(f"an engine did not hold what the sync before proved, everything is sent: {error}")
+        moved = self._move(outbox, named_tensors, version, True, False)
+        self._compare_digests(named_tensors, moved.sent, moved.arrived)
+        return moved
+
     def _find_changes(self, packer: ChunkPacker, hashing: bool) -> _Changes:
         """Compare the live tensors with the base, on all ranks."""
         own = self._base.compare(packer, self._own_chunks, hashing)
@@ -300,6 +306,7 @@ class WeightSync:
     ) -> tuple[dict[int, str], float]:
         """Send of this rank's chunks what `sent` says; return their digests, by number, and the seconds spent on hashing."""
         digests = {number: found.digest for number, found in own.items()}
+        hashed = dict[tuple[NamedRect, ...], str]()  # once for all engines that get the same bytes
         outbox.start([part for part in sent if part.nbytes])
         for number, chunk in self._own_chunks.items():
             if not (part := sent[number]).nbytes:
@@ -310,7 +317,8 @@ class WeightSync:
             elif found is not None:
                 packer.pack(chunk.sources, flat, False)  # was hashed when it was compared
             else:
-                digests[number] = packer.pack(chunk.sources, flat, hashing)
+                value = packer.pack(chunk.sources, flat, hashing and chunk.sources not in hashed)
+                digests[number] = hashed.setdefault(chunk.sources, value)
                 if self._keeps_base:
                     self._base.remember(chunk, flat)
             outbox.send(part)

@@ -20,6 +20,7 @@ from megatron_rl.sync.weight_sync import WeightSync
 from parallel.digest import make_stored_tensors, view_bytes
 from parallel.layout import EngineLayout, Layout
 from parallel.megatron_shards import build_trainer_shards
+from parallel.transport.pack import ChunkPacker
 
 CONTRACT = PrecisionContract.from_config(PrecisionConfig(mode="fp8_unified"))
 MODEL = small_model(layers=1)
@@ -113,6 +114,19 @@ def test_auto_sends_what_pays(bridge):
         "sync.delta = auto: what changed is sent",
         "sync.delta = auto: everything is sent",
     ]
+
+
+def test_what_two_engines_get_is_hashed_once(bridge, monkeypatch):
+    pack, hashed = ChunkPacker.pack, []
+
+    def count_and_pack(packer, named_rects, flat, hashing):
+        hashed.append(hashing)
+        return pack(packer, named_rects, flat, hashing)
+
+    monkeypatch.setattr(ChunkPacker, "pack", count_and_pack)
+    both = bridge(delta="off", proof="streamed")
+    both.run()
+    assert len(hashed) == len(both.sync.plan.chunks) == 2 * sum(hashed)
 
 
 def test_a_base_that_is_wrong_where_everything_was_sent_is_no_excuse(bridge, monkeypatch):
