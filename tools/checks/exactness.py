@@ -87,6 +87,7 @@ heads."""
 MODES: dict[str, dict[str, Any]] = {
     "fp8": {"mode": "fp8_unified", "high": "bf16"},
     "fp8_fp32": {"mode": "fp8_unified", "high": "fp32"},
+    "fp8_kv": {"mode": "fp8_unified", "high": "bf16", "kv": "e4m3"},
     "bf16": {"mode": "bf16", "high": "bf16"},
     "fp32": {"mode": "bf16", "high": "fp32"},
 }
