@@ -18,7 +18,8 @@ from megatron_rl.observability import hang_watchdog
 from megatron_rl.observability.signals import check_stop
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.sync.engine_check import check_live_engine
-from megatron_rl.sync.weight_sync import SyncReport, WeightSync
+from megatron_rl.sync.report import SyncReport
+from megatron_rl.sync.weight_sync import WeightSync
 
 T = TypeVar("T")
 
