@@ -36,6 +36,15 @@ class SyncConfig(ConfigSection):
     delta: Literal["auto", "on", "off"] = "auto"
     """Send only the bytes that differ from those that the last sync proved; all bytes are proved all the same. Needs a copy of what the
     trainer sends in its hosts' memory; on CPUs. `auto`: not within one host, and not in a sync where it would save less than half."""
+    canary: int = Field(2, ge=0)
+    """Prompts that every engine answers after a sync, before it serves, for the trainer to compare; 0: none."""
+    canary_bound: float | None = Field(None, ge=0, allow_inf_nan=True)
+    """Largest |log p trainer - log p engine| of a canary's token, in nats; more ends the run. Default: 0 where the run promises exactness,
+    else 1, or 5 where the engine alone is quantized; inf: only reported."""
+    max_mismatch: float | None = Field(None, ge=0, allow_inf_nan=True)
+    """Largest `mismatch/abs_max` of a step, in nats. Default: 0 where the run promises exactness, else inf."""
+    on_mismatch: Literal["stop", "warn"] = "stop"
+    """What a step does that has more: end the run before it learns from it, or warn in run.log, once until it is back."""
     host: Host = "127.0.0.1"
     """process_group, gloo: address of the first trainer rank's host, where all ranks meet."""
     dir: Path | None = None

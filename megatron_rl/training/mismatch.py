@@ -6,11 +6,16 @@ it never counts in `mismatch/`, which shows that trainer and engine are the same
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
+
 import torch
 
 from megatron_rl.algorithm.kl import k3
 from megatron_rl.batch.totals import Combine, Totals, combine_alone
 from megatron_rl.batch.training_sample import TrainingSample
+from megatron_rl.config.sync import SyncConfig
+from megatron_rl.errors import RunError
 from megatron_rl.metrics import declare
 
 _DIFFERENCE, _PANEL, _UNREPLAYED = "|log p trainer - log p engine|", "|Δ log p| (nats)", "had the trainer not replayed the routing"
@@ -71,6 +76,30 @@ def measure_mismatch(
         if totals.count(mean):
             metrics |= {mean: totals.mean(mean), tokens: float(totals.count(mean))}
     return metrics
+
+
+class MismatchBound:
+    """Stops a run, or warns, whose rollout disagrees with the trainer more than `sync.max_mismatch` allows."""
+
+    def __init__(self, settings: SyncConfig, exact: bool, notify: Callable[[str], None]) -> None:
+        """`exact`: the run promises that trainer and engine agree to the bit."""
+        bound = settings.max_mismatch
+        self._bound = bound if bound is not None else 0.0 if exact else math.inf
+        self._stops, self._notify, self._warned = settings.on_mismatch == "stop", notify, False
+
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Look at the metrics of a step, the same on every rank. Raise RunError for a mismatch above the bound, or warn once until it is
+        back."""
+        largest = metrics.get(MISMATCH[1])
+        if largest is None:  # no token of the trainer's version
+            return
+        exceeded = not largest <= self._bound
+        line = f"the mismatch of rollout and trainer is {largest:.3g} nats (mismatch/abs_max), above sync.max_mismatch = {self._bound:g}"
+        if exceeded and self._stops:
+            raise RunError(f"{line}: the engine does not compute what the trainer does")
+        if exceeded and not self._warned:
+            self._notify(line)
+        self._warned = exceeded
 
 
 def bin_mismatch(sample: TrainingSample) -> list[tuple[int, float]]:

@@ -31,7 +31,7 @@ from megatron_rl.mcore.layers.router import DIFFERS
 from megatron_rl.metrics import declare
 from megatron_rl.rollout.engine import Engine
 from megatron_rl.rollout.worker import RolloutBatch
-from megatron_rl.training.mismatch import WITHOUT_REPLAY, measure_mismatch, measure_staleness
+from megatron_rl.training.mismatch import WITHOUT_REPLAY, MismatchBound, measure_mismatch, measure_staleness
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.samples import StepSamples, share_samples
 
@@ -73,8 +73,15 @@ class PolicyTrainer:
     """Trains `actor`; `reference` is None if algorithm.kl_coef is 0. Methods are collective: every rank passes its replica's samples."""
 
     def __init__(
-        self, config: Config, actor: Actor, reference: Policy | None, attribution: MismatchAttribution, engines: Rank0[Engine]
+        self,
+        config: Config,
+        actor: Actor,
+        reference: Policy | None,
+        attribution: MismatchAttribution,
+        engines: Rank0[Engine],
+        mismatch_bound: MismatchBound | None = None,
     ) -> None:
+        self._mismatch_bound = mismatch_bound
         self.actor, self.attribution = actor, attribution
         self.clip = ClipCalibration(config.algorithm, self._current_logprobs, lambda sums: reduce.sum_over_replicas(*sums))
         self.engine_routing = actor.routing.shape if config.algorithm.routing_replay == "engine" else None
@@ -98,7 +105,7 @@ class PolicyTrainer:
 
     def compute_logprobs(self, step_samples: StepSamples) -> dict[str, float]:
         """Set the log-probs of the actor and of the reference, and the routing to replay if it is the actor's own; return entropy, mismatch
-        and metrics of the routers."""
+        and metrics of the routers. Raise RunError for a mismatch that the configuration forbids."""
         samples = step_samples.own
         replay_own = self._config.algorithm.routing_replay == "trainer"
         with self.actor.routing.collect_stats(samples, keep=replay_own) as routing:
@@ -112,6 +119,8 @@ class PolicyTrainer:
                 sample.reference_logprobs = logprobs
         staleness = measure_staleness(samples, reduce.combine) if self._config.placement.max_staleness else {}
         mismatch = measure_mismatch(samples, by_position=True, combine=reduce.combine)
+        if self._mismatch_bound is not None:
+            self._mismatch_bound.check(mismatch)
         return {_ENTROPY: entropy, **mismatch, **staleness, **routing.gather_metrics()}
 
     def assign_late_advantages(self, samples: StepSamples) -> dict[str, float]:

@@ -44,9 +44,11 @@ from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.training.canary import make_canary, promises_exactness
 from megatron_rl.training.checkpoint_manager import CheckpointManager
 from megatron_rl.training.graph_check import check_graph
 from megatron_rl.training.loop import Loop
+from megatron_rl.training.mismatch import MismatchBound
 from megatron_rl.training.mismatch_attribution import MismatchAttribution
 from megatron_rl.training.policy_trainer import PolicyTrainer
 from megatron_rl.training.recorder import Recorder
@@ -129,14 +131,16 @@ class Session:
         hang_watchdog.enter_phase("checking the engines")
         engine_layout, geometry = config.rollout.to_layout(), ModelGeometry.from_hf_config(hf_config)
         plan = SyncPlan.make(geometry, layout, engine_layout, contract, config.sync.chunk_bytes)
-        sync = WeightSync(plan, engines, read_named_tensors, config.sync, notify=self.notify)
+        canary = make_canary(config, actor, hf_config)
+        sync = WeightSync(plan, engines, read_named_tensors, config.sync, canary, self.notify)
         self._resources.callback(sync.close)
         engines.run(lambda engines: check_live_engine(plan, engines))
         check_graph(model, engines, contract, self.folder)
         self.notify(f"engines up: {config.rollout.engines}; they serve nothing before the first proved sync")
 
         attribution = MismatchAttribution(actor, read_named_tensors, contract.engine_format, contract.engine_alone_quantizes_kv)
-        trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines)
+        bound = MismatchBound(config.sync, promises_exactness(config, hf_config), self.notify)
+        trainer = PolicyTrainer(config, actor, self._load_reference(hf_config), attribution, engines, bound)
         recovering_sync = RecoveringWeightSync(sync, engines, self.notify)
         recorder = Recorder(self.log, engines)
         saved = -1 if state is None else state.version

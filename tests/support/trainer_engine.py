@@ -37,6 +37,7 @@ from megatron_rl.sync.engine_check import check_live_engine
 from megatron_rl.sync.plan import SyncPlan
 from megatron_rl.sync.recovery import RecoveringWeightSync
 from megatron_rl.sync.weight_sync import WeightSync
+from megatron_rl.training.canary import make_canary
 from megatron_rl.training.graph_check import GraphComparison, check_graph, read_training_graph
 from megatron_rl.types import Generation, Problem, SamplingParams
 from parallel.digest import view_rect
@@ -107,9 +108,11 @@ class TrainerAndEngines:
 
     @contextmanager
     def weight_sync(self, bucket_bytes: int = MIB, settings: dict[str, Any] | None = None) -> Iterator[WeightSync]:
-        """A sync in buckets of at most `bucket_bytes`, with `settings` of the configuration's section."""
+        """A sync in buckets of at most `bucket_bytes`, with `settings` of the configuration's section; with a canary where they ask."""
         config = SyncConfig.model_validate(settings) if settings else self.config.sync
-        sync = WeightSync(self.plan(bucket_bytes), self.rank0_engines, self.trainer.collect_named_tensors, config)
+        asked = self.config.model_copy(update={"sync": config})
+        canary = make_canary(asked, self.trainer.actor, self.trainer.hf_config) if settings and "canary" in settings else None
+        sync = WeightSync(self.plan(bucket_bytes), self.rank0_engines, self.trainer.collect_named_tensors, config, canary)
         try:
             yield sync
         finally:

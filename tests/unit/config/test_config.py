@@ -102,7 +102,8 @@ def test_sets_have_names_and_overrides_leave_the_given_table_alone(load):
         ("create = 256", "model.create = 256: unknown key; known keys of model: path"),
         (
             "[sync]\nzzz = 0",
-            "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb, staged, running, proof, delta, host, dir, timeout",
+            "sync.zzz = 0: unknown key; known keys of sync: transport, bucket_mb, staged, running, proof, delta, canary, canary_bound, "
+            "max_mismatch, on_mismatch, host, dir, timeout",
         ),
         ("[train]\nsteps = '3'", "train.steps = '3': must be a valid integer; write it without quotes"),
         ("[train]\nsteps = 1.5", "train.steps = 1.5: must be a valid integer; the default is 30"),

@@ -14,6 +14,7 @@ import torch
 from megatron_rl.config import Config
 from megatron_rl.distributed import to_run_error
 from megatron_rl.errors import EngineLostError, RunError
+from megatron_rl.rollout.engine import ServedReport
 from megatron_rl.rollout.engine_pool import EnginePool
 from megatron_rl.types import Generation, SamplingParams
 from parallel.chunking import Chunk
@@ -51,6 +52,12 @@ class Scripted:
 
     def read_activation_formats(self):
         return {"layer": "pow2"}
+
+    def account_for_tensors(self):
+        return [ServedReport(wrong=f"engine {self.number} rank {rank}") for rank in range(2)]
+
+    def answer_canary(self, prompts_B, sampling):
+        return [[f"engine {self.number} prompt {prompt}" for prompt in prompts_B]]
 
     def stop(self, force=False):
         self.stopped = "at once" if force else "politely"
@@ -218,6 +225,8 @@ def test_a_successor_that_does_not_start_is_tried_again_and_one_of_another_preci
 def test_ranks_are_numbered_through(fleet):
     two = fleet(engines=2, tp=2)
     assert two.engines.finish_receiving(True) == {rank: [f"engine {rank // 2} rank {rank % 2}"] for rank in range(4)}
+    assert [report.wrong for report in two.engines.account_for_tensors()] == [f"engine {rank // 2} rank {rank % 2}" for rank in range(4)]
+    assert two.engines.answer_canary([7], None) == [["engine 0 prompt 7"], ["engine 1 prompt 7"]]
     place = ("weight", Rect(0, 0, 1, 1))
     assert two.engines.digest_rects({1: [place], 2: [place, place]}) == {1: ["digest_rects"], 2: ["digest_rects", "digest_rects"]}
     assert [engine.calls[-1] for engine in two.started] == [("digest_rects", {1: [place]}), ("digest_rects", {0: [place, place]})]

@@ -93,3 +93,26 @@ def test_an_engine_without_weights_refuses_at_once_whoever_opens_its_gate():
     gate.refusal = ""
     with gate.passing():
         pass
+
+
+def test_an_answer_that_arrives_during_a_change_is_held_until_it_is_proved():
+    gate, release, order = RequestGate(10), threading.Event(), []
+    inside = threading.Event()
+
+    def request() -> None:
+        with gate.passing():
+            inside.set()
+            release.wait(10)
+        order.append("answered")
+
+    running = threading.Thread(target=request)
+    running.start()
+    assert inside.wait(5)
+    gate.close(holding=True)
+    release.set()
+    running.join(0.2)
+    assert order == []
+    order.append("proved")
+    gate.open()
+    running.join(5)
+    assert order == ["proved", "answered"]
