@@ -27,4 +27,4 @@ def test_every_cell_of_some_layouts_is_zero(tmp_path):
 def test_an_unknown_family_is_one_line(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "checks" / "exactness.py"), "--families", "mamba"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 2 and "--families = mamba: must be some of llama, " in done.stderr
+    assert done.returncode == 2 and "--families = 'mamba': must be some of llama, " in done.stderr
