@@ -72,10 +72,8 @@ class _WeightedSum(torch.autograd.Function):
 class MixtureOfExperts(MoELayer):
     """Megatron's layer with a `TreeDispatcher`; with `config.sums_by_tree` False Megatron's own."""
 
-    def __init__(
-        self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None, pg_collection: Any = None
-    ) -> None:
-        groups = pg_collection or get_default_pg_collection()
+    def __init__(self, config: TransformerConfig, submodules: Any = None, layer_number: int | None = None) -> None:
+        groups = get_default_pg_collection()
         super().__init__(config, submodules, layer_number, groups)
         if config.sums_by_tree:
             self.token_dispatcher = TreeDispatcher(self.num_local_experts, self.local_expert_indices, config=config, pg_collection=groups)
