@@ -33,7 +33,7 @@ class SyncConfig(ConfigSection):
     tokens and let the new weights go on from there."""
     proof: Literal["streamed", "reread"] = "reread"
     """`streamed`: both sides hash chunk by chunk, the engine out of its live weights as it writes. `reread`: again when all is done."""
-    delta: Literal["auto", "on", "off"] = "auto"
+    delta: Literal["auto", "on", "off"] = "off"
     """Send only the bytes that differ from those that the last sync proved; all bytes are proved all the same. Needs a copy of what the
     trainer sends in its hosts' memory; on CPUs. `auto`: not within one host, and not in a sync where it would save less than half."""
     canary: int = Field(2, ge=0)

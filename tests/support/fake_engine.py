@@ -193,7 +193,7 @@ def start(folder: Path, engines: int, sync: dict[str, Any], health_timeout: floa
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     layout, messages = Layout(tp=dist.get_world_size()), list[str]()
-    settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, **sync}, strict=False)
+    settings = SyncConfig.model_validate({"bucket_mb": 1, "timeout": 60.0, "delta": "auto", **sync}, strict=False)
     config = Config.model_validate({"model": {"path": folder}, "rollout": {"engines": engines, "health_timeout": health_timeout}})
     pool = Rank0(lambda: EnginePool(config, lambda number: SGLangEngine(LightStart(config, folder, number)), messages.append))
     plan = SyncPlan.make(MODEL, layout, EngineLayout(engines=engines), CONTRACT, settings.chunk_bytes)

@@ -98,7 +98,7 @@ def test_only_what_changed_is_sent_and_everything_where_the_base_is_wrong(bridge
 
 
 def test_auto_sends_what_pays(bridge):
-    auto, near, off = bridge(transport="disk", proof="streamed"), bridge(), bridge(transport="disk", delta="off")
+    auto, near, off = bridge(transport="disk", delta="auto", proof="streamed"), bridge(delta="auto"), bridge(transport="disk")
     for each in (auto, near, off):
         each.run()
         each.change(3)
