@@ -37,8 +37,8 @@ LAYOUTS = {
 TRAIN = {"micro_batch_tokens": 60, "adam_eps": 1e-4}
 """Adam's epsilon is far above rounding noise, so that the sign of a gradient that is almost zero is not a whole step."""
 
-SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}, "fp8_kv": FP8 | {"kv": "e4m3"}}
-TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2, "fp8_kv": 5e-2}
+SETTINGS = {"fp32": FP32, "fp8": FP8, "fp32_kv": FP32 | {"kv": "e4m3"}}
+TOLERANCE = {"fp32": 1e-5, "fp8": 5e-2, "fp32_kv": 5e-2}
 """Relative. Sums in another order differ by 1e-6. In FP8 such a difference of the first step's gradient moves a few weights to the next
 E4M3 number, 2^-3 of themselves away, and the second step then goes another way: its loss and its log-probs differ by 3 %."""
 
@@ -93,11 +93,11 @@ CASES = [
     ("tp2_ep2_etp1", "deepseek_v3", "fp32"),
     ("tp2_ep2_etp2", "qwen3_moe", "fp32"),
     ("cp2", "deepseek_v3", "fp32"),
-    ("cp2", "glm4", "fp32"),
+    ("cp2", "glm4", "fp32_kv"),
     ("cp2_ep2", "qwen3_moe", "fp32"),
     ("pp2_vpp2", "deep", "fp32"),
-    ("tp2_cp2", "deep", "fp8_kv"),
-    ("pp2_vpp2_dp2", "deep", "fp8_kv"),
+    ("tp2_cp2", "deep", "fp8"),
+    ("pp2_vpp2_dp2", "deep", "fp8"),
 ]
 LONG_CASES = [
     *((name, "untied", "fp32") for name in ("tp2", "pp2", "dp2", "pp2_dp2", "cp2")),
@@ -105,7 +105,7 @@ LONG_CASES = [
     ("pp2_dp2", "tied", "fp8"),
     *((name, "qwen3_moe", "fp32") for name in ("tp2", "dp2", "ep2", "ep2_dp4", "ep2_pp2", "tp2_ep2_etp1", "cp2")),
     ("tp2", "deepseek_v3", "fp32"),
-    ("cp2", "deepseek_v3", "fp32_kv"),
+    *((name, model, "fp32_kv") for name, model in (("tp2_cp2", "deep"), ("cp2", "deepseek_v3"))),
     ("pp2", "glm4", "fp8"),
     ("cp2_dp2", "deep", "fp8"),
     ("pp2_vpp2_ep2", "deep_moe", "fp32"),
