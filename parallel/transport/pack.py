@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -126,7 +126,8 @@ class ChunkPacker:
                 part[...] = rows
             elif count:
                 found = np.flatnonzero(differs)
-                values.append(rows[np.divmod(found, rows.shape[1])])
+                matrix, places = _index(rows, found)
+                values.append(matrix[places])
                 positions.append(found + offset)
                 part.reshape(-1)[found] = values[-1]
             offset += rows.size
@@ -142,7 +143,8 @@ class ChunkPacker:
         for rows in self._iter_rows(named_rects):
             last = first + int(np.searchsorted(positions[first:], offset + rows.size))
             if last > first:
-                rows[np.divmod(positions[first:last] - offset, rows.shape[1])] = values[first:last]
+                matrix, places = _index(rows, positions[first:last] - offset)
+                matrix[places] = values[first:last]
             self._update(digest, rows)
             first, offset = last, offset + rows.size
         return digest.hexdigest() if digest else ""
@@ -184,6 +186,11 @@ class ChunkPacker:
             step = max(_HASH_BYTES // row_bytes, 1) if isinstance(matrix, np.ndarray) else rows
             for row in range(0, rows, step):
                 yield matrix[row : row + step]
+
+
+def _index(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, Any]:
+    """Return a view of a matrix and what selects its elements at these positions, counted row by row; whole rows need no division."""
+    return (rows.reshape(-1), positions) if rows.flags.c_contiguous else (rows, np.divmod(positions, rows.shape[1]))
 
 
 def make_source_packer(named_tensors: Mapping[str, torch.Tensor], chunks: Sequence[Chunk], rank: int) -> ChunkPacker:
