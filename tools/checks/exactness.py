@@ -1,6 +1,6 @@
 """Tabulate the largest |dlogp| of sampled tokens for every trainer layout against every engine layout: each cell must be exactly 0.
 
-    python tools/checks/exactness.py                                                   # everything, about two hours on two cores
+    python tools/checks/exactness.py                                                   # everything, about half an hour on two cores
     python tools/checks/exactness.py --families qwen3 --modes fp8 --train-tp 1,2 --rollout-tp 1,2 --pp 1 --cp 1
 
 Of each family a random model of two layers is written, in FP8 where the mode computes in it. A real SGLang engine of each layout, filled by
